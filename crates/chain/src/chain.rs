@@ -2,6 +2,7 @@
 
 use crate::chain_index::ChainIndex;
 use isobath_image::layer::Layer;
+use isobath_image::violated;
 use isobath_qcow2::index::Root;
 use isobath_storage::Storage;
 use parking_lot::RwLock;
@@ -65,6 +66,12 @@ impl<S: Storage> Chain<S> {
 impl<S> Chain<S> {
     /// A chain of these layers, from the base up.
     pub fn of(layers: Vec<Arc<Layer<S>>>) -> Self {
+        if layers.is_empty() {
+            violated("a chain has a layer");
+        }
+        if layers.len() > MAX_LAYERS {
+            violated("each layer of a chain has an index");
+        }
         Self { layers, index: RwLock::default() }
     }
 
@@ -84,6 +91,9 @@ impl<S> Chain<S> {
             }
             let layer = layer.in_other_chain();
             layer.limit_visible(visible);
+            if layer.visible() > visible {
+                violated("a layer shows no more than the one above");
+            }
             visible = layer.visible();
             stacked.push(Arc::new(layer));
         }
@@ -117,7 +127,13 @@ impl<S> Chain<S> {
     }
 
     /// Uses this index from now on.
-    pub fn set_index(&self, index: Option<Arc<ChainIndex<S>>>) {
+    pub fn set_index(&self, index: Option<Arc<ChainIndex<S>>>)
+    where
+        S: Storage,
+    {
+        if index.as_ref().is_some_and(|index| index.root().covers as usize > self.depth()) {
+            violated("an index describes layers of its chain");
+        }
         *self.index.write() = index;
     }
 

@@ -2,6 +2,7 @@
 
 use isobath_image::index_area::read_block;
 use isobath_image::layer::Layer;
+use isobath_image::violated;
 use isobath_qcow2::index::{
     BlockPointer, MAX_BLOCK_BYTES, MAX_PAGE_BYTES, Page, PageRecord, Root, SEGMENT_PAGES, Segment,
 };
@@ -35,6 +36,12 @@ pub struct Owners {
 impl<S: Storage> ChainIndex<S> {
     /// The index with this `root`, over `layers`, from the base up to the one that holds it.
     pub fn new(layers: Vec<Arc<Layer<S>>>, root: Root) -> Self {
+        if layers.len() != root.position as usize + 1 {
+            violated("an index is held by the last of its layers");
+        }
+        if root.covers > root.position {
+            violated("an index describes layers below the image that holds it");
+        }
         Self { layers, root, segments: Mutex::default(), damaged: AtomicBool::new(false) }
     }
 

@@ -3,7 +3,7 @@
 use crate::copy::is_zero;
 use crate::device::BlockStatus;
 use crate::disk::Disk;
-use isobath_image::{DiskError, Result};
+use isobath_image::{DiskError, Result, violated};
 use isobath_storage::{Host, IoBuf};
 use isobath_sync::AsyncMutex;
 use parking_lot::Mutex as SyncMutex;
@@ -100,12 +100,16 @@ impl<H: Host> Side<H> {
             return;
         }
         let mut runs = self.runs.lock().await;
-        if let Some(front) = runs.front_mut() {
-            front.length -= length;
-            front.host = front.host.map(|(layer, host)| (layer, host + length));
-            if front.length == 0 {
-                runs.pop_front();
-            }
+        let Some(front) = runs.front_mut() else {
+            violated("the status of what is compared is known");
+        };
+        let Some(left) = front.length.checked_sub(length) else {
+            violated("what is compared ends within a run of each disk");
+        };
+        front.length = left;
+        front.host = front.host.map(|(layer, host)| (layer, host + length));
+        if left == 0 {
+            runs.pop_front();
         }
     }
 }
@@ -151,6 +155,13 @@ impl<H: Host> Compare<H> {
         self.stopped.store(true, Ordering::Relaxed);
     }
 
+    /// Counts bytes that were compared.
+    fn add(&self, length: u64) {
+        if self.done.fetch_add(length, Ordering::Relaxed) + length > self.end {
+            violated("no byte is compared twice");
+        }
+    }
+
     /// Takes part in the comparison until it is done or a difference is found.
     ///
     /// # Errors
@@ -187,9 +198,13 @@ impl<H: Host> Compare<H> {
                 [false, _] => first_data(&other),
             };
             if let Some(sector) = sector {
-                self.found(Difference::Content(piece.offset + (sector * SECTOR) as u64));
+                let within = (sector * SECTOR) as u64;
+                if within >= piece.length {
+                    violated("a difference lies in what was compared");
+                }
+                self.found(Difference::Content(piece.offset + within));
             }
-            self.done.fetch_add(piece.length, Ordering::Relaxed);
+            self.add(piece.length);
             let [rest, other_rest] = spare;
             one.unsplit(rest);
             other.unsplit(other_rest);
@@ -236,15 +251,65 @@ impl<H: Host> Compare<H> {
             } else {
                 known.min(offset - offset % CHUNK + CHUNK - offset)
             };
+            if length == 0 || length > self.end - offset {
+                violated("what is compared has bytes of the disks, and no others");
+            }
             for side in &self.sides {
                 side.pass(offset, length).await;
             }
             *next = offset + length;
             if read == [false; 2] {
-                self.done.fetch_add(length, Ordering::Relaxed);
+                self.add(length);
                 continue;
             }
             return Ok(Some(Piece { offset, length, read }));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{SIZE, disk, must_panic};
+    use futures_executor::block_on;
+    use isobath_storage::memory::MemoryHost;
+
+    fn compare() -> Compare<MemoryHost> {
+        Compare::new(Arc::new(disk()), Arc::new(disk()), false)
+    }
+
+    fn zeroes(length: u64) -> BlockStatus {
+        let (allocated, zero, compressed, depth, host) = (false, true, false, 1, None);
+        BlockStatus { length, allocated, zero, compressed, depth, host }
+    }
+
+    #[test]
+    fn what_is_compared_is_known_of_both() {
+        let compare = compare();
+        let [side, _] = &compare.sides;
+        let pass = |length| block_on(side.pass(0, length));
+        must_panic(|| pass(512), "the status of what is compared is known");
+        block_on(side.runs.lock()).push_back(zeroes(1024));
+        pass(512);
+        must_panic(|| pass(513), "what is compared ends within a run of each disk");
+    }
+
+    #[test]
+    fn what_is_compared_is_in_the_disks() {
+        let within = "what is compared has bytes of the disks, and no others";
+        for length in [0, SIZE + 512] {
+            let compare = compare();
+            for side in &compare.sides {
+                block_on(side.runs.lock()).push_back(zeroes(length));
+            }
+            must_panic(|| block_on(Box::pin(compare.work())), within);
+        }
+    }
+
+    #[test]
+    fn bytes_are_compared_once() {
+        let compare = compare();
+        compare.done.store(512, Ordering::Relaxed);
+        must_panic(|| block_on(Box::pin(compare.work())), "no byte is compared twice");
     }
 }

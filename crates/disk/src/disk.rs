@@ -12,7 +12,7 @@ use isobath_image::layer::{Layer, Qcow2, Qcow2Layer};
 use isobath_image::options::OpenOptions;
 use isobath_image::readers::Readers;
 use isobath_image::writer::{StopOnPanic, Writer};
-use isobath_image::{DiskError, Result};
+use isobath_image::{DiskError, Result, invariant};
 use isobath_storage::{Host, IoBuf, Storage};
 use parking_lot::RwLock;
 use std::future::Future;
@@ -149,15 +149,19 @@ impl<H: Host> Disk<H> {
     }
 
     /// The disk after a change of its chain: it takes over this one's state. `map` is this one's, if it is still valid.
-    #[must_use]
+    ///
+    /// # Errors
+    /// [`DiskError::Internal`] if its parts do not belong together.
     pub fn successor(
         &self,
         chain: Chain<H::File>,
         map: Arc<Map>,
         writer: Option<Arc<Writer<H::File>>>,
         retiring: Option<Retiring<H::File>>,
-    ) -> Self {
-        Self {
+    ) -> Result<Self> {
+        let settled = self.retiring.read().is_none();
+        invariant(settled, self.name(), "a layer has retired before the chain changes again")?;
+        let next = Self {
             host: Arc::clone(&self.host),
             map,
             map_fits: self.map_fits,
@@ -170,7 +174,24 @@ impl<H: Host> Disk<H> {
             resolvers: isobath_sync::Semaphore::new(RESOLVERS),
             resized: Arc::clone(&self.resized),
             chain,
+        };
+        next.check_parts()?;
+        Ok(next)
+    }
+
+    /// Checks that the map and the writers are those of the chain.
+    fn check_parts(&self) -> Result<()> {
+        let name = self.name();
+        if cfg!(debug_assertions) {
+            let fits = self.map.unit_bits() <= self.chain.unit_bits();
+            invariant(fits, name, "no unit of the map is larger than a layer's clusters")?;
         }
+        let active = Arc::as_ptr(self.chain.active());
+        let writes = self.writer.as_ref().is_none_or(|writer| std::ptr::eq(writer.layer(), active));
+        invariant(writes, name, "a disk's writer writes its active layer")?;
+        let retiring = self.retiring.read();
+        let below = retiring.as_ref().is_none_or(|one| one.layer < self.active_index());
+        invariant(below, name, "a layer that retires is below the active one")
     }
 
     /// The writer of a layer whose file does not have everything yet.
@@ -200,9 +221,19 @@ impl<H: Host> Disk<H> {
     }
 
     /// Notes that the file of the former active layer has everything.
-    pub fn retired(&self) {
-        *self.retiring.write() = None;
+    ///
+    /// # Errors
+    /// [`DiskError::Internal`] if there is none.
+    pub fn retired(&self) -> Result<()> {
+        let retired = self.retiring.write().take();
         self.retires.store(false, Ordering::Release);
+        invariant(retired.is_some(), self.name(), "a layer retires once")
+    }
+
+    /// The active image's name, for errors.
+    #[inline]
+    pub(crate) fn name(&self) -> &Path {
+        self.chain.active().name()
     }
 
     /// Where the disk's files are.
@@ -354,7 +385,7 @@ fn whole_map(size: u64, unit_bits: u32) -> usize {
 impl<H: Host> Disk<H> {
     /// An error that names the active layer: a request is refused for `reason`.
     pub fn refused(&self, reason: impl Into<String>) -> DiskError {
-        DiskError::Refused { image: self.chain.active().name().to_owned(), reason: reason.into() }
+        DiskError::Refused { image: self.name().to_owned(), reason: reason.into() }
     }
 
     /// The disk's size in bytes.
@@ -464,7 +495,7 @@ block_device!(Disk);
 impl<H: Host> Disk<H> {
     /// Accepts no more writes if `error`, from a request that changes nothing, says that an invariant is violated.
     #[cold]
-    fn stop_on_internal(&self, error: DiskError) -> DiskError {
+    pub(crate) fn stop_on_internal(&self, error: DiskError) -> DiskError {
         if let Some(writer) = &self.writer {
             writer.stop_on_internal(&error);
         }
@@ -483,5 +514,44 @@ impl<H: Host> Disk<H> {
             Some(writer) => writer.or_mark_corrupt(done).await,
             None => done,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{chain_of, disk, must_violate, writers};
+
+    fn writer<H: Host>(disk: &Disk<H>) -> Option<Arc<Writer<H::File>>> {
+        disk.writer.clone()
+    }
+
+    #[test]
+    fn a_disk_that_follows_another_has_parts_that_belong_together() {
+        let (one, other) = (disk(), disk());
+        let chain = || Chain::of(vec![Arc::clone(one.chain.active())]);
+        let map = || Arc::clone(&one.map);
+        assert!(one.successor(chain(), map(), writer(&one), None).is_ok());
+        let large = Arc::new(Map::new(30, 0, one.active_index()));
+        let next = one.successor(chain(), large, writer(&one), None);
+        must_violate(next.map(drop), "no unit of the map is larger than a layer's clusters");
+        let next = one.successor(chain(), map(), writer(&other), None);
+        must_violate(next.map(drop), "a disk's writer writes its active layer");
+        let retiring = || writer(&one).map(|writer| Retiring { layer: one.active_index(), writer });
+        let next = one.successor(chain(), map(), writer(&one), retiring());
+        must_violate(next.map(drop), "a layer that retires is below the active one");
+        *one.retiring.write() = retiring();
+        let next = one.successor(chain(), map(), writer(&one), None);
+        must_violate(next.map(drop), "a layer has retired before the chain changes again");
+    }
+
+    #[test]
+    fn a_layer_retires_once() {
+        let disk = chain_of(2);
+        must_violate(disk.retired(), "a layer retires once");
+        let layer = LayerIndex::new(0);
+        *disk.retiring.write() = writer(&disk).map(|writer| Retiring { layer, writer });
+        disk.retired().unwrap();
+        assert!(writers(&disk).0.check().is_ok());
     }
 }

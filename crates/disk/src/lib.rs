@@ -40,6 +40,8 @@ mod rebase;
 mod resize;
 mod status;
 mod store_index;
+#[cfg(test)]
+mod testing;
 mod touched;
 pub mod write;
 

@@ -4,9 +4,9 @@ use crate::disk::Disk;
 use futures_util::future::try_join_all;
 use isobath_chain::chain::LayerIndex;
 use isobath_chain::map::resolve::{explain_invalid, resolve};
-use isobath_chain::map::{Extent, Extents, Lookup, Source};
+use isobath_chain::map::{Extent, Extents, Lookup, Source, guest_range};
 use isobath_image::writer::{Entries, Writer};
-use isobath_image::{Result, always};
+use isobath_image::{Result, always, invariant};
 use isobath_storage::{Host, IoBuf};
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,6 +21,7 @@ impl<H: Host> Disk<H> {
             match self.map.lookup(at..range.end, &mut extents) {
                 Lookup::Found => {
                     self.clip(&mut extents);
+                    self.check_extents(&extents, &range)?;
                     return Ok(extents);
                 }
                 Lookup::Missing(slice) => {
@@ -31,6 +32,21 @@ impl<H: Host> Disk<H> {
                 }
             }
         }
+    }
+
+    /// Checks that extents are those of a range.
+    #[inline]
+    fn check_extents(&self, extents: &[Extent], range: &Range<u64>) -> Result<()> {
+        let cover = range.is_empty() || guest_range(extents) == *range;
+        invariant(cover, self.name(), "the extents of a range begin and end with it")?;
+        if cfg!(debug_assertions) {
+            let joined = |pair: &[Extent]| pair[0].guest + pair[0].length == pair[1].guest;
+            let joined = extents.windows(2).all(joined);
+            invariant(joined, self.name(), "an extent begins where the one before it ends")?;
+            let empty = extents.iter().any(|extent| extent.length == 0);
+            invariant(!empty, self.name(), "an extent has bytes")?;
+        }
+        Ok(())
     }
 
     async fn resolve_slice(&self, slice: u64) -> Result<()> {
@@ -91,10 +107,16 @@ impl<H: Host> Disk<H> {
 
     /// Fills `buf` from extents that cover exactly its length. The caller is inside the gate.
     pub async fn read_extents(&self, extents: &[Extent], buf: IoBuf) -> Result<IoBuf> {
-        if let [extent] = extents {
-            return self.read_extent(extent, buf).await;
-        }
-        Box::pin(self.read_several(extents, buf)).await
+        let length = buf.len();
+        let range = guest_range(extents);
+        let fits = range.end - range.start == length as u64;
+        invariant(fits, self.name(), "a buffer has as many bytes as the extents that fill it")?;
+        let buf = match extents {
+            [extent] => self.read_extent(extent, buf).await?,
+            _ => Box::pin(self.read_several(extents, buf)).await?,
+        };
+        invariant(buf.len() == length, self.name(), "a read gives back the buffer that it fills")?;
+        Ok(buf)
     }
 
     async fn read_several(&self, extents: &[Extent], mut buf: IoBuf) -> Result<IoBuf> {
@@ -148,7 +170,58 @@ impl<H: Host> Disk<H> {
     /// # Errors
     /// [`DiskError::Internal`](crate::DiskError::Internal), if the chain does not have it.
     pub fn layer(&self, index: LayerIndex) -> Result<&Arc<crate::Layer<H::File>>> {
-        let name = self.chain.active().name();
-        always(self.chain.get(index), name, "the chain has every layer that its map names")
+        let layer = self.chain.get(index);
+        always(layer, self.name(), "the chain has every layer that its map names")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{disk, must_violate};
+    use futures_executor::block_on;
+
+    fn absent(guest: u64, length: u64) -> Extent {
+        Extent { guest, length, source: Source::Absent }
+    }
+
+    #[test]
+    fn extents_are_those_of_the_range() {
+        let disk = disk();
+        let check = |extents: &[Extent]| disk.check_extents(extents, &(512..2048));
+        check(&[absent(512, 512), absent(1024, 1024)]).unwrap();
+        let cover = "the extents of a range begin and end with it";
+        must_violate(check(&[]), cover);
+        must_violate(check(&[absent(512, 512)]), cover);
+        must_violate(check(&[absent(0, 2048)]), cover);
+        disk.check_extents(&[], &(7..7)).unwrap();
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    fn extents_join() {
+        let disk = disk();
+        let check = |extents: &[Extent]| disk.check_extents(extents, &(512..2048));
+        let joined = "an extent begins where the one before it ends";
+        must_violate(check(&[absent(512, 1), absent(1024, 1024)]), joined);
+        must_violate(check(&[absent(512, 1024), absent(1024, 1024)]), joined);
+        let empty = [absent(512, 1536), absent(2048, 0)];
+        must_violate(check(&empty), "an extent has bytes");
+    }
+
+    #[test]
+    fn extents_fill_their_buffer() {
+        let disk = disk();
+        let read = |extents: &[Extent], length| {
+            block_on(disk.read_extents(extents, IoBuf::zeroed(length))).map(|buf| buf.len())
+        };
+        assert_eq!(read(&[absent(0, 5), absent(5, 6)], 11).unwrap(), 11);
+        let fits = "a buffer has as many bytes as the extents that fill it";
+        must_violate(read(&[absent(0, 5), absent(5, 6)], 12), fits);
+        must_violate(read(&[absent(0, 5)], 4), fits);
+        let layer = LayerIndex::new(1);
+        let missing = Extent { source: Source::Invalid(layer), ..absent(0, 5) };
+        let has = "the chain has every layer that its map names";
+        must_violate(read(&[missing], 5), has);
     }
 }

@@ -5,8 +5,8 @@ use crate::disk::Disk;
 use crate::write::Surplus;
 use isobath_chain::chain::LayerIndex;
 use isobath_chain::map::{Extent, Source};
-use isobath_image::Result;
 use isobath_image::sabotage::{self, Sabotage};
+use isobath_image::{Result, invariant};
 use isobath_qcow2::CompressedCluster;
 use isobath_storage::{FileId, Host, IoBuf, StorageExt};
 use isobath_sync::AsyncMutex;
@@ -102,6 +102,9 @@ impl<H: Host> Rebase<H> {
     /// # Errors
     /// If the storage fails, or the names do not fit the header; the old backing file then stays.
     pub async fn finish(&self, backing: Option<(&str, &str)>) -> Result<()> {
+        let looked = self.done.load(Ordering::Relaxed) == self.end;
+        let all = looked && !self.stopped.load(Ordering::Relaxed);
+        invariant(all, self.disk.name(), "a backing file changes once all of the disk was seen")?;
         if !sabotage::is(Sabotage::UnflushedRebase) {
             self.disk.flush().await?;
         }
@@ -120,12 +123,21 @@ impl<H: Host> Rebase<H> {
                 start..*next
             };
             self.copy_window(window.clone()).await?;
-            self.done.fetch_add(window.end - window.start, Ordering::Relaxed);
+            let length = window.end - window.start;
+            let before = self.done.fetch_add(length, Ordering::Relaxed);
+            let once = before + length <= self.end;
+            invariant(once, self.disk.name(), "each part of a rebased disk is seen once")?;
         }
     }
 
     async fn copy_window(&self, window: Range<u64>) -> Result<()> {
-        for piece in self.pieces(window).await? {
+        let pieces = self.pieces(window.clone()).await?;
+        if cfg!(debug_assertions) {
+            let ranges = pieces.iter().map(|piece| &piece.range);
+            let ordered = are_in_order(ranges, &window);
+            invariant(ordered, self.disk.name(), "the pieces of a window are in order, and in it")?;
+        }
+        for piece in pieces {
             let mut at = piece.range.start;
             while at < piece.range.end && !self.stopped.load(Ordering::Relaxed) {
                 let end = piece.range.end.min(at / CHUNK * CHUNK + CHUNK);
@@ -203,6 +215,8 @@ impl<H: Host> Rebase<H> {
             Some(below) if !zero[1] => Some(padded(below, &range).await?),
             _ => None,
         };
+        let whole = [&old, &new].into_iter().flatten().all(|bytes| bytes.len() == length);
+        invariant(whole, self.disk.name(), "two disks are compared byte by byte")?;
         let step = u64::from(self.disk.preferred_block());
         let mut found: Vec<Range<u64>> = Vec::new();
         let mut at = range.start;
@@ -270,6 +284,18 @@ impl<H: Host> Rebase<H> {
     }
 }
 
+/// Whether ranges have bytes, are in order, do not overlap, and lie in a window.
+fn are_in_order<'a>(ranges: impl Iterator<Item = &'a Range<u64>>, window: &Range<u64>) -> bool {
+    let mut end = window.start;
+    for range in ranges {
+        if range.start < end || range.end <= range.start {
+            return false;
+        }
+        end = range.end;
+    }
+    end <= window.end
+}
+
 /// Where the bytes of an extent from `at` on come from.
 fn origin<H: Host>(disk: &Disk<H>, extent: &Extent, at: u64) -> Origin {
     match extent.source {
@@ -300,4 +326,46 @@ async fn padded<H: Host>(disk: &Disk<H>, range: &Range<u64>) -> Result<IoBuf> {
         buf = part;
     }
     Ok(buf)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{SIZE, chain_of, must_violate};
+    use futures_executor::block_on;
+    use isobath_storage::memory::MemoryHost;
+
+    fn rebase() -> Rebase<MemoryHost> {
+        Rebase::new(Arc::new(chain_of(2)), None, false)
+    }
+
+    #[test]
+    fn a_backing_file_changes_at_the_end() {
+        let all = "a backing file changes once all of the disk was seen";
+        let early = rebase();
+        must_violate(block_on(Box::pin(early.finish(None))), all);
+        let stopped = rebase();
+        block_on(Box::pin(stopped.work())).unwrap();
+        stopped.stop();
+        must_violate(block_on(Box::pin(stopped.finish(None))), all);
+        let done = rebase();
+        block_on(Box::pin(done.work())).unwrap();
+        block_on(Box::pin(done.finish(None))).unwrap();
+    }
+
+    #[test]
+    fn each_part_is_seen_once() {
+        let rebase = rebase();
+        rebase.done.store(SIZE, Ordering::Relaxed);
+        let once = "each part of a rebased disk is seen once";
+        must_violate(block_on(Box::pin(rebase.work())), once);
+    }
+
+    #[test]
+    fn pieces_are_in_order() {
+        let check = |ranges: &[Range<u64>]| are_in_order(ranges.iter(), &(10..20));
+        assert!(check(&[]) && check(&[10..11, 11..15, 18..20]));
+        assert!(!check(&[9..11, 12..13]) && !check(&[10..12, 11..13]));
+        assert!(!check(&[10..10, 11..12]) && !check(&[10..11, 19..21]));
+    }
 }

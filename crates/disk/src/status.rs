@@ -2,9 +2,10 @@
 
 use crate::device::BlockStatus;
 use crate::disk::Disk;
+use isobath_chain::chain::LayerIndex;
 use isobath_chain::map::{Extent, Source};
 use isobath_formats::{Run, RunKind};
-use isobath_image::Result;
+use isobath_image::{Result, always, invariant};
 use isobath_storage::Host;
 
 /// Guest bytes examined at once.
@@ -46,43 +47,53 @@ impl<H: Host> Disk<H> {
             }
             at = next;
         }
+        if cfg!(debug_assertions) {
+            let covered = runs.iter().map(|run| run.length).sum::<u64>();
+            invariant(covered == length, self.name(), "the runs of a range cover it")?;
+        }
         Ok(runs)
     }
 
     /// The run that begins `skip` bytes into an extent.
     async fn run(&self, extent: &Extent, skip: u64) -> Result<BlockStatus> {
+        let run = self.run_of(extent, skip).await?;
+        let left = extent.length - skip;
+        invariant(run.length > 0, self.name(), "a run has bytes")?;
+        invariant(run.length <= left, self.name(), "a run ends within its extent")?;
+        Ok(run)
+    }
+
+    /// The place of a layer as users count them: 0 is the active one.
+    fn depth_of(&self, layer: LayerIndex) -> Result<u32> {
+        let depth = self.active_index().get().checked_sub(layer.get());
+        always(depth, self.name(), "a run is of a layer of the chain").map(u32::from)
+    }
+
+    async fn run_of(&self, extent: &Extent, skip: u64) -> Result<BlockStatus> {
         let length = extent.length - skip;
-        let depth = |layer| u32::from(self.active_index().get() - crate::LayerIndex::get(layer));
+        let depth = match extent.source.layer() {
+            Some(layer) => self.depth_of(layer)?,
+            None => self.depth() as u32,
+        };
         let none = BlockStatus {
             length,
             allocated: false,
             zero: true,
             compressed: false,
-            depth: self.depth() as u32,
+            depth,
             host: None,
         };
         Ok(match extent.source {
             Source::Absent => none,
-            Source::Zero(layer) => BlockStatus { allocated: true, depth: depth(layer), ..none },
-            Source::Compressed { layer, .. } => BlockStatus {
-                allocated: true,
-                zero: false,
-                compressed: true,
-                depth: depth(layer),
-                ..none
-            },
-            Source::Invalid(layer) => {
-                BlockStatus { allocated: true, zero: false, depth: depth(layer), ..none }
+            Source::Zero(_) => BlockStatus { allocated: true, ..none },
+            Source::Compressed { .. } => {
+                BlockStatus { allocated: true, zero: false, compressed: true, ..none }
             }
+            Source::Invalid(_) => BlockStatus { allocated: true, zero: false, ..none },
             Source::Data { layer: index, host, .. } => {
                 let host = host + skip;
-                let data = BlockStatus {
-                    allocated: true,
-                    zero: false,
-                    depth: depth(index),
-                    host: Some((depth(index), host)),
-                    ..none
-                };
+                let host_at = Some((depth, host));
+                let data = BlockStatus { allocated: true, zero: false, host: host_at, ..none };
                 match self.chain.get(index) {
                     Some(layer) if layer.as_foreign().is_some() => {
                         let Run { length: known, kind } = layer.foreign_run(host, length).await?;
@@ -96,7 +107,7 @@ impl<H: Host> Disk<H> {
                             },
                             RunKind::Zero => BlockStatus { zero: true, ..none },
                             RunKind::Data { file: 0, offset } => {
-                                BlockStatus { host: Some((depth(index), offset)), ..none }
+                                BlockStatus { host: Some((depth, offset)), ..none }
                             }
                             RunKind::Data { .. } => none,
                             RunKind::Deflated { .. } => BlockStatus { compressed: true, ..none },
@@ -138,4 +149,24 @@ fn push_run(runs: &mut Vec<BlockStatus>, run: BlockStatus) -> usize {
     }
     runs.push(run);
     runs.len()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{disk, must_violate};
+    use futures_executor::block_on;
+
+    #[test]
+    fn a_run_is_a_part_of_its_extent_and_of_a_layer() {
+        let disk = disk();
+        let run = |source, skip| {
+            let extent = Extent { guest: 0, length: 1024, source };
+            block_on(disk.run(&extent, skip))
+        };
+        assert_eq!(run(Source::Absent, 512).unwrap().length, 512);
+        must_violate(run(Source::Absent, 1024), "a run has bytes");
+        let stray = Source::Zero(LayerIndex::new(1));
+        must_violate(run(stray, 0), "a run is of a layer of the chain");
+    }
 }

@@ -8,15 +8,16 @@ use crate::disk::Disk;
 use isobath_chain::index::{
     Built, Folding, IndexInfo, IndexState, Place, build, examine, find, page,
 };
-use isobath_image::Result;
 use isobath_image::index_area::clusters;
 use isobath_image::layer::Qcow2;
 use isobath_image::writer::{Qcow2Writer, Writer};
+use isobath_image::{Result, invariant};
 use isobath_qcow2::header::HeaderWrite;
 use isobath_qcow2::index::IndexExtension;
 use isobath_qcow2::{Header, HostCluster};
 use isobath_storage::{Host, IoBuf, Storage, StorageExt, ZeroMode, shown};
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 
 /// Progress of building or verifying an index.
@@ -86,6 +87,7 @@ impl<H: Host> Disk<H> {
         self.edits(image, Some(&built.extension)).await?;
         let clusters = built.extension.area_length >> image.geometry.cluster_bits();
         let area = start.get()..start.get() + clusters;
+        check_area(image, &built, &area, self.name())?;
         writer.exclusively(|| self.store(qcow2, image, area, &built)).await?;
         writer.commit(&self.readers).await?;
         self.chain.set_index(find(&self.chain).await);
@@ -213,6 +215,8 @@ impl<H: Host> Disk<H> {
         let size = image.geometry.cluster_size() as usize;
         let cluster = storage.read_at(0, IoBuf::zeroed(size)).await?;
         let header = Header::parse(&cluster).map_err(|error| layer.format_error(error))?;
+        let points = header.index() == index;
+        invariant(points, self.name(), "the header points to the index that was written")?;
         image.header.write().extensions = header.extensions;
         Ok(())
     }
@@ -241,5 +245,40 @@ impl<H: Host> Disk<H> {
         storage.flush().await?;
         alloc.forget_area(&area).await;
         Ok(())
+    }
+}
+
+/// Checks that an index was built for these clusters.
+fn check_area(image: &Qcow2, built: &Built, area: &Range<u64>, name: &Path) -> Result<()> {
+    let size = image.geometry.cluster_size();
+    let there = area.start.checked_mul(size) == Some(built.extension.area_offset.get());
+    invariant(there, name, "an index is written where it was built for")?;
+    let fits = built.bytes.len() as u64 <= (area.end - area.start) * size;
+    invariant(fits, name, "the area of an index has room for it")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{CLUSTER, disk, must_violate};
+    use isobath_qcow2::HostOffset;
+    use isobath_qcow2::index::BlockHash;
+
+    #[test]
+    fn an_index_is_written_to_its_area() {
+        let disk = disk();
+        let image = disk.active_qcow2().unwrap();
+        let extension = IndexExtension {
+            area_offset: HostOffset::new(5 * CLUSTER),
+            area_length: CLUSTER,
+            root_offset: HostOffset::new(5 * CLUSTER),
+            root_length: 512,
+            root_hash: BlockHash::of(&[]),
+        };
+        let built = Built { bytes: vec![0; CLUSTER as usize], extension };
+        let check = |area| check_area(image, &built, &area, disk.name());
+        check(5..6).unwrap();
+        must_violate(check(6..7), "an index is written where it was built for");
+        must_violate(check(5..5), "the area of an index has room for it");
     }
 }

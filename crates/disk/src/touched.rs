@@ -1,6 +1,7 @@
 //! Parts of a disk for which no layer has a table, so that a query of a large, empty disk need not examine each layer.
 
 use isobath_chain::chain::Chain;
+use isobath_image::violated;
 use isobath_qcow2::L1Entry;
 use isobath_storage::Storage;
 
@@ -41,7 +42,19 @@ impl Touched {
                 }
             }
         }
+        touched.check(size);
         touched
+    }
+
+    /// Checks that its parts are those of a disk of `size` bytes.
+    fn check(&self, size: u64) {
+        let parts = self.parts.len() as u64 * 64;
+        if parts < size.div_ceil(1 << self.bits) {
+            violated("the parts of a disk cover it");
+        }
+        if parts > Self::MOST_PARTS + 64 {
+            violated("a disk has a limited number of parts");
+        }
     }
 
     fn touch(&mut self, start: u64, end: u64) {
@@ -71,6 +84,16 @@ impl Touched {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::must_panic;
+
+    #[test]
+    fn parts_cover_the_disk() {
+        let touched = |bits, words| Touched { bits, parts: vec![0; words] };
+        touched(4, 3).check(16 * 192);
+        must_panic(|| touched(4, 3).check(16 * 192 + 1), "the parts of a disk cover it");
+        let many = (Touched::MOST_PARTS / 64 + 2) as usize;
+        must_panic(|| touched(4, many).check(1), "a disk has a limited number of parts");
+    }
 
     #[test]
     fn the_next_touched_part_is_found() {

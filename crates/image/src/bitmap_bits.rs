@@ -1,5 +1,6 @@
 //! The bits of a bitmap, in memory.
 
+use crate::violated;
 use isobath_qcow2::Bitmap;
 use std::ops::Range;
 
@@ -56,6 +57,9 @@ impl BitmapBits {
 
     /// All bits, eight to a byte.
     pub(crate) fn bytes(&self) -> &[u8] {
+        if self.bits.len() as u64 != self.size.div_ceil(self.granularity()).div_ceil(8) {
+            violated("a bitmap has a bit for each part of its disk");
+        }
         &self.bits
     }
 
@@ -75,7 +79,9 @@ impl BitmapBits {
         // The bits of the last byte; all of them where the range ends with it.
         let tail = if past.is_multiple_of(8) { 0xff } else { tail.unwrap_or(0xff) };
         let bytes = (first / 8) as usize..past.div_ceil(8) as usize;
-        let Some(bytes) = self.bits.get_mut(bytes) else { return };
+        let Some(bytes) = self.bits.get_mut(bytes) else {
+            violated("the bits of a part of the disk are in its bitmap");
+        };
         match bytes {
             [] => {}
             [only] => *only |= head & tail,
@@ -105,6 +111,9 @@ impl BitmapBits {
             ));
         }
         if self.granularity_bits == other.granularity_bits {
+            if self.bits.len() != other.bits.len() {
+                violated("bitmaps of one size and granularity have as many bits");
+            }
             for (byte, more) in self.bits.iter_mut().zip(&other.bits) {
                 *byte |= more;
             }
@@ -196,5 +205,25 @@ mod tests {
         assert_eq!(bits.ranges().next(), Some(512..1000));
         bits.bits.fill(0xff);
         assert_eq!(bits.ranges().next(), Some(0..1000));
+    }
+
+    #[test]
+    #[should_panic(expected = "a bitmap has a bit for each part of its disk")]
+    fn a_bitmap_of_another_size_is_noticed() {
+        let bits = BitmapBits { size: 2 << 20, ..BitmapBits::new(1 << 20, 9) };
+        let _ = bits.bytes();
+    }
+
+    #[test]
+    #[should_panic(expected = "the bits of a part of the disk are in its bitmap")]
+    fn a_bitmap_without_some_bits_is_noticed() {
+        BitmapBits { size: 2 << 20, ..BitmapBits::new(1 << 20, 9) }.set(&(1 << 20..2 << 20));
+    }
+
+    #[test]
+    #[should_panic(expected = "bitmaps of one size and granularity have as many bits")]
+    fn bitmaps_with_other_numbers_of_bits_are_noticed() {
+        let other = BitmapBits { size: 1 << 20, ..BitmapBits::new(2 << 20, 9) };
+        BitmapBits::new(1 << 20, 9).merge(&other).unwrap();
     }
 }

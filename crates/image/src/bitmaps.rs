@@ -6,7 +6,7 @@ use crate::change::Change;
 use crate::encryption::Key;
 use crate::open::open_layer;
 use crate::options::OpenOptions;
-use crate::{DiskError, Result};
+use crate::{DiskError, Result, violated};
 use isobath_qcow2::bitmap::{DIRTY_TRACKING, MAX_BITMAP_BYTES, MAX_BITMAPS, MAX_NAME_BYTES};
 use isobath_qcow2::{
     AutoclearFeatures, Bitmap, BitmapCluster, BitmapFlags, BitmapsExtension, FormatError, Geometry,
@@ -116,8 +116,9 @@ impl<S: Storage> BitmapEditor<S> {
     }
 
     fn edit(&mut self, place: usize, edit: impl FnOnce(&mut Edited)) {
-        if let Some(edited) = self.bitmaps.get_mut(place) {
-            edit(edited);
+        match self.bitmaps.get_mut(place) {
+            Some(edited) => edit(edited),
+            None => violated("a bitmap that was found is there"),
         }
     }
 

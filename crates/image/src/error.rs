@@ -120,6 +120,9 @@ pub fn always<T>(there: Option<T>, image: &Path, what: &'static str) -> Result<T
     there.ok_or_else(|| DiskError::internal(image, what))
 }
 
+/// So many parts of a structure are looked at when its invariants are checked.
+pub(crate) const MOST_CHECKED: usize = 256;
+
 /// Panics because the invariant `what` is violated, where no error can be returned. The disk of the request accepts
 /// no more writes.
 #[cold]

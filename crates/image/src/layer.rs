@@ -4,7 +4,7 @@ use crate::encryption::{Key, Protection, locked, read_through};
 use crate::replayed::Replayed;
 use crate::restart_log::FoundLog;
 use crate::sabotage::{self, Sabotage};
-use crate::{DiskError, Result, always};
+use crate::{DiskError, Result, always, violated};
 use isobath_formats::{Format, Image, Run, RunKind};
 use isobath_luks::Cipher;
 use isobath_qcow2::header::HeaderWrite;
@@ -255,7 +255,13 @@ impl<S: Storage> Layer<S> {
         replayed: Option<Replayed>,
         protection: Protection,
     ) -> Self {
-        let size = qcow2.header.read().disk_size();
+        let (size, l1_size) = {
+            let header = qcow2.header.read();
+            (header.disk_size(), header.l1_size)
+        };
+        if qcow2.l1.read().len() != l1_size as usize {
+            violated("the L1 table is as long as the header says");
+        }
         Self {
             name,
             data: data.map_or(Data::Own, Data::File),

@@ -15,6 +15,8 @@ pub mod alloc;
 pub mod amend;
 mod bitmap_bits;
 pub mod bitmaps;
+#[cfg(test)]
+mod broken;
 mod change;
 pub mod check;
 pub mod checksummed;
@@ -47,4 +49,5 @@ pub mod snapshots;
 pub mod tables;
 pub mod writer;
 
+pub(crate) use error::MOST_CHECKED;
 pub use error::{DiskError, Result, always, invariant, violated};

@@ -1,6 +1,8 @@
 //! Pieces of data that are not written in place yet.
 
+use crate::{MOST_CHECKED, violated};
 use isobath_qcow2::Lsn;
+use isobath_sync::Invariants;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -32,6 +34,24 @@ impl Piece {
 
     fn bytes(&self) -> &[u8] {
         &self.bytes[self.part.clone()]
+    }
+}
+
+impl Invariants for Pieces {
+    fn check_invariants(&self) {
+        let mut end = 0;
+        for (&at, piece) in self.0.iter().take(MOST_CHECKED) {
+            if at < end {
+                violated("kept pieces do not overlap");
+            }
+            if piece.part.is_empty() {
+                violated("a kept piece has bytes");
+            }
+            if piece.part.end > piece.bytes.len() {
+                violated("a kept piece is a part of what was kept");
+            }
+            end = at + piece.length();
+        }
     }
 }
 
@@ -78,6 +98,11 @@ impl Pieces {
     /// Drops pieces whose mark does not satisfy `keep`.
     pub fn retain(&mut self, keep: impl Fn(Lsn) -> bool) {
         self.0.retain(|_, piece| keep(piece.mark));
+    }
+
+    /// Whether any piece has such a mark.
+    pub fn any(&self, wanted: impl Fn(Lsn) -> bool) -> bool {
+        self.0.values().any(|piece| wanted(piece.mark))
     }
 
     /// Copies of the pieces whose mark is `wanted`.
@@ -142,6 +167,7 @@ impl Pieces {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::broken::assert_violated;
 
     #[test]
     fn pieces_are_as_a_model_of_every_byte() {
@@ -191,5 +217,24 @@ mod tests {
             let checksummed: u64 = pieces.parts_of(&asked).map(|part| part.end - part.start).sum();
             assert_eq!(checksummed as usize, expected.iter().flatten().count());
         }
+    }
+
+    #[test]
+    fn broken_pieces_are_noticed() {
+        let pieces = || {
+            let mut pieces = Pieces::default();
+            pieces.put(0, vec![1; 8].into(), Lsn::default());
+            pieces.put(8, vec![2; 8].into(), Lsn::default());
+            pieces
+        };
+        let of = |at: u64, part: Range<usize>| {
+            move |pieces: &mut Pieces| {
+                let bytes = vec![3; 8].into();
+                pieces.0.insert(at, Piece { bytes, part, mark: Lsn::default() });
+            }
+        };
+        assert_violated("do not overlap", pieces(), of(4, 0..8));
+        assert_violated("has bytes", pieces(), of(16, 3..3));
+        assert_violated("is a part of what was kept", pieces(), of(16, 0..9));
     }
 }

@@ -1,7 +1,8 @@
 //! Ordering of requests that change overlapping parts of a disk.
 
 use crate::sabotage::{self, Sabotage};
-use isobath_sync::Mutex;
+use crate::violated;
+use isobath_sync::{CheckedMutex, Invariants};
 use std::future::Future;
 use std::ops::Range;
 use std::pin::Pin;
@@ -14,7 +15,7 @@ use std::task::{Context, Poll, Waker};
 /// requests in flight.
 #[derive(Default)]
 pub struct RangeLocks {
-    state: Mutex<LockState>,
+    state: CheckedMutex<LockState>,
 }
 
 #[derive(Default)]
@@ -30,6 +31,23 @@ struct Entry {
     blockers: usize,
     waker: Option<Waker>,
 }
+
+impl Invariants for LockState {
+    fn check_invariants(&self) {
+        for entry in self.entries.iter().take(MOST_EXAMINED) {
+            if entry.ticket >= self.next_ticket {
+                violated("each request has a ticket");
+            }
+            let before = |e: &&Entry| e.ticket < entry.ticket && overlap(&e.range, &entry.range);
+            if self.entries.iter().filter(before).count() != entry.blockers {
+                violated("a request waits for each earlier one that it overlaps");
+            }
+        }
+    }
+}
+
+/// Requests of which the invariants are checked.
+const MOST_EXAMINED: usize = 16;
 
 fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
     a.start < b.end && b.start < a.end
@@ -59,10 +77,8 @@ impl<'a> Future for RangeLock<'a> {
         if let Some(guard) = &self.guard {
             let mut state = guard.locks.state.lock();
             let entry = state.entries.iter_mut().find(|e| e.ticket == guard.ticket);
-            let waits = |entry: &&mut Entry| entry.blockers > 0;
-            if let Some(entry) =
-                entry.filter(waits).filter(|_| !sabotage::is(Sabotage::NoRangeLocks))
-            {
+            let Some(entry) = entry else { violated("a request that waits for a range is listed") };
+            if entry.blockers > 0 && !sabotage::is(Sabotage::NoRangeLocks) {
                 entry.waker = Some(context.waker().clone());
                 return Poll::Pending;
             }
@@ -81,7 +97,7 @@ impl Drop for RangeGuard<'_> {
     fn drop(&mut self) {
         let mut state = self.locks.state.lock();
         let Some(position) = state.entries.iter().position(|e| e.ticket == self.ticket) else {
-            return;
+            violated("a range that is held is listed");
         };
         let gone = state.entries.swap_remove(position);
         for entry in &mut state.entries {
@@ -100,6 +116,7 @@ impl Drop for RangeGuard<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::broken::assert_violated;
     use std::pin::pin;
 
     fn ready<'a>(lock: &mut Pin<&mut RangeLock<'a>>) -> Option<RangeGuard<'a>> {
@@ -140,6 +157,17 @@ mod tests {
         assert!(ready(&mut third).is_some());
         drop(held);
         assert!(locks.state.lock().entries.is_empty());
+    }
+
+    #[test]
+    fn broken_locks_are_noticed() {
+        let entry = |ticket, blockers| Entry { ticket, range: 0..10, blockers, waker: None };
+        let state = || LockState { next_ticket: 2, entries: vec![entry(0, 0), entry(1, 1)] };
+        assert_violated("has a ticket", state(), |state| state.next_ticket = 1);
+        assert_violated("waits for each", state(), |state| state.entries[1].blockers = 0);
+        assert_violated("waits for each", state(), |state| {
+            state.entries.remove(0);
+        });
     }
 }
 

@@ -6,6 +6,7 @@
 
 use crate::per_thread::PerThread;
 use crate::sabotage::{self, Sabotage};
+use crate::violated;
 use isobath_sync::AsyncMutex;
 use isobath_sync::Condition;
 use isobath_sync::atomic::{AtomicU64, Ordering};
@@ -74,7 +75,11 @@ impl ReaderEpoch {
 
 impl Drop for Pass<'_> {
     fn drop(&mut self) {
-        let last = self.inside.fetch_sub(1, Ordering::SeqCst) == 1;
+        let inside = self.inside.fetch_sub(1, Ordering::SeqCst);
+        if inside == 0 {
+            violated("a request leaves where it entered");
+        }
+        let last = inside == 1;
         // A drain that begins after this load sees the current count.
         if last && self.gate.epoch.load(Ordering::SeqCst) != self.epoch {
             self.gate.left.changed();
@@ -145,6 +150,13 @@ mod tests {
             let polled = drain.as_mut().poll(&mut Context::from_waker(Waker::noop()));
             assert_eq!(polled, Poll::Ready(()));
         }
+    }
+
+    #[test]
+    #[should_panic(expected = "a request leaves where it entered")]
+    fn a_request_that_leaves_elsewhere_is_noticed() {
+        let (gate, elsewhere) = (ReaderEpoch::default(), AtomicU64::new(0));
+        drop(Pass { gate: &gate, inside: &elsewhere, epoch: 0 });
     }
 }
 

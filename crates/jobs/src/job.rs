@@ -5,7 +5,7 @@ use super::record::{JobRecord, Recorder};
 use event_listener::{Event, EventListener};
 use isobath_disk::live::Occupant;
 use isobath_image::{DiskError, violated};
-use parking_lot::Mutex;
+use isobath_sync::{CheckedMutex, Invariants};
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
@@ -249,7 +249,7 @@ pub struct VerbRefused {
 pub struct Job {
     kind: JobKind,
     options: JobOptions,
-    state: Mutex<JobState>,
+    state: CheckedMutex<JobState>,
     changed: Event,
 }
 
@@ -276,6 +276,40 @@ pub(super) struct JobState {
     recorder: Option<Recorder>,
     error: Option<String>,
     flush_failed: bool,
+}
+
+impl Invariants for JobState {
+    fn check_invariants(&self) {
+        use JobStatus::{
+            Aborting, Concluded, Created, Null, Paused, Pending, Ready, Running, Standby,
+        };
+        let copies = matches!(self.status, Created | Running | Paused);
+        if self.complete && copies {
+            violated("a job is completed once it is ready");
+        }
+        if self.leave && copies {
+            violated("a job leaves the chain as it is once it is ready");
+        }
+        if self.finalize && !matches!(self.status, Pending | Aborting | Concluded | Null) {
+            violated("a job is finalized once it is pending");
+        }
+        if self.dismissed && !matches!(self.status, Concluded | Null) {
+            violated("a job is dismissed once it has ended");
+        }
+        let works = matches!(self.status, Running | Paused | Ready | Standby);
+        if self.failed_for_now.is_some() && !works && !self.cancelled && self.error.is_none() {
+            violated("only a job that works waits because of an error");
+        }
+        if self.current > self.total {
+            violated("a job has done no more than there is to do");
+        }
+        if self.status == Created && (self.recorder.is_some() || self.copied + self.cloned > 0) {
+            violated("a job that has not started has done nothing");
+        }
+        if let Some(recorder) = &self.recorder {
+            recorder.check_invariants();
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -319,7 +353,12 @@ impl fmt::Debug for Job {
 impl Job {
     pub(super) fn new(kind: JobKind, options: JobOptions) -> Arc<Self> {
         let state = JobState { speed: options.speed, ..JobState::default() };
-        let job = Arc::new(Self { kind, options, state: Mutex::new(state), changed: Event::new() });
+        let job = Arc::new(Self {
+            kind,
+            options,
+            state: CheckedMutex::new(state),
+            changed: Event::new(),
+        });
         job.tell(JobEvent::Status(JobStatus::Created));
         job
     }
@@ -622,6 +661,37 @@ pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(100);
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    #[cfg(debug_assertions)]
+    fn what_a_job_notes_goes_with_its_state() {
+        type Change = fn(&mut JobState);
+        let cases: [(&str, Change); 8] = [
+            ("is completed once", |state| state.complete = true),
+            ("leaves the chain", |state| state.leave = true),
+            ("is finalized once", |state| state.finalize = true),
+            ("is dismissed once", |state| state.dismissed = true),
+            ("waits because of an error", |state| {
+                state.failed_for_now = Some(FailedForNow::NoSpace);
+            }),
+            ("has done no more", |state| state.current = 1),
+            ("has done nothing", |state| state.copied = 1),
+            ("intervals", |state| {
+                state.status = JobStatus::Running;
+                let mut recorder = Recorder::new(Duration::ZERO, 0);
+                recorder.disorder();
+                state.recorder = Some(recorder);
+            }),
+        ];
+        for (violated, change) in cases {
+            let mut state = JobState::default();
+            state.check_invariants();
+            change(&mut state);
+            let found = std::panic::catch_unwind(|| state.check_invariants()).unwrap_err();
+            let text = found.downcast_ref::<String>().unwrap();
+            assert!(text.contains(violated), "{violated}: {text}");
+        }
+    }
 
     #[test]
     fn verbs_go_with_states_as_in_qemu() {

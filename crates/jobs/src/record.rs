@@ -3,6 +3,8 @@
 //! A record has a bounded size however long the job runs: its samples become longer, and pauses that are short compared
 //! with them are left out of its intervals.
 
+use isobath_image::violated;
+use isobath_sync::Invariants;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -81,7 +83,31 @@ pub struct Recorder {
     snapshots: Vec<f64>,
 }
 
+impl Invariants for Recorder {
+    fn check_invariants(&self) {
+        if self.sums.len() > SAMPLES || self.running.len() > INTERVALS {
+            violated("a record has a bounded size");
+        }
+        let mut last = 0.0;
+        for interval in self.running.iter().rev().take(2).rev() {
+            if interval.from < last || interval.to < interval.from || interval.to > self.at {
+                violated("a record's intervals are in order");
+            }
+            last = interval.to;
+        }
+        if self.seconds_running > self.at * (1.0 + 1e-9) {
+            violated("a job ran for no longer than it took");
+        }
+    }
+}
+
 impl Recorder {
+    /// Leaves it as no record may be.
+    #[cfg(test)]
+    pub(super) fn disorder(&mut self) {
+        self.running.push(Interval { from: 2.0, to: 1.0 });
+    }
+
     /// Starts a record; `guest_bytes`: what the guest moved up to now.
     pub fn new(now: Duration, guest_bytes: u64) -> Self {
         Self {

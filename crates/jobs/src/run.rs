@@ -6,7 +6,7 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 use futures_util::{FutureExt, select_biased};
 use isobath_disk::live::{Claim, LiveDisk};
 use isobath_disk::write::Pulled;
-use isobath_image::{DiskError, Result};
+use isobath_image::{DiskError, Result, violated};
 use isobath_storage::{Host, Operation};
 use std::collections::VecDeque;
 use std::future::Future;
@@ -131,6 +131,9 @@ impl<'a, H: Host> Driver<'a, H> {
         let mut failed: Option<DiskError> = None;
         let mut done_with = Vec::new();
         loop {
+            if count != under_way.len() + done_with.len() {
+                violated("the pieces that a job counts are those in flight");
+            }
             let stop = self.job.is_cancelled() || failed.is_some();
             let pause = self.job.wants_pause();
             if under_way.is_empty() && done_with.is_empty() {
@@ -162,7 +165,7 @@ impl<'a, H: Host> Driver<'a, H> {
                     self.speed = self.job.speed();
                     self.pacer.set_speed(now, self.speed);
                 }
-                let work = Work { remaining: pieces.remaining(), in_flight, pieces: count };
+                let work = Work { remaining: pieces.remaining(), in_flight, pieces: count as u32 };
                 let guest = self.live.guest();
                 let step = self.pacer.next(now, &guest, &work);
                 let forecast = self.pacer.forecast(now, &work);
@@ -185,6 +188,9 @@ impl<'a, H: Host> Driver<'a, H> {
                         self.job.set_progress(current, total);
                         match next {
                             Ok(Some(range)) => {
+                                if range.is_empty() {
+                                    violated("a piece has bytes");
+                                }
                                 in_flight += range.end - range.start;
                                 count += 1;
                                 let start = clock.now();

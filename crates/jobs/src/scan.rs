@@ -1,6 +1,6 @@
 //! A job's progress in searching for data to copy.
 
-use isobath_image::Result;
+use isobath_image::{Result, violated};
 use std::future::Future;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,6 +22,9 @@ impl Scan {
 
     /// Continues after a piece, or at the end of a disk of `size` bytes.
     pub(super) fn pass(&self, found: Option<&Range<u64>>, size: u64) {
+        if found.is_some_and(|range| range.start < self.cursor()) {
+            violated("a pass finds its pieces in order");
+        }
         self.cursor.store(found.map_or(size, |range| range.end), Ordering::Relaxed);
         let bytes = found.map_or(0, |range| range.end - range.start);
         self.found.fetch_add(bytes, Ordering::Relaxed);
@@ -69,6 +72,14 @@ impl Scan {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    #[should_panic(expected = "a pass finds its pieces in order")]
+    fn a_pass_does_not_go_back() {
+        let scan = Scan::default();
+        scan.pass(Some(&(100..200)), 1000);
+        scan.pass(Some(&(150..300)), 1000);
+    }
 
     #[test]
     fn what_remains_is_estimated_until_it_is_counted() {

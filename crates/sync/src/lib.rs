@@ -5,12 +5,14 @@
 //! is explored if it takes its locks and atomics from here.
 
 mod async_mutex;
+mod checked;
 mod condition;
 #[cfg(loom)]
 mod explored;
 mod semaphore;
 
 pub use async_mutex::{AsyncMutex, AsyncMutexGuard};
+pub use checked::{CheckedGuard, CheckedMutex, Invariants};
 pub use condition::{Condition, WaitGroup};
 #[cfg(loom)]
 pub use explored::{Cell, Mutex, MutexGuard, RwLock, atomic, explore, explore_within, wait};

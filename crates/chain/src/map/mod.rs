@@ -31,6 +31,8 @@ use std::time::Instant;
 
 /// Units in a slice: with 64 KiB clusters, 64 MiB of the disk in 8 KiB of memory.
 pub const SLICE_UNITS: usize = if cfg!(loom) { 2 } else { 1024 };
+/// Whether the map is checked when it changes. Loom explores it as it is otherwise.
+const CHECKED: bool = cfg!(all(debug_assertions, not(loom)));
 const SHARDS: usize = if cfg!(loom) { 2 } else { 64 };
 /// Memory of a slice besides its units: the allocation, the shard's entry and the clock's.
 const SLICE_OVERHEAD: usize = 192;
@@ -357,6 +359,39 @@ impl Map {
         absent
     }
 
+    /// Checks that the units of a slice are of layers of the chain.
+    fn check_slice(&self, slice: &Slice, units: Range<usize>) {
+        let clusters = slice.compressed.read().len();
+        for unit in units.map(|index| slice.unit(index)) {
+            if unit.layer() > self.active() {
+                violated("a unit is of a layer of the chain");
+            }
+            let is_compressed = unit.kind() == UnitKind::Compressed;
+            if is_compressed && unit.compressed_index() as usize >= clusters {
+                violated("a slice has every compressed cluster that its units name");
+            }
+        }
+    }
+
+    /// Checks that the slices take the memory that is counted, and that each of them can be evicted.
+    fn check_memory(&self, clock: &VecDeque<u64>) {
+        let shards: Vec<_> = self.shards.iter().map(|shard| shard.read()).collect();
+        let slices = || shards.iter().flat_map(|shard| &shard.slices);
+        let bytes: u64 = slices().map(|(_, slice)| slice.cost() as u64).sum();
+        if bytes != self.bytes.load(Ordering::Relaxed) {
+            violated("the memory that is counted is that of the slices");
+        }
+        if slices().count() > clock.len() {
+            violated("each slice can be evicted");
+        }
+        let misplaced = |(number, shard): (usize, &Shard)| {
+            shard.slices.keys().any(|index| *index as usize % SHARDS != number)
+        };
+        if shards.iter().map(|shard| &**shard).enumerate().any(misplaced) {
+            violated("a slice is in its own shard");
+        }
+    }
+
     /// Called before resolving a slice; pass the result to [`insert`](Self::insert).
     pub fn generation(&self, slice: u64) -> u64 {
         self.shard(slice).read().generation
@@ -371,6 +406,9 @@ impl Map {
             if shard.generation != generation && !sabotage::is(Sabotage::StaleSlice) {
                 return false;
             }
+            if CHECKED && shard.generation == generation {
+                self.check_slice(&slice, 0..SLICE_UNITS);
+            }
             if shard.slices.insert(index, Arc::new(slice)).is_some() {
                 return true;
             }
@@ -379,6 +417,9 @@ impl Map {
         let bytes = self.bytes.fetch_add(cost, Ordering::Relaxed) + cost;
         if bytes > self.budget() {
             self.evict(&mut clock);
+            if CHECKED && clock.len() <= SHARDS {
+                self.check_memory(&clock);
+            }
         }
         true
     }
@@ -434,6 +475,9 @@ impl Map {
                 let first = ((at - slice_start) >> self.unit_bits) as usize;
                 let count = (end - at).div_ceil(1 << self.unit_bits) as usize;
                 apply(slice, first..first + count, at - range.start);
+                if CHECKED {
+                    self.check_slice(slice, first..first + count);
+                }
             }
             at = end;
         }

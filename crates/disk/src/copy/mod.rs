@@ -7,7 +7,7 @@ use crate::clock::{Clock, SystemClock};
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
 use event_listener::Event;
-use isobath_image::{DiskError, Result};
+use isobath_image::{DiskError, Result, always, invariant};
 use isobath_storage::{Host, IoBuf};
 use isobath_sync::AsyncMutex;
 use sources::{Content, Sources};
@@ -208,7 +208,7 @@ impl<H: Host> DiskCopy<H> {
                 if self.wait_for(piece.ticket).await {
                     let flags = ZeroFlags { may_unmap: true, only_fast: false };
                     self.target.write_zeroes(piece.range.start, length, flags).await?;
-                    self.pass_on(piece.ticket);
+                    self.pass_on(piece.ticket)?;
                 }
                 continue;
             }
@@ -224,7 +224,7 @@ impl<H: Host> DiskCopy<H> {
                 let mut write = pin!(self.write(piece.range.start, buf));
                 let begun = poll_fn(|context| Poll::Ready(write.as_mut().poll(context))).await;
                 // It is enough to start in order: that determines the places of the target's clusters.
-                self.pass_on(piece.ticket);
+                self.pass_on(piece.ticket)?;
                 match begun {
                     Poll::Ready(written) => written?,
                     Poll::Pending => write.await?,
@@ -257,9 +257,14 @@ impl<H: Host> DiskCopy<H> {
     async fn read(&self, start: u64, buf: IoBuf) -> Result<IoBuf> {
         let length = buf.len();
         match self.sources.read(start, buf).await {
-            Err(_) if self.options.salvage => self.salvage(start, length).await,
+            Err(error) if self.may_salvage(&error) => self.salvage(start, length).await,
             result => result,
         }
+    }
+
+    /// Whether an error only means that something cannot be read.
+    fn may_salvage(&self, error: &DiskError) -> bool {
+        self.options.salvage && !matches!(error, DiskError::Internal { .. })
     }
 
     /// Reads what can be read of a range that cannot be read as a whole, by halves.
@@ -270,9 +275,10 @@ impl<H: Host> DiskCopy<H> {
             let offset = start + at as u64;
             match self.sources.read(offset, IoBuf::zeroed(length)).await {
                 Ok(part) => {
-                    if let Some(place) = whole.get_mut(at..at + length) {
-                        place.copy_from_slice(&part);
-                    }
+                    let place = whole.get_mut(at..at + length);
+                    let name = self.target.name();
+                    let place = always(place, name, "what is salvaged of a piece lies in it")?;
+                    place.copy_from_slice(&part);
                 }
                 Err(error) if length <= SECTOR => {
                     tracing::warn!(offset, %error, "cannot be read, and is copied as zeroes");
@@ -289,7 +295,7 @@ impl<H: Host> DiskCopy<H> {
     /// The content at an offset, and its length. What cannot be told is to be read if it is salvaged.
     async fn content(&self, offset: u64) -> Result<(Content, u64)> {
         match self.sources.content(offset).await {
-            Err(_) if self.options.salvage => {
+            Err(error) if self.may_salvage(&error) => {
                 let end = (offset - offset % UNKNOWN + UNKNOWN).min(self.sources.size());
                 Ok((Content::Data, end - offset))
             }
@@ -311,11 +317,15 @@ impl<H: Host> DiskCopy<H> {
         }
     }
 
-    fn pass_on(&self, ticket: u64) {
+    /// Ends a piece's turn.
+    fn pass_on(&self, ticket: u64) -> Result<()> {
         if self.in_turns() {
-            self.turn.store(ticket + 1, Ordering::SeqCst);
+            let turn = self.turn.swap(ticket + 1, Ordering::SeqCst);
             self.next_turn.notify(usize::MAX);
+            let ours = turn == ticket;
+            invariant(ours, self.target.name(), "a piece is written when it is its turn")?;
         }
+        Ok(())
     }
 
     /// Compressed clusters are packed in any order.
@@ -338,6 +348,7 @@ impl<H: Host> DiskCopy<H> {
             };
             whole.unsplit(part);
         }
+        invariant(rest.is_empty(), self.target.name(), "the runs of a piece make it up")?;
         Ok(whole)
     }
 
@@ -375,6 +386,7 @@ impl<H: Host> DiskCopy<H> {
         while planned.offset < self.sources.size() && !self.is_stopped() {
             let start = planned.offset;
             let (content, end) = self.plan(start).await?;
+            self.check_piece(&(start..end))?;
             planned.offset = end;
             let zero = !self.moves(content);
             if zero && (content == Content::Backing || self.options.target_is_zero) {
@@ -385,6 +397,15 @@ impl<H: Host> DiskCopy<H> {
             return Ok(Some(Piece { ticket, range: start..end, zero }));
         }
         Ok(None)
+    }
+
+    /// Checks that a piece can be copied as it is.
+    fn check_piece(&self, piece: &Range<u64>) -> Result<()> {
+        let name = self.target.name();
+        let within = piece.start < piece.end && piece.end <= self.sources.size();
+        invariant(within, name, "a piece has bytes of the sources, and no others")?;
+        let aligned = !self.options.compressed || piece.start.is_multiple_of(self.chunk);
+        invariant(aligned, name, "what is compressed begins with a cluster")
     }
 
     /// What to do from `start` on, and where that ends.
@@ -414,5 +435,51 @@ impl<H: Host> DiskCopy<H> {
             end += length;
         }
         Ok((content, end.min(border)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{CLUSTER, SIZE, disk, must_violate};
+    use futures_executor::block_on;
+    use isobath_storage::memory::MemoryHost;
+
+    fn copy(compressed: bool) -> DiskCopy<MemoryHost> {
+        let options = CopyOptions { compressed, ..CopyOptions::default() };
+        DiskCopy::new(vec![Arc::new(disk())], Arc::new(disk()), options).unwrap()
+    }
+
+    #[test]
+    fn pieces_are_parts_of_the_sources() {
+        let plain = copy(false);
+        plain.check_piece(&(512..SIZE)).unwrap();
+        let within = "a piece has bytes of the sources, and no others";
+        must_violate(plain.check_piece(&(512..512)), within);
+        must_violate(plain.check_piece(&(512..SIZE + 1)), within);
+        let compressed = copy(true);
+        compressed.check_piece(&(COMPRESSED_CHUNK..SIZE)).unwrap();
+        let begins = "what is compressed begins with a cluster";
+        must_violate(compressed.check_piece(&(CLUSTER / 2..SIZE)), begins);
+        block_on(compressed.planned.lock()).offset = CLUSTER / 2;
+        must_violate(block_on(Box::pin(compressed.work())), begins);
+    }
+
+    #[test]
+    fn pieces_take_turns() {
+        let copy = copy(false);
+        copy.pass_on(0).unwrap();
+        copy.pass_on(1).unwrap();
+        must_violate(copy.pass_on(1), "a piece is written when it is its turn");
+    }
+
+    #[test]
+    fn what_is_read_is_in_the_sources() {
+        let copy = copy(false);
+        let read = |start, length| {
+            block_on(Box::pin(copy.read(start, IoBuf::zeroed(length)))).map(|buf| buf.len())
+        };
+        assert_eq!(read(SIZE - 512, 512).unwrap(), 512);
+        must_violate(read(SIZE - 512, 513), "the sources have every byte that is copied");
     }
 }

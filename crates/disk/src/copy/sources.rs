@@ -2,10 +2,11 @@
 
 use crate::device::BlockStatus;
 use crate::disk::Disk;
-use isobath_image::Result;
+use isobath_image::{Result, always};
 use isobath_storage::{Host, IoBuf};
 use isobath_sync::AsyncMutex;
 use std::collections::VecDeque;
+use std::path::Path;
 use std::sync::Arc;
 
 /// Guest bytes whose status is queried at once.
@@ -92,8 +93,7 @@ impl<H: Host> Sources<H> {
                 at = next;
             }
         }
-        let first = known.runs.front().copied();
-        Ok(first.unwrap_or((Content::Data, 1)))
+        always(known.runs.front().copied(), disk.name(), "the status of a byte is known")
     }
 
     /// The content of a run at `at`, and the limit up to which this applies.
@@ -118,14 +118,15 @@ impl<H: Host> Sources<H> {
         let mut whole = IoBuf::empty();
         let mut at = offset;
         while !rest.is_empty() {
-            let Some((start, disk)) = self.at(at) else { break };
+            let name = self.disks.last().map_or(Path::new(""), |(_, disk)| disk.name());
+            let found = self.at(at);
+            let (start, disk) = always(found, name, "the sources have every byte that is copied")?;
             let within = at - start;
             let length = rest.len().min((disk.size() - within) as usize);
             let part = disk.read(within, rest.split_to(length)).await?;
             at += length as u64;
             whole.unsplit(part);
         }
-        whole.unsplit(rest);
         Ok(whole)
     }
 }

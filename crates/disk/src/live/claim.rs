@@ -2,7 +2,7 @@
 
 use super::LiveDisk;
 use crate::disk::Disk;
-use isobath_image::Result;
+use isobath_image::{Result, violated};
 use isobath_storage::Host;
 use parking_lot::Mutex;
 use std::future::Future;
@@ -54,6 +54,9 @@ impl<H: Host> Claim<H> {
 
     /// The job has finished with the disk. `doubtful` says that a flush has failed.
     pub fn end(mut self, doubtful: bool) {
+        if !self.began {
+            violated("a job that ends has begun");
+        }
         (self.began, self.doubtful) = (false, doubtful);
     }
 }
@@ -61,11 +64,16 @@ impl<H: Host> Claim<H> {
 impl<H: Host> Drop for Claim<H> {
     fn drop(&mut self) {
         let job = Arc::clone(&self.job);
-        *self.live.claims.0.lock() = match (self.began, self.doubtful) {
+        let mut claimed = self.live.claims.0.lock();
+        if !claimed.is_of(&job) {
+            violated("a job gives up the disk that it has claimed");
+        }
+        *claimed = match (self.began, self.doubtful) {
             (true, _) => Use::GivenUp(job),
             (false, true) => Use::Doubtful(job),
             (false, false) => Use::Free,
         };
+        drop(claimed);
         if self.began {
             self.job.give_up();
         }
@@ -89,6 +97,10 @@ impl Claims {
 }
 
 impl Use {
+    fn is_of(&self, job: &Arc<dyn Occupant>) -> bool {
+        matches!(self, Self::Job(user) if Arc::ptr_eq(user, job))
+    }
+
     fn check<H: Host>(&self, disk: &Disk<H>) -> Result<()> {
         let refused = |job: &Arc<dyn Occupant>, what: &str| {
             let reason = format!("block device is in use by block job: {}; {what}", job.describe());
@@ -128,5 +140,40 @@ impl<H: Host> LiveDisk<H> {
         *claimed = Use::Job(Arc::clone(&job));
         drop(claimed);
         Ok(Claim { live: Arc::clone(self), job, began: false, doubtful: false })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{disk, live, must_panic};
+
+    struct Idle;
+
+    impl Occupant for Idle {
+        fn describe(&self) -> String {
+            "idle".into()
+        }
+
+        fn give_up(&self) {}
+
+        fn end(&self) -> Pin<Box<dyn Future<Output = ()> + '_>> {
+            Box::pin(async {})
+        }
+    }
+
+    #[test]
+    fn a_job_ends_after_it_has_begun_and_has_the_disk() {
+        let live = live(disk());
+        let claim = || live.claim(Arc::new(Idle)).unwrap();
+        let mut good = claim();
+        good.begin();
+        good.end(false);
+        must_panic(|| claim().end(false), "a job that ends has begun");
+        let other = claim();
+        *live.claims.0.lock() = Use::Job(Arc::new(Idle));
+        must_panic(|| drop(other), "a job gives up the disk that it has claimed");
+        *live.claims.0.lock() = Use::Free;
+        drop(claim());
     }
 }

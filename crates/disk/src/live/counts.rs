@@ -1,6 +1,7 @@
 //! Counters of a disk's requests and their latencies.
 
 use isobath_image::per_thread::PerThread;
+use isobath_image::violated;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -157,7 +158,9 @@ pub struct Copying<'a>(&'a Counts);
 
 impl Drop for Copying<'_> {
     fn drop(&mut self) {
-        self.0.copies.fetch_sub(1, Ordering::Relaxed);
+        if self.0.copies.fetch_sub(1, Ordering::Relaxed) == 0 {
+            violated("a copy that ends is in flight");
+        }
     }
 }
 
@@ -262,7 +265,9 @@ impl Request<'_> {
 
 impl Drop for Request<'_> {
     fn drop(&mut self) {
-        self.here.in_flight.fetch_sub(1, Ordering::Relaxed);
+        if self.here.in_flight.fetch_sub(1, Ordering::Relaxed) == 0 {
+            violated("a request that ends is in flight");
+        }
     }
 }
 
@@ -289,6 +294,20 @@ mod tests {
         assert_eq!((stats.reads.requests, stats.writes.bytes), (1, 20));
         // 1000 and 3000 microseconds are less than 2^10 and 2^12.
         assert_eq!((stats.reads.histogram[10], stats.writes.histogram[12]), (1, 1));
+    }
+
+    #[test]
+    #[should_panic(expected = "a copy that ends is in flight")]
+    fn a_copy_ends_once() {
+        drop(Copying(&Counts::default()));
+    }
+
+    #[test]
+    #[should_panic(expected = "a request that ends is in flight")]
+    fn a_request_ends_once() {
+        let (counts, here) = (Counts::default(), OfThread::default());
+        let (kind, bytes, start, begun) = (Kind::Read, 1, MS, None);
+        drop(Request { counts: &counts, here: &here, kind, bytes, start, begun });
     }
 
     #[test]

@@ -5,6 +5,7 @@
 
 use isobath_image::per_thread::PerThread;
 use isobath_image::sabotage::{self, Sabotage};
+use isobath_image::violated;
 use isobath_sync::Condition;
 use isobath_sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -58,14 +59,20 @@ impl Gate {
     }
 
     fn leave(&self, inside: &AtomicUsize) {
-        if inside.fetch_sub(1, Ordering::SeqCst) == 1 && self.shut.load(Ordering::SeqCst) {
+        let before = inside.fetch_sub(1, Ordering::SeqCst);
+        if before == 0 {
+            violated("a request that leaves the gate is inside");
+        }
+        if before == 1 && self.shut.load(Ordering::SeqCst) {
             self.left.changed();
         }
     }
 
     /// Closes the gate and waits for the requests inside.
     pub(super) async fn quiet(&self) -> Quiet<'_> {
-        self.shut.store(true, Ordering::SeqCst);
+        if self.shut.swap(true, Ordering::SeqCst) {
+            violated("the gate is shut for one change at a time");
+        }
         let quiet = Quiet(self);
         let empty = || self.inside.all().all(|inside| inside.load(Ordering::SeqCst) == 0);
         self.left.until(|| empty() || sabotage::is(Sabotage::OpenGate)).await;
@@ -94,6 +101,20 @@ mod tests {
         assert!((&mut late).now_or_never().is_none());
         drop(held);
         assert!((&mut late).now_or_never().is_some());
+    }
+
+    #[test]
+    #[should_panic(expected = "a request that leaves the gate is inside")]
+    fn nobody_leaves_who_is_not_inside() {
+        Gate::default().leave(&AtomicUsize::new(0));
+    }
+
+    #[test]
+    #[should_panic(expected = "the gate is shut for one change at a time")]
+    fn two_changes_at_once_are_found() {
+        let gate = Gate::default();
+        let _quiet = gate.quiet().now_or_never();
+        drop(gate.quiet().now_or_never());
     }
 
     #[test]

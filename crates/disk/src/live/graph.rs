@@ -5,14 +5,15 @@ use crate::disk::Disk;
 use isobath_chain::chain::{Chain, LayerIndex};
 use isobath_chain::index;
 use isobath_chain::map::{Unit, UnitKind};
-use isobath_image::Result;
 use isobath_image::durability::MetadataMode;
 use isobath_image::layer::{ImageFormat, Layer};
 use isobath_image::name::plain_file_name;
 use isobath_image::open::open_again;
 use isobath_image::options::Trust;
 use isobath_image::sabotage::{self, Sabotage};
+use isobath_image::{Result, invariant};
 use isobath_storage::{FileId, Host, Storage, StorageExt};
+use std::cell::Cell;
 use std::future::Future;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -55,6 +56,15 @@ impl<H: Host> LiveDisk<H> {
         change: Shortening<H::File>,
         unit: impl Fn(u64, Unit) -> Option<Unit>,
     ) -> Result<()> {
+        let done = Box::pin(self.take_out(change, unit)).await;
+        self.or_stop(done)
+    }
+
+    async fn take_out(
+        &self,
+        change: Shortening<H::File>,
+        unit: impl Fn(u64, Unit) -> Option<Unit>,
+    ) -> Result<()> {
         let disk = self.current();
         self.finish_retiring(&disk).await?;
         let Shortening { removed, changed, alone } = change;
@@ -66,15 +76,18 @@ impl<H: Host> LiveDisk<H> {
                 _ => layers.push(Arc::clone(layer)),
             }
         }
+        check_shortened(layers.len(), disk.depth(), &removed, alone, disk.name())?;
         let chain = Chain::stacked(layers);
         if self.may_use_index() {
             chain.set_index(index::find_again(&chain).await);
         }
         let active = chain.active_index();
         let count = removed.end - removed.start;
-        let map = Arc::clone(&disk.map);
         let quiet = self.gate.quiet().await;
-        if shows_more(&disk.chain, &chain, &removed) {
+        let map = Arc::clone(&disk.map);
+        let next = disk.successor(chain, Arc::clone(&map), disk.writer.clone(), None)?;
+        let stray = Cell::new(false);
+        if shows_more(&disk.chain, &next.chain, &removed) {
             // The map contains nothing that a layer's size hid, because it was never requested.
             map.clear();
         } else {
@@ -86,18 +99,18 @@ impl<H: Host> LiveDisk<H> {
                     let gone = if sabotage::is(Sabotage::OldNumbers) { 0 } else { count };
                     Some(old.in_layer(LayerIndex::new(layer - gone)))
                 } else {
-                    unit(guest, old)
+                    let new = unit(guest, old);
+                    stray.set(stray.get() || new.is_some_and(|new| new.layer() > active));
+                    new.filter(|new| new.layer() <= active)
                 }
             });
         }
-        map.set_active(active);
         if let Some(qcow2) = disk.writer.as_ref().and_then(|writer| writer.qcow2()) {
             qcow2.set_alone(alone || qcow2.alone());
         }
-        let next = disk.successor(chain, map, disk.writer.clone(), None);
-        self.current.store(Arc::new(next));
+        self.replace(&disk, Arc::new(next))?;
         drop(quiet);
-        Ok(())
+        invariant(!stray.get(), disk.name(), "what a removed layer had is in a layer that stays")
     }
 
     /// Replaces the disk with another one after `last` has made sure that it has the same contents; no changes happen
@@ -109,17 +122,18 @@ impl<H: Host> LiveDisk<H> {
     ) -> Result<Arc<Disk<H>>> {
         let _quiet = self.gate.quiet().await;
         let disk = self.current();
-        last(disk).await?;
+        last(Arc::clone(&disk)).await?;
         if self.options.load().restart_log && !sabotage::is(Sabotage::NoNewLog) {
             // Nobody has relied on its contents so far.
             other.begin_restart_log().await?;
             other.flush().await?;
         }
-        let before = self.current.swap(Arc::clone(&other));
+        let replaced = self.replace(&disk, Arc::clone(&other));
+        self.or_stop(replaced)?;
         if let Some(writer) = &other.writer {
             writer.own_readers().await;
         }
-        Ok(before)
+        Ok(disk)
     }
 
     /// Opens a read-only layer, with those below it, as a disk that may be changed; other programs are kept out of it.
@@ -238,6 +252,20 @@ impl<H: Host> LiveDisk<H> {
     }
 }
 
+/// Checks that of `before` layers all are left but those that were removed, and only one if it is to be alone.
+fn check_shortened(
+    left: usize,
+    before: usize,
+    removed: &Range<u16>,
+    alone: bool,
+    name: &Path,
+) -> Result<()> {
+    let ordered = removed.start <= removed.end;
+    let others = ordered && left + removed.len() == before;
+    invariant(others, name, "a shorter chain lacks the layers that were removed, and no others")?;
+    invariant(!alone || left == 1, name, "an image is alone once it is the only layer")
+}
+
 /// Whether more of some layer is visible in the chain `after` than in `before`, from which the layers `removed` were
 /// taken: a layer above has grown, or is gone.
 fn shows_more<S: Storage>(before: &Chain<S>, after: &Chain<S>, removed: &Range<u16>) -> bool {
@@ -281,5 +309,68 @@ impl<H: Host> Disk<H> {
         let writer = self.writer()?;
         let _alone = writer.resizing.lock().await;
         writer.exclusively(|| self.chain.active().edit_backing(backing)).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{chain_of, live, must_violate, open};
+    use futures_executor::block_on;
+    use isobath_image::DiskError;
+    use isobath_storage::IoBuf;
+    use isobath_storage::memory::MemoryHost;
+
+    fn shorten(
+        live: &LiveDisk<MemoryHost>,
+        removed: Range<u16>,
+        alone: bool,
+        unit: impl Fn(u64, Unit) -> Option<Unit>,
+    ) -> Result<()> {
+        block_on(Box::pin(live.shorten(Shortening { removed, changed: None, alone }, unit)))
+    }
+
+    #[test]
+    fn a_chain_loses_what_was_removed() {
+        let others = "a shorter chain lacks the layers that were removed, and no others";
+        let alone = "an image is alone once it is the only layer";
+        #[allow(clippy::reversed_empty_ranges)]
+        let cases = [(1..4, false, others), (2..1, false, others), (1..2, true, alone)];
+        for (removed, is_alone, what) in cases {
+            let live = live(chain_of(3));
+            must_violate(shorten(&live, removed, is_alone, |_, unit| Some(unit)), what);
+            assert_eq!(live.depth(), 3);
+            assert!(matches!(live.current().writer(), Err(DiskError::Poisoned { .. })));
+        }
+        let live = live(chain_of(3));
+        shorten(&live, 0..2, true, |_, _| None).unwrap();
+        assert_eq!(live.depth(), 1);
+        assert!(live.current().writer().is_ok());
+    }
+
+    #[test]
+    fn the_active_layer_is_not_removed() {
+        let live = live(chain_of(3));
+        let removed = shorten(&live, 2..3, false, |_, unit| Some(unit));
+        must_violate(removed, "a disk's writer writes its active layer");
+    }
+
+    #[test]
+    fn what_a_removed_layer_had_stays() {
+        let disk = chain_of(3);
+        let host = disk.host().clone();
+        drop(disk);
+        let middle = open(&host, "1");
+        block_on(middle.write(0, IoBuf::copy_of(&[7; 4]))).unwrap();
+        block_on(Box::pin(middle.close())).unwrap();
+        drop(middle);
+        let live = live(open(&host, "2"));
+        let read = |live: &LiveDisk<MemoryHost>| block_on(live.read(0, IoBuf::zeroed(4))).unwrap();
+        assert_eq!(*read(&live), [7; 4]);
+        // A layer above the active one.
+        let stray = |_, unit: Unit| Some(unit.in_layer(LayerIndex::new(2)));
+        let removed = shorten(&live, 1..2, false, stray);
+        must_violate(removed, "what a removed layer had is in a layer that stays");
+        assert_eq!((live.depth(), &*read(&live)), (2, &[0; 4][..]));
     }
 }

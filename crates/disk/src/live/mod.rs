@@ -36,7 +36,7 @@ use isobath_image::layer::Layer;
 use isobath_image::options::OpenOptions;
 use isobath_image::readers::Readers;
 use isobath_image::writer::Writer;
-use isobath_image::{DiskError, Result};
+use isobath_image::{DiskError, Result, invariant};
 use isobath_storage::{Host, IoBuf};
 use std::convert::Infallible;
 use std::future::Future;
@@ -321,6 +321,43 @@ impl<H: Host> LiveDisk<H> {
         .await
     }
 
+    /// Runs a change of a long range in steps, between which the chain may change.
+    async fn in_steps<F: Future<Output = Result<()>>>(
+        &self,
+        offset: u64,
+        length: u64,
+        run: impl Fn(Arc<Disk<H>>, u64, u64) -> F,
+    ) -> Result<()> {
+        self.current.load().check_range(offset, length)?;
+        let mut done = offset;
+        for (at, length) in steps(offset, length, STEP) {
+            let follows = at == done && length <= STEP;
+            {
+                let disk = self.current.load();
+                invariant(follows, disk.name(), "the steps of a request follow one another")?;
+            }
+            self.change(Kind::Unmap, (at, length), |disk| run(disk, at, length)).await?;
+            done += length;
+        }
+        let disk = self.current.load();
+        invariant(done == offset + length, disk.name(), "the steps of a request make it up")
+    }
+
+    /// Replaces `old` by the disk of a changed chain. The caller holds the graph, and no request is inside the gate.
+    fn replace(&self, old: &Arc<Disk<H>>, next: Arc<Disk<H>>) -> Result<()> {
+        let current = Arc::ptr_eq(&self.current.load(), old);
+        invariant(current, old.name(), "a chain changes only while its change holds the graph")?;
+        next.map.set_active(next.active_index());
+        self.current.store(next);
+        Ok(())
+    }
+
+    /// Passes on the result of a change of the chain, after which the disk accepts no more writes if an invariant was
+    /// violated.
+    fn or_stop<T>(&self, done: Result<T>) -> Result<T> {
+        done.map_err(|error| self.current.load().stop_on_internal(error))
+    }
+
     /// Runs a piece of a job's work, never during a change of the chain.
     pub async fn inside<T, F: Future<Output = T>>(&self, run: impl FnOnce(Arc<Disk<H>>) -> F) -> T {
         let _pass = self.gate.enter().await;
@@ -380,14 +417,10 @@ impl<H: Host> LiveDisk<H> {
     /// # Errors
     /// As for [`write`](Self::write); [`DiskError::Unsupported`] if it must be fast and is not.
     pub async fn write_zeroes(&self, offset: u64, length: u64, flags: ZeroFlags) -> Result<()> {
-        self.current.load().check_range(offset, length)?;
-        for (at, length) in steps(offset, length, STEP) {
-            self.change(Kind::Unmap, (at, length), |disk| async move {
-                Box::pin(disk.write_zeroes(at, length, flags)).await
-            })
-            .await?;
-        }
-        Ok(())
+        self.in_steps(offset, length, |disk, at, length| async move {
+            Box::pin(disk.write_zeroes(at, length, flags)).await
+        })
+        .await
     }
 
     /// Releases a range's space where possible; it then reads as zeroes or as before, never as something older.
@@ -395,14 +428,10 @@ impl<H: Host> LiveDisk<H> {
     /// # Errors
     /// As for [`write`](Self::write).
     pub async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        self.current.load().check_range(offset, length)?;
-        for (at, length) in steps(offset, length, STEP) {
-            self.change(Kind::Unmap, (at, length), |disk| async move {
-                Box::pin(disk.discard(at, length)).await
-            })
-            .await?;
-        }
-        Ok(())
+        self.in_steps(offset, length, |disk, at, length| async move {
+            Box::pin(disk.discard(at, length)).await
+        })
+        .await
     }
 
     /// Makes everything that completed before this call durable.

@@ -15,7 +15,7 @@ use isobath_chain::map::Map;
 use isobath_image::layer::{ImageFormat, Layer, Qcow2Layer};
 use isobath_image::open::open_layer;
 use isobath_image::writer::Writer;
-use isobath_image::{DiskError, Result, always};
+use isobath_image::{DiskError, Result, always, invariant};
 use isobath_qcow2::L1Entry;
 use isobath_storage::{Host, Locking, OpenMode, Storage, StorageExt};
 use std::path::{Path, PathBuf};
@@ -50,6 +50,12 @@ impl<H: Host> LiveDisk<H> {
     /// from then on.
     pub async fn snapshot(&self, overlay: &Overlay) -> Result<()> {
         let _graph = self.graph.lock().await;
+        let done = Box::pin(self.put_on(overlay)).await;
+        self.or_stop(done)
+    }
+
+    /// As [`snapshot`](Self::snapshot), for a caller that holds the graph.
+    async fn put_on(&self, overlay: &Overlay) -> Result<()> {
         let disk = self.current();
         // A job that starts from here on waits for the new chain.
         self.claims.check(&disk)?;
@@ -82,10 +88,10 @@ impl<H: Host> LiveDisk<H> {
         if layer.size() != disk.size() {
             return Err(unfit(&layer, "its size differs from the disk's"));
         }
-        map.set_active(chain.active_index());
         let retiring = Retiring { layer: disk.active_index(), writer };
-        let next = disk.successor(chain, map, Some(Arc::new(new_writer)), Some(retiring));
-        self.current.store(Arc::new(next));
+        let next = disk.successor(chain, map, Some(Arc::new(new_writer)), Some(retiring))?;
+        check_put_on(&next.chain, &disk.chain)?;
+        self.replace(&disk, Arc::new(next))?;
         drop(quiet);
         tracing::info!(
             overlay = %isobath_storage::shown(layer.name()),
@@ -102,7 +108,7 @@ impl<H: Host> LiveDisk<H> {
         retiring.writer.close(&disk.readers).await?;
         if let Some(layer) = disk.chain.get(retiring.layer) {
             layer.writer_done().await?;
-            disk.retired();
+            disk.retired()?;
             layer.retire().await?;
         }
         Ok(())
@@ -171,6 +177,16 @@ impl<H: Host> LiveDisk<H> {
     }
 }
 
+/// Checks that a chain is another with one more layer on the active one.
+fn check_put_on<S: Storage>(next: &Chain<S>, before: &Chain<S>) -> Result<()> {
+    let name = next.active().name();
+    let one = next.depth() == before.depth() + 1;
+    invariant(one, name, "a snapshot adds one layer")?;
+    let below = next.get(before.active_index());
+    let same = below.is_some_and(|below| Arc::ptr_eq(below, before.active()));
+    invariant(same, name, "a snapshot puts the new layer on the active one")
+}
+
 /// The map for a disk's chain with one more layer: the current one, unless its units are too large for the new layer's
 /// clusters, or the layer is not empty.
 fn map_for<H: Host>(disk: &Disk<H>, chain: &Chain<H::File>) -> Arc<Map> {
@@ -212,6 +228,32 @@ pub fn backing_name(below: &Path, overlay: &Path) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::{chain_of, disk, live, must_violate};
+
+    #[test]
+    fn a_snapshot_adds_one_layer_on_the_active_one() {
+        let (disk, other) = (chain_of(2), chain_of(3));
+        let layers = |count: usize| disk.chain.layers().take(count).map(|(_, one)| Arc::clone(one));
+        let chain = |count| Chain::of(layers(count).collect());
+        check_put_on(&chain(2), &chain(1)).unwrap();
+        must_violate(check_put_on(&chain(2), &chain(2)), "a snapshot adds one layer");
+        must_violate(check_put_on(&chain(1), &chain(2)), "a snapshot adds one layer");
+        let on = "a snapshot puts the new layer on the active one";
+        must_violate(check_put_on(&other.chain, &chain(2)), on);
+    }
+
+    #[test]
+    fn a_chain_that_has_changed_meanwhile_is_not_replaced() {
+        let live = live(disk());
+        let (old, next) = (live.current(), Arc::new(disk()));
+        live.replace(&old, Arc::clone(&next)).unwrap();
+        let graph = "a chain changes only while its change holds the graph";
+        must_violate(live.replace(&old, Arc::clone(&next)), graph);
+        assert!(Arc::ptr_eq(&live.current(), &next));
+        let stopped = live.or_stop(live.replace(&old, next));
+        must_violate(stopped, graph);
+        assert!(matches!(live.current().writer(), Err(DiskError::Poisoned { .. })));
+    }
 
     #[test]
     fn a_backing_file_is_named_so_that_it_is_found() {

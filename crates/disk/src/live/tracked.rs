@@ -1,6 +1,8 @@
 //! Tracking of changes, for jobs that copy a disk.
 
-use parking_lot::{Mutex, RwLock};
+use isobath_image::violated;
+use isobath_sync::{CheckedMutex, Invariants};
+use parking_lot::RwLock;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub struct DirtyMap {
     /// log2 of the bytes in a part.
     bits: u32,
-    state: Mutex<Marks>,
+    state: CheckedMutex<Marks>,
 }
 
 struct Marks {
@@ -20,11 +22,30 @@ struct Marks {
     hand: usize,
 }
 
+/// Words of a map whose marks are counted again when it is checked.
+const MOST_CHECKED: usize = 1024;
+
+impl Invariants for Marks {
+    fn check_invariants(&self) {
+        if self.hand > 0 && self.hand >= self.words.len() {
+            violated("the search for a mark goes on in the map");
+        }
+        let marked = |words: &[u64]| words.iter().map(|word| u64::from(word.count_ones())).sum();
+        let is_small = self.words.len() <= MOST_CHECKED;
+        if is_small && self.count != marked(&self.words) {
+            violated("the parts that are counted are those that are marked");
+        }
+        if self.count > self.words.len() as u64 * 64 {
+            violated("no more parts are marked than there are");
+        }
+    }
+}
+
 impl DirtyMap {
     /// For a disk of `size` bytes, in parts of `1 << bits` bytes.
     pub fn new(size: u64, bits: u32) -> Self {
         let words = size.div_ceil(1 << bits).div_ceil(64) as usize;
-        Self { bits, state: Mutex::new(Marks { words: vec![0; words], count: 0, hand: 0 }) }
+        Self { bits, state: CheckedMutex::new(Marks { words: vec![0; words], count: 0, hand: 0 }) }
     }
 
     /// Marks every part that a range touches.
@@ -50,7 +71,10 @@ impl DirtyMap {
             return None;
         }
         let count = state.words.len();
-        let word = (0..count).map(|n| (state.hand + n) % count).find(|n| state.words[*n] != 0)?;
+        let mut words = (0..count).map(|n| (state.hand + n) % count);
+        let Some(word) = words.find(|word| state.words[*word] != 0) else {
+            violated("a mark that is counted is found");
+        };
         state.hand = word;
         let first = word as u64 * 64 + u64::from(state.words[word].trailing_zeros());
         let most = (most >> self.bits).max(1);
@@ -105,6 +129,7 @@ impl Tracked {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::must_panic;
 
     #[test]
     fn marked_parts_are_taken_once_adjacent_ones_together() {
@@ -118,6 +143,36 @@ mod tests {
         map.mark(0, 0);
         assert_eq!(map.take(1 << 20), Some(66 << 16..67 << 16));
         assert_eq!(map.take(1 << 20), None);
+    }
+
+    /// What is violated, and the change that does it.
+    #[cfg(debug_assertions)]
+    type Case = (&'static str, fn(&mut Marks));
+
+    #[test]
+    #[cfg(debug_assertions)]
+    fn marks_that_do_not_fit_together_are_found() {
+        let cases: [Case; 4] = [
+            ("the search for a mark goes on in the map", |marks| marks.hand = 1),
+            ("the parts that are counted are those that are marked", |marks| marks.count = 1),
+            ("the parts that are counted are those that are marked", |marks| marks.words[0] = 1),
+            ("no more parts are marked than there are", |marks| {
+                marks.words = vec![0; MOST_CHECKED + 1];
+                marks.count = 1 << 40;
+            }),
+        ];
+        for (what, change) in cases {
+            let map = DirtyMap::new(1 << 20, 16);
+            must_panic(|| change(&mut map.state.lock()), what);
+        }
+    }
+
+    #[test]
+    fn a_mark_is_not_lost() {
+        // Too many words to count the marks whenever it is unlocked.
+        let map = DirtyMap::new(1 << 40, 16);
+        map.state.lock().count = 1;
+        must_panic(|| map.take(1), "a mark that is counted is found");
     }
 
     #[test]

@@ -18,12 +18,13 @@ use isobath_image::references::referenced;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::tables::References;
 use isobath_image::writer::{Qcow2Writer, Writer};
-use isobath_image::{DiskError, Result};
+use isobath_image::{DiskError, Result, always, invariant};
 use isobath_qcow2::header::field;
-use isobath_qcow2::{ClusterIndex, ClusterKind, GuestOffset, HostCluster, L2Entry};
+use isobath_qcow2::{ClusterIndex, ClusterKind, GuestOffset, HostCluster, L1Entry, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage, StorageExt, ZeroMode};
 use std::cmp::Ordering;
 use std::ops::Range;
+use std::path::Path;
 
 /// Guest bytes examined at once.
 const WINDOW: u64 = 64 << 20;
@@ -81,9 +82,29 @@ impl<H: Host> Disk<H> {
             }
             _ => self.resize_raw(writer, old, size, preallocation).await?,
         }
+        if size != old {
+            self.or_mark_corrupt(self.check_resized(size)).await?;
+        }
         self.refit_map();
         self.resized.notify(usize::MAX);
         Ok(())
+    }
+
+    /// Checks that the disk has become `size` bytes long, rounded to whole sectors.
+    fn check_resized(&self, size: u64) -> Result<()> {
+        let (layer, name) = (self.chain.active(), self.name());
+        let is = Some(layer.size()) == size.checked_next_multiple_of(512);
+        invariant(is, name, "a disk has the size that it was given")?;
+        let shown = layer.visible() == layer.size();
+        invariant(shown, name, "the active layer shows all of the disk")?;
+        let Some(image) = layer.as_qcow2() else { return Ok(()) };
+        let header = image.header.read();
+        invariant(header.size == size, name, "the header has the disk's new size")?;
+        let entries = image.l1.read().len() as u64;
+        let covers = entries >= image.geometry.l1_size_for(size);
+        invariant(covers, name, "the L1 table covers the disk")?;
+        let counts = u64::from(header.l1_size) == entries;
+        invariant(counts, name, "the header counts the entries of the L1 table")
     }
 
     /// Checks whether the image can be resized at all, and to this size.
@@ -181,7 +202,9 @@ impl<H: Host> Disk<H> {
             return Ok(());
         }
         let alloc = &qcow2.metadata.alloc;
-        let run = alloc.allocate_adjacent(geometry.clusters_for(entries * 8)).await?;
+        let needed = geometry.clusters_for(entries * 8);
+        let run = alloc.allocate_adjacent(needed).await?;
+        invariant(run.count == needed, self.name(), "an L1 table gets the clusters that it needs")?;
         let Some(offset) = geometry.host_cluster_start(run.start) else {
             return Err(self.refused(format!("host cluster {} has no offset", run.start)));
         };
@@ -195,22 +218,23 @@ impl<H: Host> Disk<H> {
                 alloc.mark_metadata(run.start.get()..run.start.get() + run.count);
                 // This covers the new table's refcounts, and every L1 entry that will be copied.
                 writer.commit_alone(&self.readers).await?;
-                let mut table = IoBuf::zeroed((run.count << geometry.cluster_bits()) as usize);
-                for (index, entry) in image.l1.read().iter().enumerate() {
-                    // In range: the new table is longer.
-                    let _ = entry.write(&mut table, index);
-                }
-                storage.write_at(offset.get(), table).await?;
+                let length = (run.count << geometry.cluster_bits()) as usize;
+                let table = table_of(&image.l1.read(), length, self.name())?;
+                let table = storage.write_at(offset.get(), table).await?;
                 storage.flush().await?;
                 let mut fields = IoBuf::zeroed(12);
                 fields[..4].copy_from_slice(&(entries as u32).to_be_bytes());
                 fields[4..].copy_from_slice(&offset.get().to_be_bytes());
                 storage.write_at(field::L1_SIZE as u64, fields).await?;
                 storage.flush().await?;
+                check_same(&image.l1.read(), &table, self.name())?;
                 let mut header = image.header.write();
+                let replaced = (u64::from(header.l1_size), header.l1_table_offset);
+                let stayed = replaced == (old_size, old_offset);
+                invariant(stayed, self.name(), "an L1 table stays until a longer one replaces it")?;
                 header.l1_size = entries as u32;
                 header.l1_table_offset = offset;
-                image.l1.write().resize(entries as usize, isobath_qcow2::L1Entry::unallocated());
+                image.l1.write().resize(entries as usize, L1Entry::unallocated());
                 Ok(())
             })
             .await?;
@@ -236,8 +260,7 @@ impl<H: Host> Disk<H> {
                 .take(l1.len().saturating_sub(first as usize))
                 .filter(|index| {
                     let entry = l1.get(*index as usize);
-                    *index == first
-                        || entry.is_some_and(|e| *e != isobath_qcow2::L1Entry::unallocated())
+                    *index == first || entry.is_some_and(|e| *e != L1Entry::unallocated())
                 })
                 .collect()
         };
@@ -306,6 +329,8 @@ impl<H: Host> Disk<H> {
         size: u64,
     ) -> Result<()> {
         let geometry = image.geometry;
+        let ends = image.header.read().size == size && self.chain.active().visible() <= size;
+        invariant(ends, self.name(), "a disk ends before what is past its end is dropped")?;
         let tables = &qcow2.metadata.tables;
         let end = geometry.clusters_for(size);
         let (first_table, _) = geometry.table_position(ClusterIndex::new(end));
@@ -346,6 +371,9 @@ impl<H: Host> Disk<H> {
                     let cluster = geometry.host_cluster_of(table).get();
                     qcow2.metadata.alloc.unmark_metadata(cluster..cluster + 1);
                 }
+                let described = geometry.cluster_start(first);
+                let past = described.is_none_or(|first| first.get() >= size);
+                invariant(past, self.name(), "a table that is dropped lies past the disk's end")?;
                 tables.drop_table(l1_index, &releases);
             }
             tables.mark_discarded();
@@ -431,6 +459,26 @@ impl<H: Host> Disk<H> {
     }
 }
 
+/// The bytes of an L1 table in a place of `length` bytes.
+fn table_of(entries: &[L1Entry], length: usize, name: &Path) -> Result<IoBuf> {
+    let mut table = IoBuf::zeroed(length);
+    for (index, entry) in entries.iter().enumerate() {
+        let written = entry.write(&mut table, index);
+        always(written, name, "a longer L1 table has a place for each entry")?;
+    }
+    Ok(table)
+}
+
+/// Checks that a longer L1 table has the entries that are in use now.
+fn check_same(entries: &[L1Entry], table: &[u8], name: &Path) -> Result<()> {
+    if cfg!(debug_assertions) {
+        let mut now = entries.iter().enumerate();
+        let same = now.all(|(index, entry)| L1Entry::read(table, index) == Some(*entry));
+        invariant(same, name, "the L1 table does not change while a longer one is written")?;
+    }
+    Ok(())
+}
+
 /// Changes the header's `size`, durably.
 async fn write_size<S: Storage>(layer: &Layer<S>, image: &Qcow2, size: u64) -> Result<()> {
     let storage = layer.storage();
@@ -438,4 +486,63 @@ async fn write_size<S: Storage>(layer: &Layer<S>, image: &Qcow2, size: u64) -> R
     storage.flush().await?;
     image.header.write().size = size;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{CLUSTER, SIZE, disk, must_violate, writers};
+    use futures_executor::block_on;
+
+    #[test]
+    fn a_disk_is_as_long_everywhere() {
+        let disk = disk();
+        let (layer, image) = (disk.chain.active(), disk.active_qcow2().unwrap());
+        let check = || disk.check_resized(SIZE);
+        check().unwrap();
+        image.header.write().l1_size += 1;
+        must_violate(check(), "the header counts the entries of the L1 table");
+        image.l1.write().clear();
+        must_violate(check(), "the L1 table covers the disk");
+        image.header.write().size -= 512;
+        must_violate(check(), "the header has the disk's new size");
+        layer.set_visible(SIZE - 512);
+        must_violate(check(), "the active layer shows all of the disk");
+        layer.set_size(SIZE - 512);
+        must_violate(check(), "a disk has the size that it was given");
+    }
+
+    #[test]
+    fn a_longer_table_has_every_entry() {
+        let name = Path::new("disk");
+        let entries = [L1Entry::from_raw(1 << 16), L1Entry::from_raw(2 << 16)];
+        let table = table_of(&entries, 24, name).unwrap();
+        check_same(&entries, &table, name).unwrap();
+        let place = "a longer L1 table has a place for each entry";
+        must_violate(table_of(&entries, 8, name).map(drop), place);
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    fn a_table_that_changes_meanwhile_is_found() {
+        let (name, entry) = (Path::new("disk"), L1Entry::from_raw(1 << 16));
+        let table = table_of(&[entry], 16, name).unwrap();
+        let same = "the L1 table does not change while a longer one is written";
+        must_violate(check_same(&[L1Entry::unallocated()], &table, name), same);
+        must_violate(check_same(&[entry, entry], &table, name), same);
+    }
+
+    #[test]
+    fn nothing_is_dropped_before_the_disk_ends() {
+        let disk = disk();
+        let (writer, qcow2) = writers(&disk);
+        let image = disk.active_qcow2().unwrap();
+        let drop_past = |size| block_on(Box::pin(disk.drop_past(writer, qcow2, image, size)));
+        let ends = "a disk ends before what is past its end is dropped";
+        must_violate(drop_past(SIZE - CLUSTER), ends);
+        image.header.write().size = SIZE - CLUSTER;
+        must_violate(drop_past(SIZE - CLUSTER), ends);
+        disk.chain.active().set_visible(SIZE - CLUSTER);
+        drop_past(SIZE - CLUSTER).unwrap();
+    }
 }

@@ -2,11 +2,11 @@
 
 use crate::disk::Disk;
 use isobath_chain::create::Preallocation;
-use isobath_image::Result;
 use isobath_image::alloc::write_zeroes;
 use isobath_image::references::{data_place, referenced};
 use isobath_image::tables::References;
 use isobath_image::writer::{Qcow2Writer, Writer};
+use isobath_image::{Result, invariant};
 use isobath_qcow2::{ClusterIndex, ClusterKind, HostOffset, L2Entry};
 use isobath_storage::{Host, Storage, ZeroMode};
 use std::ops::Range;
@@ -59,6 +59,8 @@ impl<H: Host> Disk<H> {
         qcow2.ensure_tables(clusters.clone()).await?;
         let entries =
             qcow2.metadata.tables.entries(ClusterIndex::new(clusters.start), count).await?;
+        let all = entries.len() as u64 == count;
+        invariant(all, self.name(), "there is an entry for each cluster to be preallocated")?;
         let mut wanted = Vec::new();
         for (cluster, entry) in clusters.zip(entries) {
             let kind = entry.kind(&geometry).map_err(|e| qcow2.metadata.layer.format_error(e))?;
@@ -75,20 +77,25 @@ impl<H: Host> Disk<H> {
         } else {
             let run = qcow2.metadata.alloc.allocate_adjacent(wanted.len() as u64).await?;
             claim.add_run(&run);
+            let each = run.count == wanted.len() as u64;
+            invariant(each, self.name(), "each preallocated cluster gets a place")?;
             let start = run.start.get() << geometry.cluster_bits();
             start..start + run.count * size
         };
         let data = self.chain.active().data();
         fill(&**data, host.start.max(kept)..host.end, mode).await?;
-        for (_, kind) in &wanted {
+        let place = |step: u64, cluster: u64| {
+            if geometry.has_data_file() { cluster * size } else { host.start + step * size }
+        };
+        for (step, (cluster, kind)) in (0..).zip(&wanted) {
+            let filled = host.contains(&place(step, *cluster));
+            invariant(filled, self.name(), "a preallocated cluster lies in what was filled")?;
             qcow2.check_releases(&referenced(&geometry, kind))?;
         }
         claim.keep();
         let data = qcow2.metadata.data_journal.add_unchecked(vec![host.clone()]);
         for (step, (cluster, kind)) in (0..).zip(wanted) {
-            let at =
-                if geometry.has_data_file() { cluster * size } else { host.start + step * size };
-            let host = HostOffset::new(at);
+            let host = HostOffset::new(place(step, cluster));
             // Zeroes in the file are not zeroes for the guest if the image is encrypted.
             let entry = match (geometry.extended_l2(), self.chain.active().is_encrypted()) {
                 (true, false) => L2Entry::subclustered(Some(host), true, u32::MAX, 0),

@@ -1,8 +1,8 @@
 //! Writes that need new clusters, and their copy-on-write.
 
 use super::embed::Embedding;
-use super::finish_writes;
 use super::plan::Plan;
+use super::{entries_of, finish_writes};
 use crate::disk::Disk;
 use futures_util::future::try_join_all;
 use isobath_chain::map::{Extent, Source, Unit};
@@ -12,10 +12,12 @@ use isobath_image::entries::ActiveEntries;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::tables::{Claim, References};
 use isobath_image::writer::{Qcow2Writer, Writer};
-use isobath_image::{DiskError, Result, always, violated};
-use isobath_qcow2::{ClusterIndex, ClusterKind, HostOffset, L2Entry};
+use isobath_image::{DiskError, Result, always, invariant, violated};
+use isobath_qcow2::{ClusterIndex, ClusterKind, HostCluster, HostOffset, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage};
+use std::collections::BTreeSet;
 use std::ops::Range;
+use std::path::Path;
 
 /// Buffers in one vectored write; the kernel takes 1024.
 const MAX_VECTOR: usize = 512;
@@ -131,11 +133,14 @@ impl<H: Host> Disk<H> {
         let end = offset + buf.len() as u64;
         let clusters = offset / size..end.div_ceil(size);
         qcow2.ensure_tables(clusters.clone()).await?;
-        let entries = qcow2.entries(clusters.clone()).await?;
-        let mut targets = Vec::with_capacity(entries.len());
-        for (cluster, entry) in clusters.zip(entries) {
+        let mut targets = Vec::with_capacity((clusters.end - clusters.start) as usize);
+        let mut planned = offset;
+        for (cluster, entry) in entries_of(qcow2, clusters).await? {
             let start = cluster * size;
             let written = offset.max(start) - start..end.min(start + size) - start;
+            let follows = start + written.start == planned;
+            invariant(follows, self.name(), "the parts of a write follow one another")?;
+            planned = start + written.end;
             let plan = Plan::new(&qcow2.metadata.layer, &geometry, entry, &written)?;
             if let Some(host) = plan.host.filter(|host| qcow2.metadata.is_metadata(*host)) {
                 return Err(qcow2.metadata.alloc.corrupt(format!(
@@ -167,6 +172,7 @@ impl<H: Host> Disk<H> {
             let (zeroed, beyond) = (false, false);
             targets.push(Target { cluster, written, plan, host, zeroed, beyond, embedding: None });
         }
+        invariant(planned == end, self.name(), "the parts of a write make it up")?;
         // An embedded mapping to a cluster no longer counts once a record releases the cluster.
         let mut claim = qcow2.metadata.tables.claim();
         let filled = self.fill_targets(qcow2, offset, &mut targets, &mut claim, buf).await;
@@ -212,6 +218,7 @@ impl<H: Host> Disk<H> {
         let size = geometry.cluster_size();
         let copies = try_join_all(targets.iter().map(|target| self.copies(target, size))).await?;
         if !geometry.has_data_file() {
+            let mut embedded = 0;
             let homeless = targets.iter_mut().zip(&copies).filter(|(t, _)| t.plan.host.is_none());
             for (target, copies) in homeless {
                 let from = (target.cluster.get() * size + target.written.start - offset) as usize;
@@ -221,6 +228,7 @@ impl<H: Host> Disk<H> {
                     target.host = geometry.host_cluster_start(embedding.taken.host);
                     target.zeroed = !embedding.is_checked();
                     target.embedding = Some(embedding);
+                    embedded += 1;
                 }
             }
             let mut homeless: Vec<_> = targets
@@ -244,6 +252,13 @@ impl<H: Host> Disk<H> {
                     (target.zeroed, target.beyond) = (run.zeroed, run.beyond);
                     next += 1;
                 }
+            }
+            let claimed = claim.clusters().len() == embedded + homeless.len();
+            invariant(claimed, name, "a write claims as many clusters as it needs")?;
+            if cfg!(debug_assertions) {
+                let places = targets.iter().filter(|t| t.plan.host.is_none()).map(|t| t.host);
+                let places = places.flatten().map(|host| geometry.host_cluster_of(host));
+                check_places(places, claim.clusters(), name)?;
             }
         }
         let mut pieces: Vec<Piece> = Vec::new();
@@ -283,20 +298,28 @@ impl<H: Host> Disk<H> {
         pieces: Vec<Piece>,
         mut buf: IoBuf,
     ) -> Result<(IoBuf, Checksummed)> {
+        let (name, length) = (self.name(), buf.len());
+        let mut own = |length: u64| {
+            let there = length <= buf.len() as u64;
+            invariant(there, name, "the pieces of a write have no more bytes than it has")?;
+            Ok::<_, DiskError>(buf.split_to(length as usize))
+        };
         let mut writes: Vec<Run> = Vec::new();
         let mut gives = Vec::with_capacity(pieces.len());
         for piece in pieces {
             let bytes = match piece.content {
                 Content::Own => {
                     gives.push(Give::Written);
-                    buf.split_to(piece.length as usize)
+                    own(piece.length)?
                 }
                 Content::Copied(bytes) => {
+                    let whole = bytes.len() as u64 == piece.length;
+                    invariant(whole, name, "a piece of a write has as many bytes as its place")?;
                     gives.push(Give::Skip);
                     bytes
                 }
                 Content::Elsewhere => {
-                    gives.push(Give::Apart(buf.split_to(piece.length as usize)));
+                    gives.push(Give::Apart(own(piece.length)?));
                     continue;
                 }
             };
@@ -317,6 +340,7 @@ impl<H: Host> Disk<H> {
                 }),
             }
         }
+        invariant(buf.is_empty(), name, "the pieces of a write have all of its bytes")?;
         let data = &qcow2.metadata;
         let writes = writes
             .into_iter()
@@ -334,6 +358,7 @@ impl<H: Host> Disk<H> {
                 Give::Apart(bytes) => whole.unsplit(bytes),
             }
         }
+        invariant(whole.len() == length, name, "a write gives back its request's buffer")?;
         Ok((whole, checksummed))
     }
 
@@ -402,6 +427,21 @@ impl<H: Host> Disk<H> {
     }
 }
 
+/// Checks that the places of new clusters were claimed, each for one of them.
+fn check_places(
+    places: impl Iterator<Item = HostCluster>,
+    claimed: &[HostCluster],
+    name: &Path,
+) -> Result<()> {
+    let mut free: BTreeSet<u64> = claimed.iter().map(|cluster| cluster.get()).collect();
+    invariant(free.len() == claimed.len(), name, "a cluster is given out once")?;
+    for place in places {
+        let taken = free.remove(&place.get());
+        invariant(taken, name, "a new cluster of a write has a claimed place of its own")?;
+    }
+    Ok(())
+}
+
 /// Whether there are only zeroes.
 pub(super) fn reads_zero(extents: &[Extent]) -> bool {
     extents.iter().all(|extent| matches!(extent.source, Source::Absent | Source::Zero(_)))
@@ -465,5 +505,52 @@ fn push_own(pieces: &mut Vec<Piece>, own: Piece) {
             last.length += own.length;
         }
         _ => pieces.push(own),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{disk, must_violate, writers};
+    use futures_executor::block_on;
+
+    #[test]
+    fn places_are_claimed_for_one_cluster_each() {
+        let check = |places: &[u64], claimed: &[u64]| {
+            let claimed: Vec<_> = claimed.iter().copied().map(HostCluster::new).collect();
+            let places = places.iter().copied().map(HostCluster::new);
+            check_places(places, &claimed, Path::new("disk"))
+        };
+        check(&[8, 7], &[7, 8, 9]).unwrap();
+        must_violate(check(&[], &[7, 8, 7]), "a cluster is given out once");
+        let own = "a new cluster of a write has a claimed place of its own";
+        must_violate(check(&[7, 7], &[7, 8]), own);
+        must_violate(check(&[9], &[7, 8]), own);
+    }
+
+    #[test]
+    fn pieces_have_the_bytes_of_the_request() {
+        let disk = disk();
+        let (_, qcow2) = writers(&disk);
+        let write = |contents: Vec<(u64, Content)>, length| {
+            let (mut host, destination) = (1 << 20, Destination::New);
+            let mut pieces = Vec::new();
+            for (length, content) in contents {
+                pieces.push(Piece { host, length, destination, content });
+                host += length;
+            }
+            block_on(disk.write_pieces(qcow2, pieces, IoBuf::zeroed(length)))
+                .map(|(buf, _)| buf.len())
+        };
+        let copied = |length| Content::Copied(IoBuf::zeroed(length));
+        let good = vec![(512, copied(512)), (512, Content::Own), (512, Content::Elsewhere)];
+        assert_eq!(write(good, 1024).unwrap(), 1024);
+        let no_more = "the pieces of a write have no more bytes than it has";
+        must_violate(write(vec![(512, Content::Own), (513, Content::Own)], 1024), no_more);
+        must_violate(write(vec![(1025, Content::Elsewhere)], 1024), no_more);
+        let all = "the pieces of a write have all of its bytes";
+        must_violate(write(vec![(512, Content::Own)], 1024), all);
+        let place = "a piece of a write has as many bytes as its place";
+        must_violate(write(vec![(512, copied(511)), (8, Content::Own)], 8), place);
     }
 }

@@ -5,11 +5,12 @@ use crate::disk::Disk;
 use isobath_image::durability::Destination;
 use isobath_image::references::referenced;
 use isobath_image::tables::References;
-use isobath_image::{DiskError, Result};
+use isobath_image::{DiskError, Result, always, invariant};
 use isobath_qcow2::compress::compress;
-use isobath_qcow2::{ClusterIndex, HostCluster, HostOffset, L2Entry};
+use isobath_qcow2::{ClusterIndex, ClusterKind, Geometry, HostCluster, HostOffset, L2Entry};
 use isobath_storage::{Host, IoBuf};
 use std::ops::Range;
+use std::path::Path;
 
 impl<H: Host> Disk<H> {
     /// Writes one cluster, compressed if that makes it smaller. `offset` is a cluster's start; the buffer holds a
@@ -75,6 +76,8 @@ impl<H: Host> Disk<H> {
         let old = qcow2.metadata.tables.entry(cluster).await?;
         let kind = old.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
         let length = packed.len() as u64;
+        let smaller = length > 0 && length < size;
+        invariant(smaller, self.name(), "compressed data is smaller than its cluster")?;
         let released = &referenced(&geometry, &kind);
         qcow2.check_releases(released)?;
         let host = qcow2.metadata.alloc.allocate_packed(length).await?;
@@ -87,6 +90,7 @@ impl<H: Host> Disk<H> {
         let (_, written) = qcow2.metadata.write_to(Destination::New, host.get(), packed).await?;
         let entry = L2Entry::compressed(host, length, geometry.cluster_bits())
             .map_err(|error| qcow2.metadata.layer.format_error(error))?;
+        check_claimed(&geometry, entry, &taken, self.name())?;
         claim.keep();
         let data = qcow2.metadata.data_journal.add_checksums([written]);
         let references = References::to_data(&taken, released, &data, false);
@@ -115,6 +119,8 @@ impl<H: Host> Disk<H> {
         let index = ClusterIndex::new(cluster);
         let old = qcow2.metadata.tables.entry(index).await?;
         let kind = old.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
+        let is_compressed = matches!(kind, ClusterKind::Compressed(_));
+        invariant(is_compressed, self.name(), "only a compressed cluster is expanded")?;
         let start = cluster * size;
         let extents = self.extents(start..start + size).await?;
         let bytes = self.read_extents(&extents, IoBuf::zeroed(size as usize)).await?;
@@ -137,5 +143,53 @@ impl<H: Host> Disk<H> {
         let taken = [run.start];
         let references = References::to_data(&taken, released, &data, false);
         self.record(qcow2, index, entry, references)
+    }
+}
+
+/// Checks that a new entry of a compressed cluster refers to the clusters that were claimed for it.
+fn check_claimed(
+    geometry: &Geometry,
+    entry: L2Entry,
+    claimed: &[HostCluster],
+    name: &Path,
+) -> Result<()> {
+    let kind = always(entry.kind(geometry).ok(), name, "the entry of compressed data is valid")?;
+    let same = referenced(geometry, &kind) == claimed;
+    invariant(same, name, "each cluster that has compressed data was claimed for it")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{CLUSTER, SIZE, disk_of, must_violate, writers};
+    use futures_executor::block_on;
+    use isobath_chain::create::NewDisk;
+
+    #[test]
+    fn compressed_data_lies_where_it_was_claimed() {
+        let geometry = Geometry::new(3, 16, 4, false, false).unwrap();
+        let entry = L2Entry::compressed(HostOffset::new((6 << 16) - 700), 1400, 16).unwrap();
+        let check = |entry, claimed: &[u64]| {
+            let claimed: Vec<_> = claimed.iter().copied().map(HostCluster::new).collect();
+            check_claimed(&geometry, entry, &claimed, Path::new("disk"))
+        };
+        check(entry, &[5, 6]).unwrap();
+        let same = "each cluster that has compressed data was claimed for it";
+        for claimed in [&[5][..], &[5, 7], &[5, 6, 7]] {
+            must_violate(check(entry, claimed), same);
+        }
+        let odd = L2Entry::data(HostOffset::new(512), true);
+        must_violate(check(odd, &[]), "the entry of compressed data is valid");
+    }
+
+    #[test]
+    fn what_is_expanded_was_compressed() {
+        let mut new = NewDisk::new(SIZE);
+        new.extended_l2 = true;
+        let disk = disk_of(&new);
+        let (_, qcow2) = writers(&disk);
+        block_on(disk.write(0, IoBuf::zeroed(CLUSTER as usize))).unwrap();
+        let expand = block_on(Box::pin(disk.expand_compressed(qcow2, 0, &(0..2048))));
+        must_violate(expand, "only a compressed cluster is expanded");
     }
 }

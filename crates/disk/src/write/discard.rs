@@ -1,13 +1,13 @@
 //! Discards.
 
-use super::{Qcow2Writer, warn_of_leak};
+use super::{Qcow2Writer, entries_of, warn_of_leak};
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
 use isobath_chain::map::Source;
 use isobath_image::references::referenced;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::tables::References;
-use isobath_image::{DiskError, Result};
+use isobath_image::{DiskError, Result, always, invariant};
 use isobath_qcow2::{ClusterIndex, Geometry, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage};
 use std::ops::Range;
@@ -113,6 +113,9 @@ impl<H: Host> Disk<H> {
                 }
             }
             for range in zero {
+                let whole = range.start.is_multiple_of(size)
+                    && (range.end.is_multiple_of(size) || range.end == end);
+                invariant(whole, self.name(), "clusters of zeroes are zero as a whole")?;
                 if self.depth() == 1 && !qcow2.data_file_raw() {
                     let clusters = range.start / size..range.end.div_ceil(size);
                     let _range =
@@ -149,6 +152,10 @@ impl<H: Host> Disk<H> {
         let qcow2 = writer.qcow2().ok_or(DiskError::ReadOnly)?;
         let geometry = qcow2.geometry();
         let size = geometry.cluster_size();
+        let begins = clusters.end.checked_sub(1).is_some_and(|last| last * size < end);
+        invariant(begins, self.name(), "a cluster that is discarded begins in the request")?;
+        let hides = geometry.version() >= 3 || qcow2.alone();
+        invariant(hides, self.name(), "what is discarded still hides what is below")?;
         let _range = writer.ranges.lock(clusters.start * size..clusters.end * size).await;
         let _pass = self.readers.gate.enter();
         self.check_visible(clusters.start * size..end.min(clusters.end * size))?;
@@ -170,8 +177,11 @@ impl<H: Host> Disk<H> {
         new: L2Entry,
     ) -> Result<()> {
         let geometry = qcow2.geometry();
-        let entries = qcow2.entries(clusters.clone()).await?;
-        for (cluster, entry) in clusters.zip(entries) {
+        let kind = new.kind(&geometry).ok();
+        let kind = always(kind, self.name(), "the entry of a discarded cluster is valid")?;
+        let empty = referenced(&geometry, &kind).is_empty();
+        invariant(empty, self.name(), "the entry of a discarded cluster refers to nothing")?;
+        for (cluster, entry) in entries_of(qcow2, clusters).await? {
             if entry == new {
                 continue;
             }
@@ -200,5 +210,38 @@ fn discarded(geometry: &Geometry, alone: bool) -> L2Entry {
         (true, _) => L2Entry::unallocated(),
         (false, true) => L2Entry::subclustered(None, false, 0, u32::MAX),
         (false, false) => L2Entry::zero_plain(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{CLUSTER, disk, must_violate, old_overlay, writers};
+    use futures_executor::block_on;
+    use isobath_qcow2::HostOffset;
+
+    #[test]
+    fn what_is_discarded_is_in_the_request_and_hides_what_is_below() {
+        let disk = disk();
+        let discard = |clusters, end| block_on(Box::pin(disk.discard_clusters(clusters, end)));
+        discard(0..2, 2 * CLUSTER).unwrap();
+        let begins = "a cluster that is discarded begins in the request";
+        must_violate(discard(0..3, 2 * CLUSTER), begins);
+        must_violate(discard(0..0, CLUSTER), begins);
+        let old = old_overlay();
+        let discard = block_on(Box::pin(old.discard_clusters(0..1, CLUSTER)));
+        must_violate(discard, "what is discarded still hides what is below");
+    }
+
+    #[test]
+    fn what_is_discarded_is_gone() {
+        let disk = disk();
+        let (_, qcow2) = writers(&disk);
+        let discard = |new| block_on(Box::pin(disk.discard_entries(qcow2, 0..1, new)));
+        discard(L2Entry::zero_plain()).unwrap();
+        let empty = "the entry of a discarded cluster refers to nothing";
+        must_violate(discard(L2Entry::data(HostOffset::new(5 << 16), true)), empty);
+        let valid = "the entry of a discarded cluster is valid";
+        must_violate(discard(L2Entry::data(HostOffset::new(512), true)), valid);
     }
 }

@@ -3,11 +3,12 @@
 use super::Qcow2Writer;
 use super::allocate::{CopiedPart, Target, reads_zero};
 use crate::disk::Disk;
-use isobath_image::Result;
 use isobath_image::durability::zones::{Embedded, Taken};
+use isobath_image::{Result, invariant};
 use isobath_qcow2::embedded::{LEAD, embed};
 use isobath_qcow2::journal::Crc32c;
 use isobath_storage::{Host, IoBuf};
+use std::path::Path;
 
 /// A cluster that contains its mapping.
 pub(super) struct Embedding {
@@ -15,6 +16,21 @@ pub(super) struct Embedding {
     pub(super) embedded: Embedded,
     /// The lead block as it is to be stored.
     pub(super) lead: IoBuf,
+}
+
+/// A part of a cluster: where it begins, its bytes unless they are zeroes, and how many there are.
+type Part<'a> = (u64, Option<&'a [u8]>, u64);
+
+/// Checks that parts make up a cluster: the record's checksum is of all of it.
+fn check_parts(parts: &[Part], size: u64, name: &Path) -> Result<()> {
+    let mut end = 0;
+    for (at, bytes, length) in parts {
+        let whole = bytes.is_none_or(|bytes| bytes.len() as u64 == *length);
+        invariant(whole, name, "a part of an embedded cluster has all of its bytes")?;
+        invariant(*at == end, name, "the parts of an embedded cluster follow one another")?;
+        end += length;
+    }
+    invariant(end == size, name, "the parts of an embedded cluster make it up")
 }
 
 impl Embedding {
@@ -50,12 +66,16 @@ impl<H: Host> Disk<H> {
             }
         };
         let zero = reads_zero(&below);
-        let mut parts: Vec<(u64, Option<&[u8]>, u64)> = copies
+        let mut parts: Vec<Part> = copies
             .iter()
             .map(|copy| (copy.at, copy.bytes.as_deref(), copy.length))
             .chain([(target.written.start, Some(own), own.len() as u64)])
             .collect();
         parts.sort_unstable_by_key(|(at, ..)| *at);
+        if let Err(error) = check_parts(&parts, size, self.name()) {
+            zones.put_back(&taken);
+            return Err(error);
+        }
         let mut lead = IoBuf::zeroed(LEAD);
         let mut sum = Crc32c::default();
         let checked = !(zero && taken.zeroed);
@@ -85,5 +105,24 @@ impl<H: Host> Disk<H> {
         }
         let (cluster, lsn) = (target.cluster.get(), mapping.lsn);
         Ok(Some(Embedding { taken, embedded: Embedded { cluster, lsn, span, rest }, lead }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::must_violate;
+
+    #[test]
+    fn parts_make_up_a_cluster() {
+        let check = |parts: &[Part]| check_parts(parts, 4096, Path::new("disk"));
+        let bytes = [7; 512];
+        check(&[(0, Some(&bytes), 512), (512, None, 3584)]).unwrap();
+        let whole = "a part of an embedded cluster has all of its bytes";
+        must_violate(check(&[(0, Some(&bytes), 513), (513, None, 3583)]), whole);
+        let follow = "the parts of an embedded cluster follow one another";
+        must_violate(check(&[(0, None, 512), (1024, None, 3072)]), follow);
+        must_violate(check(&[(0, None, 512), (256, None, 3840)]), follow);
+        must_violate(check(&[(0, None, 512)]), "the parts of an embedded cluster make it up");
     }
 }

@@ -15,8 +15,8 @@ use futures_util::future::join_all;
 use isobath_chain::map::{Extent, Source};
 use isobath_image::durability::Metadata;
 use isobath_image::writer::Qcow2Writer;
-use isobath_image::{DiskError, Result};
-use isobath_qcow2::FormatError;
+use isobath_image::{DiskError, Result, always, invariant};
+use isobath_qcow2::{FormatError, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage, StorageExt};
 use std::future::Future;
 use std::ops::Range;
@@ -57,6 +57,18 @@ async fn finish_writes<T, F: Future<Output = Result<T>>>(
     writes: impl IntoIterator<Item = F>,
 ) -> Result<Vec<T>> {
     join_all(writes).await.into_iter().collect()
+}
+
+/// The entries of adjacent clusters, with the clusters.
+async fn entries_of<S: Storage>(
+    qcow2: &Qcow2Writer<S>,
+    clusters: Range<u64>,
+) -> Result<impl Iterator<Item = (u64, L2Entry)> + use<S>> {
+    let entries = qcow2.entries(clusters.clone()).await?;
+    let count = (clusters.end - clusters.start) as usize;
+    let all = entries.len() == count;
+    invariant(all, qcow2.metadata.layer.name(), "there is an entry for each cluster of a change")?;
+    Ok(clusters.zip(entries))
 }
 
 impl<H: Host> Disk<H> {
@@ -119,7 +131,9 @@ impl<H: Host> Disk<H> {
         buf: IoBuf,
     ) -> Result<IoBuf> {
         let data = &qcow2.metadata;
-        if let [Extent { source: Source::Data { host, .. }, .. }] = extents {
+        if let [Extent { source: Source::Data { layer, host, in_place }, .. }] = extents {
+            let ours = *in_place && *layer == self.active_index();
+            invariant(ours, self.name(), "a write in place goes to the active layer")?;
             return data.write(*host, buf).await;
         }
         Box::pin(self.write_several(data, extents, buf)).await
@@ -131,11 +145,16 @@ impl<H: Host> Disk<H> {
         extents: &[Extent],
         mut buf: IoBuf,
     ) -> Result<IoBuf> {
-        let writes: Vec<_> = extents
-            .iter()
-            .filter_map(|extent| in_place(extent).map(|host| (host, extent.length)))
-            .map(|(host, length)| data.write(host, buf.split_to(length as usize)))
-            .collect();
+        let active = Some(self.active_index());
+        let mut writes = Vec::with_capacity(extents.len());
+        for extent in extents {
+            let place = in_place(extent).filter(|_| extent.source.layer() == active);
+            let host = always(place, self.name(), "each part of a write in place has its place")?;
+            let there = extent.length <= buf.len() as u64;
+            invariant(there, self.name(), "the parts of a write in place are parts of it")?;
+            writes.push(data.write(host, buf.split_to(extent.length as usize)));
+        }
+        invariant(buf.is_empty(), self.name(), "the parts of a write in place make it up")?;
         let mut whole = IoBuf::empty();
         for part in finish_writes(writes).await? {
             whole.unsplit(part);
@@ -147,14 +166,45 @@ impl<H: Host> Disk<H> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::{chain_of, must_violate, writers};
     use futures_executor::block_on;
     use futures_util::future::LocalBoxFuture;
+    use isobath_chain::chain::LayerIndex;
     use isobath_storage::{Operation, StorageError};
     use std::cell::Cell;
     use std::future::poll_fn;
     use std::io;
     use std::path::Path;
     use std::task::Poll;
+
+    fn place(layer: u16, host: u64, in_place: bool) -> Extent {
+        let layer = LayerIndex::new(layer);
+        Extent { guest: 0, length: 512, source: Source::Data { layer, host, in_place } }
+    }
+
+    #[test]
+    fn what_is_written_in_place_is_in_the_active_layer() {
+        let disk = chain_of(2);
+        let (_, qcow2) = writers(&disk);
+        let write = |extents: &[Extent], length| {
+            let buf = IoBuf::zeroed(length);
+            block_on(disk.write_in_place(qcow2, extents, buf)).map(|buf| buf.len())
+        };
+        let ours = "a write in place goes to the active layer";
+        must_violate(write(&[place(0, 0, true)], 512), ours);
+        must_violate(write(&[place(1, 0, false)], 512), ours);
+        let end = 1 << 20;
+        let good = place(1, end, true);
+        assert_eq!(write(&[good, place(1, end + 1024, true)], 1024).unwrap(), 1024);
+        let each = "each part of a write in place has its place";
+        must_violate(write(&[good, place(0, end, true)], 1024), each);
+        must_violate(write(&[good, place(1, end, false)], 1024), each);
+        let zero = Extent { source: Source::Absent, ..good };
+        must_violate(write(&[good, zero], 1024), each);
+        let parts = "the parts of a write in place are parts of it";
+        must_violate(write(&[good, good], 1023), parts);
+        must_violate(write(&[good, good], 1025), "the parts of a write in place make it up");
+    }
 
     #[test]
     fn a_write_that_fails_waits_for_those_under_way() {

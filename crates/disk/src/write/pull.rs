@@ -1,18 +1,19 @@
 //! Copying data of lower layers into the active layer, so that those layers are no longer needed.
 
-use super::Qcow2Writer;
 use super::plan::Plan;
+use super::{Qcow2Writer, entries_of};
 use crate::copy::is_zero;
 use crate::disk::Disk;
 use isobath_chain::chain::LayerIndex;
 use isobath_chain::map::{Extent, Source, guest_range};
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::tables::{Claim, References};
-use isobath_image::{DiskError, Result, always};
+use isobath_image::{DiskError, Result, always, invariant};
 use isobath_qcow2::{ClusterIndex, HostOffset};
 use isobath_storage::{Host, IoBuf, StorageExt};
 use std::io;
 use std::ops::Range;
+use std::path::Path;
 
 /// The layers that are to be removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,9 +85,30 @@ impl<H: Host> Disk<H> {
         at: u64,
         most: u64,
     ) -> Result<Option<Range<u64>>> {
-        let (size, end) = (u64::from(self.preferred_block()), self.size());
+        let size = u64::from(self.preferred_block());
         let cluster = self.active_qcow2().map_or(size, |q| q.geometry.cluster_size());
         let most = (most / cluster * cluster).max(cluster);
+        let found = self.find_surplus(surplus, at, most, cluster).await?;
+        if let Some(range) = &found {
+            let whole = range.start.is_multiple_of(cluster) && range.end.is_multiple_of(cluster);
+            invariant(whole, self.name(), "a part to be pulled is whole clusters")?;
+            let some = range.start < range.end && range.end - range.start <= most;
+            invariant(some, self.name(), "a part to be pulled is not empty nor too long")?;
+            let ahead = range.end > at;
+            invariant(ahead, self.name(), "a part to be pulled lies ahead of the search")?;
+        }
+        Ok(found)
+    }
+
+    /// As [`next_surplus`](Self::next_surplus); `most` is whole clusters.
+    async fn find_surplus(
+        &self,
+        surplus: Surplus,
+        at: u64,
+        most: u64,
+        cluster: u64,
+    ) -> Result<Option<Range<u64>>> {
+        let end = self.size();
         let mut at = at;
         let mut found: Option<Range<u64>> = None;
         while at < end {
@@ -133,6 +155,11 @@ impl<H: Host> Disk<H> {
         let writer = self.writer()?;
         let _stop = self.stop_on_panic();
         let qcow2 = writer.qcow2().ok_or(DiskError::ReadOnly)?;
+        let below = surplus.start <= surplus.end && surplus.end <= self.active_index();
+        invariant(below, self.name(), "layers to be removed are below the active one")?;
+        let size = qcow2.geometry().cluster_size();
+        let whole = range.start.is_multiple_of(size) && range.end.is_multiple_of(size);
+        invariant(whole, self.name(), "whole clusters are pulled")?;
         writer.commit_if_much(&self.readers).await?;
         let _range = writer.ranges.lock(range.clone()).await;
         let _pass = self.readers.gate.enter();
@@ -217,10 +244,13 @@ impl<H: Host> Disk<H> {
         } else {
             first..last
         };
+        let before = range.start..by_entry.start.min(range.end);
+        let after = by_entry.end.min(range.end)..range.end;
+        check_join(range, &before, &by_entry, &after, self.name())?;
         if !by_entry.is_empty() {
-            self.zero_clusters(qcow2, by_entry.clone(), false).await?;
+            self.zero_clusters(qcow2, by_entry, false).await?;
         }
-        for part in [range.start..by_entry.start.min(range.end), by_entry.end..range.end] {
+        for part in [before, after] {
             let mut at = part.start;
             while at < part.end {
                 let length = (part.end - at).min(CHUNK);
@@ -297,7 +327,7 @@ impl<H: Host> Disk<H> {
         let clusters = offset / size..(offset + length) / size;
         qcow2.ensure_tables(clusters.clone()).await?;
         let mut plans = Vec::with_capacity((clusters.end - clusters.start) as usize);
-        for entry in qcow2.entries(clusters.clone()).await? {
+        for (_, entry) in entries_of(qcow2, clusters.clone()).await? {
             let plan = Plan::new(&qcow2.metadata.layer, &geometry, entry, &(0..size))?;
             if plan.host.is_some() && qcow2.metadata.data_journal.is_active() {
                 // A record may have checksums of the data there.
@@ -342,16 +372,15 @@ impl<H: Host> Disk<H> {
         while homeless > 0 {
             let run = qcow2.metadata.alloc.allocate(homeless as u64).await?;
             claim.add_run(&run);
-            for cluster in run.clusters() {
-                free.extend(geometry.host_cluster_start(cluster));
-                homeless -= 1;
-            }
+            free.extend(run.clusters().filter_map(|one| geometry.host_cluster_start(one)));
+            let left = homeless.checked_sub(run.count as usize);
+            homeless = always(left, self.name(), "no run of a clone is longer than was asked for")?;
         }
         for plan in plans {
             let host = plan.host.or_else(|| free.pop_front());
-            let name = qcow2.metadata.layer.name();
-            hosts.push(always(host, name, "each cluster of a clone has a place")?);
+            hosts.push(always(host, self.name(), "each cluster of a clone has a place")?);
         }
+        invariant(free.is_empty(), self.name(), "a clone uses each cluster that it claimed")?;
         let mut first = 0;
         while first < hosts.len() {
             let mut last = first + 1;
@@ -372,7 +401,56 @@ impl<H: Host> Disk<H> {
     }
 }
 
+/// Checks that what becomes zero by entries, and what by data before and after, are the range. Entries may reach past
+/// its end, where the disk ends.
+fn check_join(
+    range: &Range<u64>,
+    before: &Range<u64>,
+    by_entry: &Range<u64>,
+    after: &Range<u64>,
+    name: &Path,
+) -> Result<()> {
+    let length = |part: &Range<u64>| part.end.min(range.end).saturating_sub(part.start);
+    let joined = length(before) + length(by_entry) + length(after);
+    let same = before.start == range.start && joined == range.end - range.start;
+    invariant(same, name, "zeroes by entries and by data make up their range")
+}
+
 /// Guest bytes examined at once.
 const WINDOW: u64 = 64 << 20;
 /// The most zeroes written at once, in bytes.
 const CHUNK: u64 = 1 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{CLUSTER, chain_of, must_violate};
+    use futures_executor::block_on;
+
+    #[test]
+    fn zeroes_join() {
+        let check = |before, by_entry, after| {
+            check_join(&(512..8192), &before, &by_entry, &after, Path::new("disk"))
+        };
+        check(512..4096, 4096..8192, 8192..8192).unwrap();
+        check(512..4096, 4096..65_536, 8192..8192).unwrap();
+        check(512..8192, 8192..8192, 8192..8192).unwrap();
+        let same = "zeroes by entries and by data make up their range";
+        must_violate(check(0..4096, 4096..8192, 8192..8192), same);
+        must_violate(check(512..4096, 8192..8192, 8192..8192), same);
+        must_violate(check(512..4096, 4096..8192, 4096..8192), same);
+    }
+
+    #[test]
+    fn whole_clusters_are_pulled_from_layers_below() {
+        let disk = chain_of(3);
+        let pull = |end, range| {
+            let surplus = disk.surplus(LayerIndex::new(0), LayerIndex::new(end));
+            block_on(Box::pin(disk.pull(surplus, range)))
+        };
+        pull(2, 0..CLUSTER).unwrap();
+        must_violate(pull(3, 0..CLUSTER), "layers to be removed are below the active one");
+        must_violate(pull(2, 0..CLUSTER - 512), "whole clusters are pulled");
+        must_violate(pull(2, 512..CLUSTER), "whole clusters are pulled");
+    }
+}

@@ -1,15 +1,16 @@
 //! Zero-writes.
 
-use super::Qcow2Writer;
+use super::{Qcow2Writer, entries_of};
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
 use isobath_chain::map::Source;
 use isobath_image::references::referenced;
 use isobath_image::tables::References;
-use isobath_image::{DiskError, Result};
+use isobath_image::{DiskError, Result, always, invariant, violated};
 use isobath_qcow2::{ClusterIndex, ClusterKind, Geometry, HostCluster, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
 use std::ops::Range;
+use std::path::Path;
 
 /// The most zeroes written as data at once, in bytes.
 const CHUNK: u64 = 1 << 20;
@@ -122,11 +123,14 @@ impl<H: Host> Disk<H> {
         may_unmap: bool,
     ) -> Result<()> {
         let geometry = qcow2.geometry();
-        let size = geometry.cluster_size();
+        let (size, granule) = (geometry.cluster_size(), geometry.subcluster_size());
+        let whole = range.start.is_multiple_of(granule) && range.end.is_multiple_of(granule);
+        invariant(whole, self.name(), "only whole subclusters are marked as zeroes")?;
+        let hides = geometry.version() >= 3 || qcow2.alone();
+        invariant(hides, self.name(), "what is marked as zeroes hides what is below")?;
         let clusters = range.start / size..range.end.div_ceil(size);
         qcow2.ensure_tables(clusters.clone()).await?;
-        let entries = qcow2.entries(clusters.clone()).await?;
-        for (cluster, entry) in clusters.zip(entries) {
+        for (cluster, entry) in entries_of(qcow2, clusters).await? {
             let start = cluster * size;
             let part = range.start.max(start) - start..range.end.min(start + size) - start;
             if geometry.extended_l2() && entry.is_compressed() && part != (0..size) {
@@ -148,6 +152,9 @@ impl<H: Host> Disk<H> {
             let in_zone = in_zone.is_some_and(|cluster| zones.contain(cluster));
             let may_unmap = (may_unmap || in_zone) && !qcow2.data_file_raw();
             let (new, releases) = zeroed(&geometry, kind, &part, may_unmap);
+            if cfg!(debug_assertions) {
+                check_zeroed(&geometry, &kind, new, &releases, self.name())?;
+            }
             if new != entry {
                 let references = References::to_nothing_new(&releases);
                 self.record(qcow2, ClusterIndex::new(cluster), new, references)?;
@@ -155,6 +162,21 @@ impl<H: Host> Disk<H> {
         }
         Ok(())
     }
+}
+
+/// Checks that zeroes keep or release each cluster to which the old entry refers.
+fn check_zeroed(
+    geometry: &Geometry,
+    old: &ClusterKind,
+    new: L2Entry,
+    releases: &[HostCluster],
+    name: &Path,
+) -> Result<()> {
+    let new = always(new.kind(geometry).ok(), name, "an entry of zeroes is valid")?;
+    let mut after = referenced(geometry, &new);
+    after.extend_from_slice(releases);
+    let same = after == referenced(geometry, old);
+    invariant(same, name, "zeroes keep or release each cluster that an entry refers to")
 }
 
 /// The entry of a cluster in which `part`, whole subclusters, reads as zeroes from now on, and the references released.
@@ -167,6 +189,9 @@ fn zeroed(
     if let ClusterKind::Subclusters { offset, copied, allocated, zero } = kind {
         let size = geometry.subcluster_size();
         let (first, last) = (part.start / size, part.end / size);
+        if first >= last || last > u64::from(geometry.subclusters_per_cluster()) {
+            violated("a part of a cluster that is zeroed has subclusters of it");
+        }
         let mask = (((1_u64 << (last - first)) - 1) << first) as u32;
         let (allocated, zero) = (allocated & !mask, zero | mask);
         return match offset {
@@ -190,5 +215,59 @@ fn zeroed(
             (L2Entry::zero_allocated(offset, true), Vec::new())
         }
         _ => (L2Entry::zero_plain(), referenced(geometry, &kind)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{CLUSTER, disk, must_panic, must_violate, old_overlay, writers};
+    use futures_executor::block_on;
+    use isobath_qcow2::HostOffset;
+
+    const PLACE: HostOffset = HostOffset::new(5 << 16);
+
+    #[test]
+    fn zeroes_are_marked_by_whole_granules_and_hide_what_is_below() {
+        let disk = disk();
+        let (_, qcow2) = writers(&disk);
+        let zero = |range| block_on(Box::pin(disk.zero_clusters(qcow2, range, true)));
+        zero(0..CLUSTER).unwrap();
+        let whole = "only whole subclusters are marked as zeroes";
+        must_violate(zero(512..CLUSTER), whole);
+        must_violate(zero(0..CLUSTER - 512), whole);
+        let old = old_overlay();
+        let (_, qcow2) = writers(&old);
+        let zero = block_on(Box::pin(old.zero_clusters(qcow2, 0..CLUSTER, true)));
+        must_violate(zero, "what is marked as zeroes hides what is below");
+    }
+
+    #[test]
+    fn zeroes_account_for_each_cluster() {
+        let geometry = Geometry::new(3, 16, 4, false, false).unwrap();
+        let old = ClusterKind::Data { offset: PLACE, copied: true };
+        let check = |new, releases: &[u64]| {
+            let releases: Vec<_> = releases.iter().copied().map(HostCluster::new).collect();
+            check_zeroed(&geometry, &old, new, &releases, Path::new("disk"))
+        };
+        check(L2Entry::zero_plain(), &[5]).unwrap();
+        check(L2Entry::zero_allocated(PLACE, true), &[]).unwrap();
+        let all = "zeroes keep or release each cluster that an entry refers to";
+        must_violate(check(L2Entry::zero_plain(), &[]), all);
+        must_violate(check(L2Entry::zero_plain(), &[6]), all);
+        must_violate(check(L2Entry::zero_allocated(PLACE, true), &[5]), all);
+        let odd = L2Entry::data(HostOffset::new(512), true);
+        must_violate(check(odd, &[5]), "an entry of zeroes is valid");
+    }
+
+    #[test]
+    fn a_part_has_subclusters() {
+        let geometry = Geometry::new(3, 16, 4, true, false).unwrap();
+        let kind = ClusterKind::Subclusters { offset: None, copied: false, allocated: 0, zero: 0 };
+        let zero = |part| zeroed(&geometry, kind, &part, true);
+        assert_eq!(zero(2048..6144).0, L2Entry::subclustered(None, false, 0, 6));
+        let has = "a part of a cluster that is zeroed has subclusters of it";
+        must_panic(|| zero(2048..2048), has);
+        must_panic(|| zero(0..CLUSTER + 2048), has);
     }
 }

@@ -71,7 +71,7 @@ impl<S: Storage> Allocator<S> {
         if !self.layer.storage().gains_from_written_space() {
             return None;
         }
-        let mut state = self.state.lock().await;
+        let mut state = self.state().await;
         let left = (state.prepared.end - state.prepared.start) * self.geometry.cluster_size();
         let step = state.growth.committed(grown, left)?;
         // A small disk never needs that much.
@@ -85,7 +85,7 @@ impl<S: Storage> Allocator<S> {
     pub async fn prepare(&self, bytes: u64) -> Result<()> {
         let size = self.geometry.cluster_size();
         let region = {
-            let mut state = self.state.lock().await;
+            let mut state = self.state().await;
             let start = state.never_used;
             let region = start..start + bytes.div_ceil(size);
             self.refuse_tables(region.clone())?;
@@ -95,7 +95,7 @@ impl<S: Storage> Allocator<S> {
         };
         let bytes = region.start * size..region.end * size;
         let written = write_zeroes(&**self.layer.storage(), bytes).await;
-        let mut state = self.state.lock().await;
+        let mut state = self.state().await;
         state.areas.retain(|area| *area != region);
         state.first_maybe_free = state.first_maybe_free.min(region.start);
         match &written {

@@ -25,7 +25,7 @@ impl<S: Storage> Allocator<S> {
 
     /// Keeps these clusters from being allocated from now on, if they lie in the file.
     pub async fn keep_area(&self, area: Range<u64>) {
-        let mut state = self.state.lock().await;
+        let mut state = self.state().await;
         if area.end <= state.never_used {
             state.areas.push(area);
         }
@@ -73,7 +73,7 @@ impl<S: Storage> Allocator<S> {
     /// Keeps these clusters from being allocated, including those past everything ever used, until freed clusters are
     /// [allocated again](Self::keep_freed).
     pub async fn set_aside(&self, clusters: Range<u64>) {
-        let mut state = self.state.lock().await;
+        let mut state = self.state().await;
         state.never_used = state.never_used.max(clusters.end);
         state.freed.get_or_insert_default().extend(clusters);
     }
@@ -102,12 +102,12 @@ impl<S: Storage> Allocator<S> {
 
     /// Whether these clusters are kept.
     pub async fn is_kept(&self, area: &Range<u64>) -> bool {
-        self.state.lock().await.areas.contains(area)
+        self.state().await.areas.contains(area)
     }
 
     /// Makes them available for allocation again.
     pub async fn forget_area(&self, area: &Range<u64>) {
-        let mut state = self.state.lock().await;
+        let mut state = self.state().await;
         state.areas.retain(|kept| kept != area);
         state.first_maybe_free = state.first_maybe_free.min(area.start);
     }

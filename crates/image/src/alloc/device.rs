@@ -34,7 +34,7 @@ fn most_clusters(geometry: &Geometry, size: u64) -> u64 {
 impl<S: Storage> Allocator<S> {
     /// Finds the end of what is in use on a device of `length` bytes.
     pub(super) async fn measure_device(&self, length: u64) -> Result<()> {
-        let mut state = self.state.lock().await;
+        let mut state = self.state().await;
         let room = length >> self.geometry.cluster_bits();
         state.room = Some(room);
         let mut end = self.metadata.read().iter().max().map_or(0, |last| last + 1);
@@ -62,7 +62,7 @@ impl<S: Storage> Allocator<S> {
     /// can hold the whole disk still can beside the area; on a device that is extended as it fills up, the area takes a
     /// small part of the free space.
     pub async fn spare(&self, wanted: u64) -> u64 {
-        let state = self.state.lock().await;
+        let state = self.state().await;
         let Some(room) = state.room else { return wanted };
         let all = most_clusters(&self.geometry, self.layer.size());
         let spare = match room.checked_sub(all) {

@@ -249,7 +249,7 @@ impl<S: Storage> Allocator<S> {
     /// header then points). This last step is not durable yet. Returns clusters of a replaced table, to be released
     /// once it is.
     pub async fn write_structure(&self) -> Result<Vec<HostCluster>> {
-        let mut state = self.state.lock().await;
+        let mut state = self.state().await;
         if state.unlisted.is_empty() && state.replaced_tables.is_empty() {
             return Ok(Vec::new());
         }

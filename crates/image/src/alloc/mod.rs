@@ -20,7 +20,7 @@ pub use cut::TailCut;
 pub use stage::{Staged, not_zero};
 
 use crate::layer::Qcow2Layer;
-use crate::{DiskError, Result, violated};
+use crate::{DiskError, MOST_CHECKED, Result, violated};
 use block::Block;
 use futures_util::future::try_join_all;
 use isobath_qcow2::{Geometry, HostCluster, HostOffset, RefcountTableEntry};
@@ -288,7 +288,7 @@ impl<S: Storage> Allocator<S> {
     /// Notes that a change refers to allocated clusters, with one reference for each time a cluster is listed: the
     /// references are written to the file together with that change.
     pub async fn publish(&self, clusters: &[HostCluster]) -> Result<()> {
-        let mut state = self.state.lock().await;
+        let mut state = self.state().await;
         for cluster in clusters {
             state.forget_unpublished(cluster.get());
             self.mark(&mut state, cluster.get())?;
@@ -310,7 +310,7 @@ impl<S: Storage> Allocator<S> {
 
     /// Sets whether clusters that are freed from now on keep their contents, for others who may read them.
     pub async fn keep_freed(&self, keep: bool) {
-        let mut state = self.state.lock().await;
+        let mut state = self.state().await;
         if keep {
             state.freed.get_or_insert_default();
         } else if let Some(first) = state.freed.take().and_then(|freed| freed.first().copied()) {
@@ -362,7 +362,7 @@ impl<S: Storage> Allocator<S> {
     /// The clusters that will have no reference left when these are released, each once. Nothing more is packed into
     /// them.
     pub async fn freed_by(&self, releases: &[HostCluster]) -> Result<Vec<HostCluster>> {
-        let mut state = self.state.lock().await;
+        let mut state = self.state().await;
         let mut counts: BTreeMap<HostCluster, u64> = BTreeMap::new();
         for cluster in releases {
             *counts.entry(*cluster).or_default() += 1;
@@ -382,13 +382,13 @@ impl<S: Storage> Allocator<S> {
 
     /// Whether any change is not in the file yet.
     pub async fn is_dirty(&self) -> bool {
-        let state = self.state.lock().await;
+        let state = self.state().await;
         !state.unlisted.is_empty() || state.blocks.values().any(Block::is_dirty)
     }
 
     /// Writes every changed part of the blocks; not yet durable.
     pub async fn write_blocks(&self) -> Result<()> {
-        let parts = self.take_dirty(&mut self.state.lock().await)?;
+        let parts = self.take_dirty(&mut self.state().await)?;
         self.write_all(parts).await
     }
 
@@ -432,9 +432,57 @@ impl<S: Storage> Allocator<S> {
         Ok(())
     }
 
+    /// Locks the state, which is as it must be between two operations.
+    async fn state(&self) -> AsyncMutexGuard<'_, AllocState> {
+        let state = self.state.lock().await;
+        if cfg!(debug_assertions) {
+            self.check_invariants(&state);
+        }
+        state
+    }
+
+    fn check_invariants(&self, state: &AllocState) {
+        let refcount = |cluster: u64| {
+            let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
+            state.blocks.get(&index).map(|block| block.get(within))
+        };
+        for (&cluster, &held) in state.unpublished.iter().take(MOST_CHECKED) {
+            match refcount(cluster) {
+                None => violated("a block with references that are not in the file is in memory"),
+                Some(count) if count < held => {
+                    violated("a refcount has the references that are not in the file yet");
+                }
+                Some(_) if held == 0 => violated("a cluster without such references is not listed"),
+                Some(_) => {}
+            }
+            if cluster >= state.never_used {
+                violated("a cluster that is given out was used");
+            }
+        }
+        if !state.own.iter().all(|cluster| state.unpublished.contains_key(cluster)) {
+            violated("clusters of the refcount structure are published with it");
+        }
+        for index in &state.unlisted {
+            if !state.blocks.contains_key(index) {
+                violated("a block that the table does not list yet is in memory");
+            }
+        }
+        for (number, area) in state.areas.iter().enumerate() {
+            if area.end > state.never_used {
+                violated("an area lies before what was never used");
+            }
+            if state.areas[..number].iter().any(|a| a.start < area.end && area.start < a.end) {
+                violated("areas do not overlap");
+            }
+        }
+        if state.room.is_some_and(|room| state.never_used > room) {
+            violated("what is used on a device lies on it");
+        }
+    }
+
     /// Locks the state, after dropping clean blocks beyond the cache's size.
     async fn lock(&self) -> AsyncMutexGuard<'_, AllocState> {
-        let mut state = self.state.lock().await;
+        let mut state = self.state().await;
         self.shrink_cache(&mut state);
         state
     }

@@ -23,24 +23,24 @@ pub struct Staged {
 impl<S: Storage> Allocator<S> {
     /// From now on changes reach the file through a journal. The file has all changes so far.
     pub async fn begin_journal(&self) {
-        self.state.lock().await.journaled = Some(Journaled::default());
+        self.state().await.journaled = Some(Journaled::default());
     }
 
     /// The journal is empty and no longer used.
     pub async fn end_journal(&self) {
-        self.state.lock().await.journaled = None;
+        self.state().await.journaled = None;
     }
 
     /// Whether a record has anything to contain besides what its own changes publish and release.
     pub async fn has_unstaged(&self) -> bool {
-        let state = self.state.lock().await;
+        let state = self.state().await;
         let changed = state.journaled.as_ref().is_some_and(|j| !j.changed.is_empty());
         changed || !state.unlisted.is_empty() || !state.replaced_tables.is_empty()
     }
 
     /// The most bytes that unstaged changes take in a record, including their operations' headers.
     pub async fn staged_bytes(&self) -> u64 {
-        let state = self.state.lock().await;
+        let state = self.state().await;
         let changed = state.journaled.as_ref().map_or(0, |j| j.changed.len()) + state.own.len();
         let blocks = state.unlisted.len() as u64 * 2 * self.geometry.cluster_size();
         let table = if state.replaced_tables.is_empty() { 0 } else { 16 * state.table.len() };
@@ -51,7 +51,7 @@ impl<S: Storage> Allocator<S> {
     /// is in `releases`. Those references are still counted in memory, and must be [released](Self::release) together
     /// with the returned ones once the record is durable.
     pub async fn stage(&self, releases: &[HostCluster]) -> Result<Staged> {
-        let mut state = self.state.lock().await;
+        let mut state = self.state().await;
         let mut staged = Staged::default();
         for table in std::mem::take(&mut state.replaced_tables) {
             self.unmark_metadata(table.clone());
@@ -169,7 +169,7 @@ impl<S: Storage> Allocator<S> {
     /// Writes all changes in records to their final places; not yet durable. No record may be in progress.
     pub async fn checkpoint(&self) -> Result<()> {
         let parts = {
-            let mut state = self.state.lock().await;
+            let mut state = self.state().await;
             let mut parts = self.take_dirty(&mut state)?;
             let at = state.table_offset.get();
             let journaled = match &mut state.journaled {

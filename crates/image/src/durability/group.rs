@@ -1,7 +1,7 @@
 //! Commits shared by concurrent requests for one.
 
 use crate::sabotage::{self, Sabotage};
-use crate::{DiskError, Result};
+use crate::{DiskError, Result, violated};
 use isobath_sync::AsyncMutex;
 use isobath_sync::RwLock;
 use isobath_sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -81,7 +81,9 @@ impl GroupCommit {
         }
         let number = self.started.fetch_add(1, Ordering::SeqCst) + 1;
         self.whole("a commit", commit()).await?;
-        self.finished.store(number, Ordering::SeqCst);
+        if self.finished.swap(number, Ordering::SeqCst) >= number {
+            violated("commits end in the order in which they began");
+        }
         Ok(())
     }
 
@@ -202,6 +204,16 @@ mod tests {
         }));
         assert!(matches!(again, Err(DiskError::Poisoned { .. })));
         assert!(!ran && group.check().is_err());
+    }
+
+    #[test]
+    #[should_panic(expected = "commits end in the order in which they began")]
+    fn a_commit_that_ends_before_an_earlier_one_is_noticed() {
+        let group = GroupCommit::default();
+        let _ = finish(group.run(|| async {
+            group.finished.store(7, Ordering::SeqCst);
+            Ok(())
+        }));
     }
 }
 

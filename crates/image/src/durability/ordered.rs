@@ -10,7 +10,7 @@
 //! A crash between steps loses at most space: a refcount may be higher than the number of references. If nothing was
 //! allocated since the last commit, there is only one sync.
 
-use super::{Durability, Metadata};
+use super::metadata::Metadata;
 use crate::readers::Readers;
 use crate::sabotage::{self, Sabotage};
 use crate::tables::ClosedBatch;
@@ -22,8 +22,14 @@ use std::ops::Range;
 /// The mode's state, which is empty.
 pub struct Ordered;
 
-impl Durability for Ordered {
-    async fn commit<S: Storage>(&self, metadata: &Metadata<S>, readers: &Readers) -> Result<()> {
+impl Ordered {
+    /// Makes every change recorded, and all data written, before the call durable. After an error it is unknown what is
+    /// durable.
+    pub async fn commit<S: Storage>(
+        &self,
+        metadata: &Metadata<S>,
+        readers: &Readers,
+    ) -> Result<()> {
         let batch = metadata.tables.begin_commit()?;
         // Changes that a journal being set up collects from here on are not in this batch.
         let closed =

@@ -6,7 +6,7 @@
 use super::place;
 use crate::alloc::Allocator;
 use crate::durability::zones::Zones;
-use crate::durability::{Durability, Metadata, Ordered};
+use crate::durability::{Metadata, Ordered};
 use crate::layer::{Layer, Qcow2Layer, ShownLog};
 use crate::pieces::{JournaledWrite, Pieces};
 use crate::readers::Readers;

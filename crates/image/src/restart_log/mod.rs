@@ -24,7 +24,7 @@ use isobath_qcow2::Lsn;
 use isobath_qcow2::journal::Crc32c;
 use isobath_storage::restart_memory::RESTART_MEMORY_BYTES;
 use isobath_storage::{MemoryUse, RestartMemory, Storage};
-use parking_lot::Mutex;
+use isobath_sync::{CheckedMutex, Invariants};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -80,7 +80,7 @@ fn number(chunk: &[u8]) -> u64 {
 /// The log of one image's writer.
 #[derive(Default)]
 pub struct RestartLog {
-    state: Mutex<LogState>,
+    state: CheckedMutex<LogState>,
     /// There is a debt that requests must wait for.
     must_sync: AtomicBool,
     /// More than half is in use.
@@ -121,6 +121,28 @@ struct Part {
     from: u64,
     /// Items before this position belong to the commit in progress.
     closing: u64,
+}
+
+impl Invariants for LogState {
+    fn check_invariants(&self) {
+        for part in [&self.entries, &self.bytes] {
+            if part.from > part.closing {
+                violated("what is dropped from the log was closed");
+            }
+            if part.closing > self.end {
+                violated("what a commit closes is in the log");
+            }
+            if part.logged && !self.is_usable() {
+                violated("only a log in use takes items");
+            }
+        }
+        if self.used() > CAPACITY {
+            violated("no item is written over one that counts");
+        }
+        if self.paid > self.closing || self.closing > self.lost {
+            violated("a debt is closed before it is paid");
+        }
+    }
 }
 
 impl LogState {

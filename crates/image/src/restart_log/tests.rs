@@ -1,6 +1,7 @@
 //! The log by itself: its contents at any moment, and its behaviour when it is full.
 
 use super::*;
+use crate::broken::assert_violated;
 use isobath_qcow2::journal::JournalExtension;
 use isobath_qcow2::{Header, HostOffset, IncompatibleFeatures, NewImage};
 use isobath_storage::memory::{MemoryFile, MemoryHost};
@@ -228,4 +229,15 @@ fn a_damaged_or_foreign_log_is_not_used() {
         word.store(value, Ordering::Relaxed);
     }
     assert!(world.found().is_some());
+}
+
+#[test]
+fn a_broken_log_is_noticed() {
+    let state = || LogState { end: 10, ..LogState::default() };
+    assert_violated("dropped from the log was closed", state(), |state| state.entries.from = 1);
+    assert_violated("closes is in the log", state(), |state| state.bytes.closing = 11);
+    assert_violated("only a log in use", state(), |state| state.entries.logged = true);
+    assert_violated("over one that counts", state(), |state| state.end = CAPACITY + 1);
+    assert_violated("closed before it is paid", state(), |state| state.paid = 1);
+    assert_violated("closed before it is paid", state(), |state| state.closing = 1);
 }

@@ -1,8 +1,9 @@
 //! Changes that reach the file together.
 
-use crate::violated;
+use crate::{MOST_CHECKED, violated};
 use isobath_qcow2::{Geometry, HostCluster, HostOffset, L1Entry, L2Entry};
 use isobath_storage::IoBuf;
+use isobath_sync::Invariants;
 use std::collections::BTreeMap;
 
 /// A set of table changes. Maps are ordered so that the same history issues the same writes.
@@ -24,6 +25,17 @@ pub(super) struct Batch {
     pub(super) ordered: bool,
     /// There are changes besides entries that are embedded in their data.
     pub(super) needs_record: bool,
+}
+
+impl Invariants for Batch {
+    fn check_invariants(&self) {
+        for (index, (offset, _)) in self.fresh.iter().take(MOST_CHECKED) {
+            let entry = self.l1.get(index).filter(|entry| entry.is_copied());
+            if entry.map(|entry| entry.with_copied(false).raw()) != Some(offset.get()) {
+                violated("the L1 entry of a new table points to it");
+            }
+        }
+    }
 }
 
 impl Batch {
@@ -53,5 +65,22 @@ impl Batch {
             tables.push((offset.get(), bytes));
         }
         tables
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::broken::assert_violated;
+
+    #[test]
+    fn a_broken_batch_is_noticed() {
+        assert_violated("points to it", Batch::default(), |batch| {
+            batch.fresh.insert(0, (HostOffset::new(65536), IoBuf::empty()));
+        });
+        assert_violated("points to it", Batch::default(), |batch| {
+            batch.fresh.insert(0, (HostOffset::new(65536), IoBuf::empty()));
+            batch.l1.insert(0, L1Entry::unallocated());
+        });
     }
 }

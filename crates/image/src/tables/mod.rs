@@ -26,9 +26,8 @@ use isobath_qcow2::{
     ClusterIndex, ClusterKind, Geometry, HostCluster, HostOffset, L1Entry, L2Entry,
 };
 use isobath_storage::{IoBuf, Storage};
-use isobath_sync::AsyncMutex;
+use isobath_sync::{AsyncMutex, CheckedMutex, Invariants};
 use pages::Pages;
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
@@ -40,7 +39,7 @@ const L1_CHUNK: u64 = 64;
 pub struct Tables<S> {
     layer: Qcow2Layer<S>,
     geometry: Geometry,
-    state: Mutex<TableState>,
+    state: CheckedMutex<TableState>,
     /// Held while a table is created, so that no two are created for one L1 entry.
     growth: AsyncMutex<()>,
     /// Recorded entries are also logged here.
@@ -55,6 +54,23 @@ struct TableState {
     generation: u64,
     /// Indexes of L1 entries that are only in a journal.
     journaled_l1: BTreeSet<u64>,
+}
+
+impl Invariants for TableState {
+    fn check_invariants(&self) {
+        self.pages.check_invariants();
+        self.open.check_invariants();
+        match &self.closed {
+            Some(closed) => {
+                closed.check_invariants();
+                if closed.fresh.keys().any(|index| self.open.fresh.contains_key(index)) {
+                    violated("a new table is made once");
+                }
+            }
+            None if self.pages.has_pinned() => violated("only a commit keeps pages in the cache"),
+            None => {}
+        }
+    }
 }
 
 impl TableState {
@@ -83,7 +99,7 @@ impl<S: Storage> Tables<S> {
             generation: 0,
             journaled_l1: BTreeSet::new(),
         };
-        Self { layer, geometry, state: Mutex::new(state), growth: AsyncMutex::new(()), log }
+        Self { layer, geometry, state: CheckedMutex::new(state), growth: AsyncMutex::new(()), log }
     }
 
     /// Sizes that follow from the header.
@@ -171,6 +187,9 @@ impl<S: Storage> Tables<S> {
         let (l1_index, _) = self.geometry.table_position(cluster);
         let owned = self.l1_entry(&state, l1_index);
         invariant(owned.is_copied(), name, "an entry is recorded in a table of the disk alone")?;
+        if cfg!(debug_assertions) {
+            self.check_released(&state, cluster, change.released);
+        }
         if let Some(log) = &self.log {
             let mut bytes = [0; 16];
             if entry.write(&mut bytes, 0, &self.geometry).is_none() {
@@ -184,6 +203,35 @@ impl<S: Storage> Tables<S> {
         state.open.ordered |= change.data.is_some();
         state.open.needs_record |= !change.embedded;
         Ok(())
+    }
+
+    /// Checks that an entry that is to be replaced, if it is in memory, makes the references that end with it.
+    fn check_released(&self, state: &TableState, cluster: ClusterIndex, released: &[HostCluster]) {
+        let Some(Ok(kind)) =
+            self.known_entry(state, cluster).map(|entry| entry.kind(&self.geometry))
+        else {
+            return;
+        };
+        let made = referenced(&self.geometry, &kind);
+        if !released.iter().all(|cluster| made.contains(cluster)) {
+            violated("the references that end are those of the entry that is replaced");
+        }
+    }
+
+    /// The newest entry of a cluster, if it is in memory.
+    fn known_entry(&self, state: &TableState, cluster: ClusterIndex) -> Option<L2Entry> {
+        let changed = state.batches().find_map(|batch| batch.entries.get(&cluster.get()).copied());
+        if changed.is_some() {
+            return changed;
+        }
+        let (l1_index, l2_index) = self.geometry.table_position(cluster);
+        if let Some((_, bytes)) = state.batches().find_map(|batch| batch.fresh.get(&l1_index)) {
+            return L2Entry::read(bytes, l2_index, &self.geometry);
+        }
+        let table = self.table_offset(state, l1_index).ok().flatten()?;
+        let size = self.geometry.l2_entry_size();
+        let (page, within) = state.pages.position(table.get() + (l2_index * size) as u64);
+        L2Entry::read(state.pages.get(page)?, within / size, &self.geometry)
     }
 
     /// Makes the next commit write a record with everything in the open batch.
@@ -511,5 +559,36 @@ impl ClosedBatch {
     fn into_batch(self, kept: Option<Batch>) -> Batch {
         drop(self);
         kept.unwrap_or_else(|| violated("a commit under way has closed its batch"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::broken::assert_violated;
+    use isobath_qcow2::NewImage;
+
+    #[test]
+    fn broken_tables_are_noticed() {
+        let geometry = NewImage::new(1 << 30).plan().unwrap().header().geometry().unwrap();
+        let at = HostOffset::new(65536);
+        let fresh = || {
+            let mut batch = Batch::default();
+            batch.l1.insert(0, L1Entry::new(at, true, &geometry).unwrap());
+            batch.fresh.insert(0, (at, IoBuf::empty()));
+            batch
+        };
+        let state = || TableState {
+            open: fresh(),
+            closed: None,
+            pages: Pages::new(65536),
+            generation: 0,
+            journaled_l1: BTreeSet::new(),
+        };
+        assert_violated("a new table is made once", state(), |state| state.closed = Some(fresh()));
+        assert_violated("only a commit keeps pages", state(), |state| {
+            state.pages.insert(0, IoBuf::zeroed(4096));
+            assert!(state.pages.pin(0));
+        });
     }
 }

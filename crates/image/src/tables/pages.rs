@@ -1,8 +1,9 @@
 //! Pages of L2 tables, as the file has them.
 
-use crate::violated;
+use crate::{MOST_CHECKED, violated};
 use isobath_qcow2::HostOffset;
 use isobath_storage::IoBuf;
+use isobath_sync::Invariants;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Bytes of pages that may stay in memory besides those of a commit.
@@ -22,6 +23,25 @@ pub(super) struct Pages {
     pinned: BTreeSet<u64>,
     /// Pages that are newer than the file: they stay until they are written.
     dirty: BTreeSet<u64>,
+}
+
+impl Invariants for Pages {
+    fn check_invariants(&self) {
+        if self.age.len() != self.cached.len() {
+            violated("each page in the cache has an age");
+        }
+        if !self.dirty.iter().take(MOST_CHECKED).all(|page| self.cached.contains_key(page)) {
+            violated("a page that is newer than the file is in the cache");
+        }
+        if !self.pinned.iter().take(MOST_CHECKED).all(|page| self.cached.contains_key(page)) {
+            violated("a page that a commit changes is in the cache");
+        }
+        for (page, bytes) in self.cached.iter().take(MOST_CHECKED) {
+            if !page.is_multiple_of(self.page) || bytes.len() as u64 != self.page {
+                violated("the cache has whole pages");
+            }
+        }
+    }
 }
 
 impl Pages {
@@ -80,6 +100,10 @@ impl Pages {
         there
     }
 
+    pub(super) fn has_pinned(&self) -> bool {
+        !self.pinned.is_empty()
+    }
+
     pub(super) fn unpin(&mut self) {
         self.pinned.clear();
     }
@@ -130,6 +154,7 @@ impl Pages {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::broken::assert_violated;
 
     #[test]
     fn the_oldest_page_goes_and_a_pinned_one_stays() {
@@ -143,5 +168,22 @@ mod tests {
         assert!(pages.get(PAGE).is_none(), "oldest");
         assert!(pages.get((count - 1) * PAGE).is_some(), "newest");
         assert_eq!(pages.cached.len() * PAGE as usize, CACHE_BYTES);
+    }
+
+    #[test]
+    fn broken_pages_are_noticed() {
+        let pages = || {
+            let mut pages = Pages::new(65536);
+            pages.insert(0, IoBuf::zeroed(PAGE as usize));
+            pages
+        };
+        assert_violated("has an age", pages(), |pages| pages.age.clear());
+        assert_violated("newer than the file", pages(), |pages| pages.mark_dirty(PAGE));
+        assert_violated("that a commit changes", pages(), |pages| {
+            pages.pinned.insert(PAGE);
+        });
+        assert_violated("has whole pages", pages(), |pages| {
+            pages.insert(PAGE, IoBuf::zeroed(512));
+        });
     }
 }

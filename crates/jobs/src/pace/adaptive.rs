@@ -12,7 +12,8 @@
 
 use super::capacity::{Capacity, SMALL};
 use super::impact::{Impact, follow};
-use super::{Forecast, GuestCounts, Wish, Work};
+use super::step::{Forecast, Wish, Work};
+use isobath_disk::live::GuestCounts;
 use std::time::Duration;
 
 /// The guest counts as quiet after this many times the duration of a small piece, within these bounds.

@@ -5,7 +5,7 @@
 //! pieces take hardly longer than one alone, and shrinks when they wait, as in TCP Vegas. So slow, fast and remote
 //! disks are all used well, without a queue that would delay the guest.
 
-use super::{KIB, MIB};
+use super::step::{KIB, MIB};
 use std::time::Duration;
 
 /// The smallest piece: the default cluster.

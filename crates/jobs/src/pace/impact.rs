@@ -6,7 +6,7 @@
 //! unused, more if they hinder each other. A Kalman filter tracks it, so that measurements are weighted by the guest's
 //! noise.
 
-use super::GuestCounts;
+use isobath_disk::live::GuestCounts;
 use std::time::Duration;
 
 /// The length of an epoch, in seconds: this, or a multiple of the pieces' duration if they take long.

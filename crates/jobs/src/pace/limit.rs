@@ -1,6 +1,7 @@
 //! A speed limit in bytes per second.
 
-use super::KIB;
+use super::step::KIB;
+use isobath_image::violated;
 use std::time::Duration;
 
 /// The time for which a limited job may accumulate credit: QEMU limits its jobs in slices of 100 ms.
@@ -33,6 +34,9 @@ impl SpeedLimit {
         let passed = now.saturating_sub(self.at).as_secs_f64();
         self.saved = (self.saved + passed * speed).min((speed * SLICE).max(SMALLEST as f64));
         self.at = self.at.max(now);
+        if self.saved > (speed * SLICE).max(SMALLEST as f64) {
+            violated("a limited job saves up for one slice at most");
+        }
     }
 
     /// The largest piece allowed now, or the time at which to ask again.

@@ -9,6 +9,7 @@ mod impact;
 mod limit;
 #[cfg(test)]
 mod sim;
+mod step;
 #[cfg(test)]
 mod tests;
 mod threshold;
@@ -17,10 +18,9 @@ use adaptive::Adaptive;
 use isobath_disk::live::GuestCounts;
 use limit::SpeedLimit;
 use std::time::Duration;
+use step::{FAR, MIB, Wish};
+pub use step::{Forecast, Step, Work};
 use threshold::Threshold;
-
-const KIB: u64 = 1 << 10;
-const MIB: u64 = 1 << 20;
 
 /// The size of pieces of an unpaced job, and how many of them are in flight at once.
 const UNPACED: (u64, u32) = (MIB, 4);
@@ -62,41 +62,6 @@ impl Pacing {
     }
 }
 
-/// The current state of the job's own work.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Work {
-    /// Bytes not yet copied, including those in flight.
-    pub remaining: u64,
-    /// Bytes being copied now.
-    pub in_flight: u64,
-    /// Pieces being copied now.
-    pub pieces: u32,
-}
-
-/// What the job does next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
-    /// Start a piece, and ask again at once.
-    Copy {
-        /// The piece's size at most, never 0. The job rounds it to clusters, and copies at least one.
-        bytes: u64,
-    },
-    /// Start nothing, and ask again when a piece completes, or at this time at the latest.
-    Wait {
-        /// By the job clock.
-        until: Duration,
-    },
-}
-
-/// When a job is expected to end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Forecast {
-    /// By the job clock, if everything continues as now.
-    pub end: Duration,
-    /// Whether that is later than the deadline.
-    pub misses_deadline: bool,
-}
-
 /// Decides when a job copies its next piece.
 #[derive(Debug)]
 pub struct Pacer {
@@ -110,17 +75,6 @@ enum Mode {
     Adaptive(Box<Adaptive>),
     Threshold(Threshold),
     None,
-}
-
-/// What a mode wants next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Wish {
-    /// Start a piece of this many bytes.
-    Copy(u64),
-    /// Leave the disk to the guest until then.
-    Pause(Duration),
-    /// Let pieces in flight complete first; ask again then, or at this time.
-    Drain(Duration),
 }
 
 impl Pacer {
@@ -197,7 +151,5 @@ impl Pacer {
     }
 }
 
-/// A wait that some earlier event ends.
-const FAR: Duration = Duration::from_secs(1);
 /// The shortest wait, so that a job never spins.
 const SOON: Duration = Duration::from_micros(100);

@@ -1,6 +1,7 @@
 //! A disk, a guest and a job in virtual time.
 
-use super::{GuestCounts, Pacer, Pacing, Step, Work};
+use super::{Pacer, Pacing, Step, Work};
+use isobath_disk::live::GuestCounts;
 use isobath_disk::live::Sample;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};

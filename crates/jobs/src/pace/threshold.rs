@@ -8,7 +8,8 @@
 //! while the job runs: a few milliseconds, in which a burst's queue may complete nothing, or everything. Here a
 //! measurement covers at least the last 100 ms. After a pause both cover the pause, and the piece that follows it.
 
-use super::{FAR, GuestCounts, KIB, Wish, Work};
+use super::step::{FAR, KIB, Wish, Work};
+use isobath_disk::live::GuestCounts;
 use std::collections::VecDeque;
 use std::time::Duration;
 

@@ -5,6 +5,7 @@
 mod campaigns;
 mod decisions;
 mod gate;
+mod invariants;
 mod lines;
 mod links;
 mod rooms;

@@ -1,8 +1,9 @@
 //! Ranges of newly written data, and their checksums.
 
+use crate::{MOST_CHECKED, violated};
 use isobath_qcow2::journal::Crc32c;
 use isobath_storage::IoBuf;
-use isobath_sync::WaitGroup;
+use isobath_sync::{Invariants, WaitGroup};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -84,6 +85,29 @@ impl Drop for Busy {
     fn drop(&mut self) {
         if let Some(writes) = &self.0 {
             writes.end();
+        }
+    }
+}
+
+impl Invariants for ChecksummedRanges {
+    fn check_invariants(&self) {
+        let mut end = 0;
+        let mut bytes = 0;
+        for (&at, range) in self.ranges.iter().take(MOST_CHECKED) {
+            if at < end {
+                violated("checksummed ranges do not overlap");
+            }
+            if range.end <= at {
+                violated("a checksummed range has bytes");
+            }
+            bytes += range.end - at;
+            end = range.end;
+        }
+        if self.ranges.len() <= MOST_CHECKED && !self.too_much && bytes != self.bytes {
+            violated("the bytes that need checksums are those of the ranges");
+        }
+        if self.too_much && !self.ranges.is_empty() {
+            violated("data without checksums is durable before the record");
         }
     }
 }
@@ -198,6 +222,34 @@ pub fn checksummed(at: u64, bufs: &[IoBuf], size: u64, checked: bool) -> Vec<Che
         checksums.push(checksum(start..place, crc));
     }
     checksums
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::broken::assert_violated;
+
+    #[test]
+    fn broken_ranges_are_noticed() {
+        let ranges = || {
+            let mut ranges = ChecksummedRanges::default();
+            let holder = ChecksumHolder::Record;
+            ranges.add(&ChecksummedRange { range: 0..8, crc: None, holder });
+            ranges.add(&ChecksummedRange { range: 8..16, crc: None, holder });
+            ranges
+        };
+        let of = |at: u64, end: u64| {
+            move |ranges: &mut ChecksummedRanges| {
+                let holder = ChecksumHolder::Record;
+                ranges.ranges.insert(at, Checksum { end, crc: None, holder });
+            }
+        };
+        assert_violated("do not overlap", ranges(), of(4, 8));
+        assert_violated("has bytes", ranges(), of(16, 16));
+        assert_violated("are those of the ranges", ranges(), of(16, 24));
+        let too_much = |ranges: &mut ChecksummedRanges| ranges.too_much = true;
+        assert_violated("is durable before the record", ranges(), too_much);
+    }
 }
 
 #[cfg(all(test, loom))]

@@ -18,13 +18,12 @@ use crate::checksummed::Checksummed;
 use crate::pieces::{JournaledWrite, Pieces};
 use crate::restart_log::RestartLog;
 use crate::sabotage::{self, Sabotage};
-use crate::violated;
+use crate::{MOST_CHECKED, violated};
 use checksums::{Checksum, ChecksummedRanges};
 use isobath_qcow2::embedded::LEAD;
 use isobath_qcow2::{HostCluster, Lsn};
 use isobath_storage::IoBuf;
-use isobath_sync::WaitGroup;
-use parking_lot::Mutex;
+use isobath_sync::{CheckedMutex, Invariants, WaitGroup};
 use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
@@ -52,7 +51,7 @@ pub struct DataJournal {
     pending: AtomicU64,
     /// Kept data is also stored here.
     log: Option<Arc<RestartLog>>,
-    state: Mutex<DataState>,
+    state: CheckedMutex<DataState>,
 }
 
 #[derive(Default)]
@@ -429,6 +428,32 @@ impl DataJournal {
     }
 }
 
+impl Invariants for DataState {
+    fn check_invariants(&self) {
+        for pieces in [&self.recorded, &self.under_way, &self.pending] {
+            pieces.check_invariants();
+        }
+        self.open.check_invariants();
+        self.closing.check_invariants();
+        let mut before = None;
+        for (lsn, ranges) in &self.last {
+            if before.is_some_and(|before| before >= *lsn) {
+                violated("later commits have higher LSNs");
+            }
+            before = Some(*lsn);
+            ranges.check_invariants();
+        }
+        for (&at, range) in self.open.ranges.iter().take(MOST_CHECKED) {
+            if self.pending.parts_of(&(at..range.end)).next().is_some() {
+                violated("a record has no checksums of data that it contains itself");
+            }
+        }
+        if self.recorded.any(|record| record == Lsn::default()) {
+            violated("data is recorded by a record");
+        }
+    }
+}
+
 impl DataState {
     /// Whether no commit has closed anything that it has not finished.
     fn is_between_commits(&self) -> bool {
@@ -479,6 +504,7 @@ pub fn cut(bufs: &[IoBuf], part: Range<usize>) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::broken::assert_violated;
     use isobath_qcow2::journal::Crc32c;
 
     const SIZE: u64 = 65536;
@@ -662,5 +688,23 @@ mod tests {
         assert!(journal.begin_embedded_commit().is_none());
         let closed = journal.begin_commit(Lsn::new(2), &[], SIZE);
         assert_eq!((closed.plain, closed.kept.len()), (vec![HostCluster::new(1)], 1));
+    }
+
+    #[test]
+    fn a_broken_state_is_noticed() {
+        let bytes = || -> Arc<[u8]> { vec![1; 8].into() };
+        assert_violated("later commits have higher LSNs", DataState::default(), |state| {
+            for lsn in [7, 7] {
+                state.last.push((Lsn::new(lsn), ChecksummedRanges::default()));
+            }
+        });
+        assert_violated("that it contains itself", DataState::default(), |state| {
+            let holder = ChecksumHolder::Record;
+            state.pending.put(4, bytes(), Lsn::default());
+            state.open.add(&ChecksummedRange { range: 0..8, crc: None, holder });
+        });
+        assert_violated("data is recorded by a record", DataState::default(), |state| {
+            state.recorded.put(0, bytes(), Lsn::default());
+        });
     }
 }

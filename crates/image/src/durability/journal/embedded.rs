@@ -2,7 +2,7 @@
 
 use super::{Active, Journal};
 use crate::Result;
-use crate::durability::Metadata;
+use crate::durability::metadata::Metadata;
 use isobath_qcow2::Lsn;
 use isobath_storage::Storage;
 use std::sync::atomic::Ordering;

@@ -8,8 +8,8 @@
 
 use super::{Active, build, checkpoint, ordered};
 use crate::Result;
-use crate::durability::Metadata;
 use crate::durability::data_journal::DataCommit;
+use crate::durability::metadata::Metadata;
 use crate::durability::zones::CommitPoint;
 use crate::pieces::JournaledWrite;
 use crate::readers::Readers;

@@ -20,25 +20,25 @@
 mod build;
 mod embedded;
 mod in_place;
+mod record;
 mod ring;
 mod setup;
 
 use super::data_journal::DataCommit;
+use super::metadata::Metadata;
 use super::ordered::{self, Ordered};
-use super::zones::CommitPoint;
-use super::{Durability, Metadata};
 use crate::readers::Readers;
 use crate::sabotage::{self, Sabotage};
-use crate::tables::ClosedBatch;
-use crate::{Result, always, invariant};
+use crate::{Result, always, invariant, violated};
 use build::Builder;
 use isobath_qcow2::Lsn;
-use isobath_qcow2::journal::{BLOCK, JournalExtension};
+use isobath_qcow2::journal::{BLOCK, JournalExtension, Record};
 use isobath_storage::{IoBuf, Storage};
 use isobath_sync::AsyncMutex;
 use ring::Ring;
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// Commits with changes before a journal is set up if it was not requested: a guest that flushes less often does not
@@ -99,6 +99,27 @@ impl Active {
         Builder::new(cluster_size, lsn, self.last, tail)
     }
 
+    /// The next record fits what is known of the earlier ones.
+    fn check_invariants(&self, record: &Record, image: &Path) -> Result<()> {
+        invariant(
+            self.durable <= self.written && self.written <= self.last,
+            image,
+            "what is durable in place was written, and what was written was recorded",
+        )?;
+        invariant(
+            record.tail <= self.durable.next() || record.tail == record.lsn,
+            image,
+            "a recovery replays each record that is not durable in place",
+        )?;
+        invariant(
+            self.checkpoint_lsn <= record.lsn,
+            image,
+            "a record contains no mapping that is embedded after it",
+        )?;
+        let told = self.told.values().all(|last| *last <= self.last);
+        invariant(told, image, "what records have operations on is in records")
+    }
+
     /// Writes a record, for which there must be room, and makes it durable together with all data written before.
     async fn write<S: Storage>(&mut self, metadata: &Metadata<S>, record: Builder) -> Result<()> {
         let layer = &metadata.layer;
@@ -113,6 +134,7 @@ impl Active {
         )?;
         let start =
             always(self.ring.room(count), layer.name(), "a record is written where there is room")?;
+        self.check_invariants(&record, layer.name())?;
         let at = self.extension.area_offset.get() + start * BLOCK as u64;
         layer.storage().write_at(at, IoBuf::copy_of(&bytes)).await?;
         if !sabotage::is(Sabotage::UnflushedRecord) {
@@ -212,100 +234,9 @@ impl Journal {
 
     /// Ends what [`begin_hold`](Self::begin_hold) began.
     pub fn end_hold(&self) {
-        self.held.fetch_sub(1, Ordering::SeqCst);
-    }
-
-    /// Commits with a record, if there are changes. The record gets the commit's LSN, and contains the mappings
-    /// embedded with a lower one. Returns the batch if it is too large for a record and the journal may be taken out of
-    /// use for it.
-    async fn commit_record<S: Storage>(
-        &self,
-        active: &mut Active,
-        metadata: &Metadata<S>,
-        readers: &Readers,
-        point: &CommitPoint,
-    ) -> Result<Option<(ClosedBatch, DataCommit)>> {
-        let lsn = point.lsn;
-        let Metadata { layer, tables, alloc, data_journal, zones, .. } = metadata;
-        let batch = tables.begin_commit()?;
-        let freed = alloc.freed_by(&batch.releases).await?;
-        let closed = data_journal.begin_commit(lsn, &freed, metadata.cluster_size());
-        closed.commit.landed().await;
-        let asked = self.asked.swap(false, Ordering::SeqCst);
-        let tells = batch.changes || !closed.kept.is_empty() || asked;
-        let changed = tells || alloc.has_unstaged().await;
-        // Data that cannot have checksums in a record must be durable before the record is written.
-        let before = changed && (closed.too_much || metadata.has_data_apart());
-        if before {
-            layer.data().flush().await?;
+        if self.held.fetch_sub(1, Ordering::SeqCst) == 0 {
+            violated("the end of a hold has a beginning");
         }
-        let written = active.written;
-        if !changed {
-            metadata.sync().await?;
-            active.synced(written);
-            metadata.log_durable();
-            data_journal.finish_plain_commit(closed.commit);
-            tables.finish_commit(batch);
-            return Ok(None);
-        }
-        let checksums = if before { Vec::new() } else { closed.checksums };
-        let staged = tables.stage(&batch).await?;
-        let estimate = zones.table_bytes()
-            + build::estimate(&staged, alloc, &batch, &checksums, &closed.kept).await;
-        let blocks = estimate.div_ceil(BLOCK as u64);
-        if blocks > most_blocks(&active.ring) || active.ring.room(blocks).is_none() {
-            // Too large for one record, or for the free part of the area.
-            if zones.any() || metadata.log.as_ref().is_some_and(|log| log.is_begun()) {
-                let closed = in_place::Oversized {
-                    batch,
-                    freed,
-                    kept: closed.kept,
-                    plain: closed.plain,
-                    data: closed.commit,
-                };
-                Box::pin(in_place::commit(active, metadata, readers, closed, point)).await?;
-                return Ok(None);
-            }
-            return Ok(Some((batch, closed.commit)));
-        }
-        alloc.publish(&batch.allocated).await?;
-        let refcounts = alloc.stage(&batch.releases).await?;
-        let tail = active.durable.next();
-        let mut record = active.next(metadata.cluster_size(), lsn, tail);
-        record.revoke(&active.told, freed.iter().chain(&refcounts.replaced));
-        record.tables(&staged);
-        record.refcounts(&refcounts);
-        record.data(&closed.kept);
-        record.add_checksums(&**layer.data(), checksums).await?;
-        zones.leave_out(lsn, &freed);
-        record.zones(zones.table(lsn, &closed.plain));
-        active.write(metadata, record).await?;
-        active.synced(written);
-        active.checkpoint_lsn = lsn;
-
-        metadata.log_durable();
-        data_journal.finish_commit(closed.commit, lsn, tail);
-        metadata.zones_listed().await?;
-        let released = tables.finish_journaled(batch, &staged)?;
-        if !released.clusters.is_empty() || !refcounts.replaced.is_empty() {
-            metadata.forget_unreferenced(&freed, readers).await;
-            if released.discarded {
-                let unused = ordered::unused(metadata, &released.clusters).await?;
-                Box::pin(ordered::discard(metadata, unused)).await?;
-            }
-            alloc.release(&released.clusters).await?;
-            alloc.release(&refcounts.replaced).await?;
-            zones.release(&freed);
-        }
-        let half = active.ring.used() * 2 > active.ring.blocks();
-        if half || tables.dirty_bytes() > MAX_DIRTY {
-            checkpoint(metadata).await?;
-            active.written = lsn;
-            if sabotage::is(Sabotage::EarlyCheckpoint) {
-                active.synced(lsn);
-            }
-        }
-        Ok(None)
     }
 
     /// Writes everything in the journal in place and takes the journal out of use. No other commit may run meanwhile,
@@ -357,11 +288,14 @@ impl Drop for Held<'_> {
     }
 }
 
-/// Bytes of changed table pages at which a checkpoint is made.
-const MAX_DIRTY: usize = 8 << 20;
-
-impl Durability for Journal {
-    async fn commit<S: Storage>(&self, metadata: &Metadata<S>, readers: &Readers) -> Result<()> {
+impl Journal {
+    /// Makes every change recorded, and all data written, before the call durable. After an error it is unknown what is
+    /// durable.
+    pub async fn commit<S: Storage>(
+        &self,
+        metadata: &Metadata<S>,
+        readers: &Readers,
+    ) -> Result<()> {
         let mut state = self.state.lock().await;
         let state = &mut *state;
         if state.active.is_some() {

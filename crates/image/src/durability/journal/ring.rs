@@ -1,5 +1,6 @@
 //! The area's blocks: where the next record goes, and which records are still needed.
 
+use crate::violated;
 use isobath_qcow2::Lsn;
 use std::collections::VecDeque;
 
@@ -44,6 +45,16 @@ impl Ring {
 
     /// Takes the blocks of a record, which [`room`](Self::room) has found.
     pub(super) fn take(&mut self, lsn: Lsn, start: u64, count: u64) {
+        if self.records.back().is_some_and(|newest| newest.lsn >= lsn) {
+            violated("records have growing LSNs");
+        }
+        if start + count > self.blocks {
+            violated("a record lies in the journal's area");
+        }
+        let overlaps = |slot: &Slot| slot.start < start + count && start < slot.start + slot.count;
+        if self.records.front().is_some_and(overlaps) {
+            violated("a record that a recovery may need is not written over");
+        }
         self.records.push_back(Slot { lsn, start, count });
         self.head = start + count;
     }
@@ -104,5 +115,30 @@ mod tests {
                 assert!(ring.used() >= held && ring.used() <= blocks);
             }
         }
+    }
+
+    fn two() -> Ring {
+        let mut ring = Ring::new(8);
+        ring.take(Lsn::new(1), 0, 3);
+        ring.take(Lsn::new(2), 3, 3);
+        ring
+    }
+
+    #[test]
+    #[should_panic(expected = "records have growing LSNs")]
+    fn a_record_is_newer_than_all_others() {
+        two().take(Lsn::new(2), 6, 1);
+    }
+
+    #[test]
+    #[should_panic(expected = "a record lies in the journal's area")]
+    fn no_record_ends_past_the_area() {
+        two().take(Lsn::new(3), 6, 3);
+    }
+
+    #[test]
+    #[should_panic(expected = "a record that a recovery may need is not written over")]
+    fn no_record_lies_over_the_oldest() {
+        two().take(Lsn::new(3), 0, 1);
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{Active, Journal, JournalState, Ring};
 use crate::alloc::{TailCut, write_zeroes};
-use crate::durability::Metadata;
+use crate::durability::metadata::Metadata;
 use crate::ids;
 use crate::layer::Qcow2Layer;
 use crate::{DiskError, Result};

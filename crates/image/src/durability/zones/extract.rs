@@ -3,7 +3,7 @@
 use super::LeadAt;
 use crate::Result;
 use crate::alloc::write_zeroes;
-use crate::durability::Metadata;
+use crate::durability::metadata::Metadata;
 use crate::readers::Readers;
 use futures_util::stream::{self, TryStreamExt};
 use isobath_storage::Storage;

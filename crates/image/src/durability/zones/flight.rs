@@ -3,6 +3,7 @@
 //! A [`WaitGroup`](isobath_sync::WaitGroup) is not enough: a commit waits for the writes that began before it, while
 //! others keep starting.
 
+use crate::violated;
 use isobath_qcow2::Lsn;
 use isobath_sync::{Condition, Mutex};
 use std::collections::BTreeSet;
@@ -23,7 +24,9 @@ pub(super) struct Flight {
 
 impl Flights {
     pub(super) fn begin(self: &Arc<Self>, lsn: Lsn) -> Flight {
-        self.lsns.lock().insert(lsn);
+        if !self.lsns.lock().insert(lsn) {
+            violated("each first write has an LSN of its own");
+        }
         Flight { flights: Arc::clone(self), lsn }
     }
 
@@ -40,8 +43,32 @@ impl Flights {
 
 impl Drop for Flight {
     fn drop(&mut self) {
-        self.flights.lsns.lock().remove(&self.lsn);
+        if !self.flights.lsns.lock().remove(&self.lsn) {
+            violated("a first write that ends was in progress");
+        }
         self.flights.ended.changed();
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "each first write has an LSN of its own")]
+    fn two_first_writes_with_one_lsn_are_noticed() {
+        let flights = Arc::<Flights>::default();
+        let _first = flights.begin(Lsn::new(1));
+        let _second = flights.begin(Lsn::new(1));
+    }
+
+    #[test]
+    #[should_panic(expected = "a first write that ends was in progress")]
+    fn a_first_write_that_ends_twice_is_noticed() {
+        let flights = Arc::<Flights>::default();
+        let flight = flights.begin(Lsn::new(1));
+        flights.lsns.lock().clear();
+        drop(flight);
     }
 }
 

@@ -4,7 +4,7 @@
 //! the file's contents overlaid with the kept pieces.
 
 use super::{Embedded, LeadAt};
-use crate::durability::Metadata;
+use crate::durability::metadata::Metadata;
 use crate::encryption::read_through;
 use crate::{DiskError, Result, always};
 use futures_util::future::join_all;

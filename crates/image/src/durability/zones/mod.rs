@@ -37,7 +37,7 @@ use crate::violated;
 use flight::{Flight, Flights};
 use isobath_qcow2::embedded::{LEAD, Mapping, ZoneId};
 use isobath_qcow2::{ClusterIndex, Geometry, HostCluster, Lsn, journal};
-use parking_lot::Mutex;
+use isobath_sync::{CheckedMutex, Invariants};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -64,7 +64,7 @@ pub struct Zones {
     suspended: AtomicUsize,
     /// Locked, by host bytes, while a lead block is changed.
     locks: RangeLocks,
-    state: Mutex<ZoneState>,
+    state: CheckedMutex<ZoneState>,
 }
 
 #[derive(Clone, Copy)]
@@ -95,6 +95,30 @@ struct ZoneState {
     exhausted: bool,
     /// Clusters taken since the last commit.
     taken: u64,
+}
+
+impl Invariants for ZoneState {
+    fn check_invariants(&self) {
+        for (number, zone) in self.zones.iter().enumerate() {
+            zone.check_invariants();
+            let own = zone.clusters();
+            for other in &self.zones[..number] {
+                let other_clusters = other.clusters();
+                if own.start < other_clusters.end && other_clusters.start < own.end {
+                    violated("zones do not overlap");
+                }
+                if zone.id == other.id {
+                    violated("each zone has its own id");
+                }
+            }
+        }
+        if self.listed > self.listing {
+            violated("a list that is durable was made");
+        }
+        if self.noted > self.durable_lsn {
+            violated("an embedded record calls durable what is durable");
+        }
+    }
 }
 
 impl ZoneState {
@@ -202,7 +226,7 @@ impl Zones {
             any: AtomicBool::new(false),
             suspended: AtomicUsize::new(0),
             locks: RangeLocks::default(),
-            state: Mutex::default(),
+            state: CheckedMutex::default(),
         }
     }
 
@@ -554,8 +578,19 @@ const FIRST_STEP: u64 = 1 << 20;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::broken::assert_violated;
     use isobath_qcow2::NewImage;
     use isobath_qcow2::embedded::Span;
+
+    #[test]
+    fn broken_zones_are_noticed() {
+        let zone = |area: Range<u64>, id| Zone::new(&area, ZoneId([id; 16]), true, true);
+        let state = || ZoneState { zones: vec![zone(0..4, 1)], ..ZoneState::default() };
+        assert_violated("do not overlap", state(), |state| state.zones.push(zone(3..8, 2)));
+        assert_violated("its own id", state(), |state| state.zones.push(zone(4..8, 1)));
+        assert_violated("a list that is durable", state(), |state| state.listed = Lsn::new(1));
+        assert_violated("calls durable", state(), |state| state.noted = Lsn::new(1));
+    }
 
     /// Zones with a cluster whose mapping has an LSN above that of a commit in progress, which frees it.
     fn freed_by_a_commit() -> (Zones, CommitPoint, HostCluster) {

@@ -3,6 +3,7 @@
 use crate::violated;
 use isobath_qcow2::embedded::{Span, ZoneId};
 use isobath_qcow2::{HostOffset, Lsn, journal};
+use isobath_sync::Invariants;
 use std::ops::Range;
 
 /// What a cluster of a zone holds.
@@ -56,6 +57,40 @@ pub(super) struct Zone {
     pub(super) frozen: bool,
     /// The record in progress no longer lists it.
     pub(super) left_out: bool,
+}
+
+impl Invariants for Zone {
+    fn check_invariants(&self) {
+        if self.next > self.prepared {
+            violated("only prepared clusters of a zone are taken");
+        }
+        if self.prepared > self.slots.len() {
+            violated("the prepared clusters of a zone lie in it");
+        }
+        if self.slots[self.next..].iter().any(|slot| *slot != Slot::Free) {
+            violated("a cluster that was never taken is free");
+        }
+        if !self.listed && self.next > 0 {
+            violated("a zone is used once a durable record lists it");
+        }
+        let mut freed = vec![false; self.next];
+        for &place in &self.freed {
+            match freed.get_mut(place) {
+                None => violated("a cluster is free again after it was taken"),
+                Some(true) => violated("a cluster of a zone is free once"),
+                Some(freed) => *freed = true,
+            }
+            if self.slots.get(place) != Some(&Slot::Free) {
+                violated("a cluster that can be taken again is free");
+            }
+            if self.is_plain(place) {
+                violated("a cluster that may begin with any bytes is not used for a mapping again");
+            }
+        }
+        if self.left_out && !self.is_spent() {
+            violated("a zone with mappings is listed");
+        }
+    }
 }
 
 impl Zone {
@@ -214,6 +249,7 @@ impl Zone {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::broken::assert_violated;
 
     fn embedded(cluster: u64) -> Slot {
         Slot::Embedded(Embedded { cluster, lsn: Lsn::new(cluster), span: Span::Sector, rest: None })
@@ -290,5 +326,27 @@ mod tests {
         assert_eq!(zone.entry(65536).plain, [3]);
         zone.free(101);
         assert!(zone.is_spent() && zone.room() == 0);
+    }
+
+    #[test]
+    fn a_broken_zone_is_noticed() {
+        let used = || {
+            let mut zone = Zone::new(&(100..104), ZoneId([7; 16]), true, false);
+            zone.prepared_to(103);
+            zone.listed = true;
+            assert_eq!(zone.take(), Some((100, true)));
+            assert_eq!(zone.take(), Some((101, true)));
+            zone.free(100);
+            zone
+        };
+        assert_violated("only prepared clusters", used(), |zone| zone.prepared = 1);
+        assert_violated("lie in it", used(), |zone| zone.prepared = 5);
+        assert_violated("never taken is free", used(), |zone| zone.slots[3] = Slot::Taken);
+        assert_violated("once a durable record lists it", used(), |zone| zone.listed = false);
+        assert_violated("after it was taken", used(), |zone| zone.freed.push(2));
+        assert_violated("is free once", used(), |zone| zone.freed.push(0));
+        assert_violated("can be taken again is free", used(), |zone| zone.slots[0] = Slot::Plain);
+        assert_violated("begin with any bytes", used(), |zone| zone.mark(100));
+        assert_violated("with mappings is listed", used(), |zone| zone.left_out = true);
     }
 }
