@@ -91,9 +91,6 @@ impl<S> Chain<S> {
             }
             let layer = layer.in_other_chain();
             layer.limit_visible(visible);
-            if layer.visible() > visible {
-                violated("a layer shows no more than the one above");
-            }
             visible = layer.visible();
             stacked.push(Arc::new(layer));
         }

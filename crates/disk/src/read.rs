@@ -21,7 +21,9 @@ impl<H: Host> Disk<H> {
             match self.map.lookup(at..range.end, &mut extents) {
                 Lookup::Found => {
                     self.clip(&mut extents);
-                    self.check_extents(&extents, &range)?;
+                    if cfg!(debug_assertions) {
+                        self.check_extents(&extents, &range)?;
+                    }
                     return Ok(extents);
                 }
                 Lookup::Missing(slice) => {
@@ -35,18 +37,14 @@ impl<H: Host> Disk<H> {
     }
 
     /// Checks that extents are those of a range.
-    #[inline]
     fn check_extents(&self, extents: &[Extent], range: &Range<u64>) -> Result<()> {
         let cover = range.is_empty() || guest_range(extents) == *range;
         invariant(cover, self.name(), "the extents of a range begin and end with it")?;
-        if cfg!(debug_assertions) {
-            let joined = |pair: &[Extent]| pair[0].guest + pair[0].length == pair[1].guest;
-            let joined = extents.windows(2).all(joined);
-            invariant(joined, self.name(), "an extent begins where the one before it ends")?;
-            let empty = extents.iter().any(|extent| extent.length == 0);
-            invariant(!empty, self.name(), "an extent has bytes")?;
-        }
-        Ok(())
+        let joined = |pair: &[Extent]| pair[0].guest + pair[0].length == pair[1].guest;
+        let joined = extents.windows(2).all(joined);
+        invariant(joined, self.name(), "an extent begins where the one before it ends")?;
+        let empty = extents.iter().any(|extent| extent.length == 0);
+        invariant(!empty, self.name(), "an extent has bytes")
     }
 
     async fn resolve_slice(&self, slice: u64) -> Result<()> {
@@ -107,25 +105,35 @@ impl<H: Host> Disk<H> {
 
     /// Fills `buf` from extents that cover exactly its length. The caller is inside the gate.
     pub async fn read_extents(&self, extents: &[Extent], buf: IoBuf) -> Result<IoBuf> {
-        let length = buf.len();
-        let range = guest_range(extents);
-        let fits = range.end - range.start == length as u64;
-        invariant(fits, self.name(), "a buffer has as many bytes as the extents that fill it")?;
-        let buf = match extents {
-            [extent] => self.read_extent(extent, buf).await?,
-            _ => Box::pin(self.read_several(extents, buf)).await?,
-        };
-        invariant(buf.len() == length, self.name(), "a read gives back the buffer that it fills")?;
-        Ok(buf)
+        if let [extent] = extents {
+            self.check_length(extent.length, &buf)?;
+            return self.read_extent(extent, buf).await;
+        }
+        Box::pin(self.read_several(extents, buf)).await
+    }
+
+    /// Checks that a buffer has as many bytes as are to be read into it.
+    #[inline]
+    fn check_length(&self, length: u64, buf: &IoBuf) -> Result<()> {
+        let fits = buf.len() as u64 == length;
+        invariant(fits, self.name(), "a buffer has as many bytes as the extents that fill it")
     }
 
     async fn read_several(&self, extents: &[Extent], mut buf: IoBuf) -> Result<IoBuf> {
+        let range = guest_range(extents);
+        let length = buf.len();
+        self.check_length(range.end - range.start, &buf)?;
         let read = |extent| self.read_extent(extent, buf.split_to(extent.length as usize));
         let reads: Vec<_> = extents.iter().map(read).collect();
         let mut whole = IoBuf::empty();
         for part in try_join_all(reads).await? {
             whole.unsplit(part);
         }
+        invariant(
+            whole.len() == length,
+            self.name(),
+            "a read gives back the buffer that it fills",
+        )?;
         Ok(whole)
     }
 
@@ -151,12 +159,15 @@ impl<H: Host> Disk<H> {
             Source::Compressed { layer, cluster } => {
                 let owner = self.layer(layer)?;
                 let bytes = Box::pin(self.readers.decompressed(owner, cluster)).await?;
-                let size = bytes.len() as u64;
-                let within = (extent.guest % size) as usize;
-                let Some(part) = bytes.get(within..within + buf.len()) else {
-                    return Err(Box::pin(explain_invalid(self.layer(layer)?, extent.guest)).await);
-                };
-                buf.copy_from_slice(part);
+                let size = bytes.len();
+                let mut within = (extent.guest % size as u64) as usize;
+                // Adjacent guest clusters may share one compressed cluster.
+                let mut rest = &mut buf[..];
+                while !rest.is_empty() {
+                    let (part, next) = rest.split_at_mut(rest.len().min(size - within));
+                    part.copy_from_slice(&bytes[within..within + part.len()]);
+                    (rest, within) = (next, 0);
+                }
                 Ok(buf)
             }
             Source::Invalid(layer) => {
@@ -198,7 +209,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg(debug_assertions)]
     fn extents_join() {
         let disk = disk();
         let check = |extents: &[Extent]| disk.check_extents(extents, &(512..2048));

@@ -67,8 +67,8 @@ impl From<Secret> for Secrets {
 pub enum Key {
     /// With the key that a secret unlocks.
     Secret(Option<Arc<Secret>>),
-    /// With a key that is known already.
-    Known(Option<Cipher>),
+    /// As where the image is open already.
+    Known(Option<Unlocked>),
     /// Not at all: only the image's own structures are used.
     Unneeded,
 }
@@ -80,8 +80,15 @@ pub enum Protection {
     None,
     /// It is, and is not accessible: the layer was opened for its structures.
     Locked,
-    /// It is.
-    Cipher(Cipher),
+    /// It is, and is accessible.
+    Unlocked(Unlocked),
+}
+
+/// What an encrypted image was unlocked with, and what its data is decrypted with.
+#[derive(Clone, Debug)]
+pub struct Unlocked {
+    pub(crate) cipher: Cipher,
+    pub(crate) secret: Arc<Secret>,
 }
 
 /// Finds out how to decrypt the data of an image.
@@ -98,19 +105,20 @@ pub(crate) async fn unlock<S: Storage>(
     let refused = |reason: String| DiskError::Refused { image: name.to_owned(), reason };
     let secret = match key {
         Key::Unneeded => return Ok(Protection::Locked),
-        Key::Known(Some(cipher)) => return Ok(Protection::Cipher(cipher.clone())),
+        Key::Known(Some(unlocked)) => return Ok(Protection::Unlocked(unlocked.clone())),
         Key::Secret(Some(secret)) => Arc::clone(secret),
         Key::Known(None) | Key::Secret(None) => return Err(locked(name)),
     };
     let area = read_area(storage, name, offset.get(), length).await?;
-    let unlocked = on_thread(move || {
+    let own = Arc::clone(&secret);
+    let cipher = on_thread(move || {
         let header = Header::parse(&area, length)?;
-        let (_, key) = header.unlock(&area, &secret)?;
+        let (_, key) = header.unlock(&area, &own)?;
         header.cipher(&key)
     });
-    let unlocked = always(unlocked.await, name, "a key is derived or refused")?;
-    let cipher = unlocked.map_err(|error: isobath_luks::Error| refused(error.to_string()))?;
-    Ok(Protection::Cipher(cipher))
+    let cipher = always(cipher.await, name, "a key is derived or refused")?;
+    let cipher = cipher.map_err(|error: isobath_luks::Error| refused(error.to_string()))?;
+    Ok(Protection::Unlocked(Unlocked { cipher, secret }))
 }
 
 /// What an image's encryption header says; `None` if the image is not encrypted, or the header

@@ -6,7 +6,7 @@ use crate::restart_log::FoundLog;
 use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result, always, violated};
 use isobath_formats::{Format, Image, Run, RunKind};
-use isobath_luks::Cipher;
+use isobath_luks::{Cipher, Secret};
 use isobath_qcow2::header::HeaderWrite;
 use isobath_qcow2::index::RecordedFormat;
 use isobath_qcow2::{
@@ -364,7 +364,7 @@ impl<S: Storage> Layer<S> {
     pub fn key(&self) -> Key {
         match &self.protection {
             Protection::None => Key::Known(None),
-            Protection::Cipher(cipher) => Key::Known(Some(cipher.clone())),
+            Protection::Unlocked(unlocked) => Key::Known(Some(unlocked.clone())),
             Protection::Locked => Key::Unneeded,
         }
     }
@@ -374,14 +374,23 @@ impl<S: Storage> Layer<S> {
         !matches!(self.protection, Protection::None)
     }
 
+    /// The secret that unlocked the image, if it is encrypted and its data is accessible.
+    pub const fn secret(&self) -> Option<&Arc<Secret>> {
+        match &self.protection {
+            Protection::Unlocked(unlocked) => Some(&unlocked.secret),
+            Protection::None | Protection::Locked => None,
+        }
+    }
+
     /// The cipher of the guest's data, if it is encrypted.
     ///
     /// # Errors
     /// If the image was opened without its key.
+    #[inline]
     pub fn cipher(&self) -> Result<Option<&Cipher>> {
         match &self.protection {
             Protection::None => Ok(None),
-            Protection::Cipher(cipher) => Ok(Some(cipher)),
+            Protection::Unlocked(unlocked) => Ok(Some(&unlocked.cipher)),
             Protection::Locked => Err(locked(&self.name)),
         }
     }

@@ -74,6 +74,7 @@ impl ReaderEpoch {
 }
 
 impl Drop for Pass<'_> {
+    #[inline]
     fn drop(&mut self) {
         let inside = self.inside.fetch_sub(1, Ordering::SeqCst);
         if inside == 0 {

@@ -14,6 +14,7 @@ pub trait Invariants {
 pub struct CheckedMutex<T: Invariants>(Mutex<T>);
 
 /// Exclusive access to the contents of a [`CheckedMutex`].
+#[must_use = "the mutex is unlocked at once if it is not held"]
 pub struct CheckedGuard<'a, T: Invariants> {
     guard: MutexGuard<'a, T>,
 }

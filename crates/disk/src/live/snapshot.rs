@@ -12,6 +12,7 @@ use isobath_chain::chain::{Chain, MAX_LAYERS};
 use isobath_chain::create::{NewDisk, NewEncryption, create};
 use isobath_chain::index;
 use isobath_chain::map::Map;
+use isobath_image::encryption::Key;
 use isobath_image::layer::{ImageFormat, Layer, Qcow2Layer};
 use isobath_image::open::open_layer;
 use isobath_image::writer::Writer;
@@ -105,11 +106,15 @@ impl<H: Host> LiveDisk<H> {
     /// `graph`.
     pub async fn finish_retiring(&self, disk: &Disk<H>) -> Result<()> {
         let Some(retiring) = disk.retiring() else { return Ok(()) };
-        retiring.writer.close(&disk.readers).await?;
+        match retiring.writer.close(&disk.readers).await {
+            // An attempt before this one closed it, and then failed or was dropped.
+            Ok(()) | Err(DiskError::Closed) => {}
+            Err(error) => return Err(error),
+        }
         if let Some(layer) = disk.chain.get(retiring.layer) {
             layer.writer_done().await?;
-            disk.retired()?;
             layer.retire().await?;
+            disk.retired()?;
         }
         Ok(())
     }
@@ -125,7 +130,8 @@ impl<H: Host> LiveDisk<H> {
         }
         if active.is_encrypted() {
             // What is written to the snapshot's overlay is no less secret.
-            let secret = self.options().secrets.at(0).cloned();
+            active.cipher()?;
+            let secret = active.secret().cloned();
             let secret = always(secret, active.name(), "an encrypted disk was opened by a secret")?;
             new.encryption = Some(NewEncryption::new(secret));
         }
@@ -137,7 +143,13 @@ impl<H: Host> LiveDisk<H> {
         let path = overlay.path();
         let format = Some(ImageFormat::Qcow2);
         let options = self.options();
-        let key = options.secrets.key(0);
+        // The disk may be in another image by now than the one that it was opened in.
+        let active = disk.chain.active().secret();
+        let secret = match overlay {
+            Overlay::Create(_) => active,
+            Overlay::Existing(_) => options.secrets.at(0).or(active),
+        };
+        let key = Key::Secret(secret.cloned());
         let layer = open_layer(disk.host(), path, format, true, &options, &key).await?;
         if disk.layers().any(|other| other.storage().id() == layer.storage().id()) {
             return Err(unfit(&layer, "it is already part of the chain"));

@@ -10,6 +10,7 @@ mod preallocate;
 
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
+use crate::write::check_place;
 use isobath_chain::create::Preallocation;
 use isobath_chain::map::Source;
 use isobath_image::alloc::TailCut;
@@ -64,19 +65,24 @@ impl<H: Host> Disk<H> {
         match (writer.qcow2(), self.active_qcow2()) {
             (Some(qcow2), Some(image)) => {
                 self.check_resize(image, size)?;
+                if size < old {
+                    // Whether its place may be written to shows before anything changes.
+                    let end = Box::pin(self.end_within_cluster(qcow2, size)).await;
+                    self.or_mark_corrupt(end).await?;
+                }
                 if size != old {
                     self.or_mark_corrupt(qcow2.begin_resize_bitmaps().await).await?;
                 }
                 let change = async {
                     match size.cmp(&old) {
-                        Ordering::Less => self.shrink(writer, qcow2, image, size).await,
+                        Ordering::Less => Box::pin(self.shrink(writer, qcow2, image, size)).await,
                         Ordering::Equal => Ok(()),
                         Ordering::Greater => {
                             self.extend(writer, qcow2, image, old..size, preallocation).await
                         }
                     }
                 };
-                let changed = writer.without_journal(&self.readers, change).await;
+                let changed = Box::pin(writer.without_journal(&self.readers, change)).await;
                 self.or_mark_corrupt(changed).await?;
                 qcow2.resize_bitmaps(size);
             }
@@ -391,31 +397,49 @@ impl<H: Host> Disk<H> {
         qcow2: &Qcow2Writer<H::File>,
         end: u64,
     ) -> Result<()> {
-        let geometry = qcow2.geometry();
-        let size = geometry.cluster_size();
-        let within = end % size;
-        if within == 0 || geometry.has_data_file() {
-            return Ok(());
-        }
-        let cluster = geometry.cluster_of(GuestOffset::new(end));
-        let _range = writer.ranges.lock(end - within..end - within + size).await;
+        let size = qcow2.geometry().cluster_size();
+        let start = end / size * size;
+        let _range = writer.ranges.lock(start..start + size).await;
         let _pass = self.readers.gate.enter();
-        let entry = qcow2.metadata.tables.entry(cluster).await?;
-        let host = match entry.kind(&geometry) {
-            Ok(
-                ClusterKind::Data { offset, copied: true }
-                | ClusterKind::Subclusters { offset: Some(offset), copied: true, .. },
-            ) => offset.get(),
-            _ => return Ok(()),
-        };
-        if self.chain.active().is_encrypted() {
-            let zeroes = IoBuf::zeroed((size - within) as usize);
-            qcow2.metadata.write(host + within, zeroes).await?;
+        let rest = Box::pin(self.end_within_cluster(qcow2, end)).await?;
+        let Some(rest) = rest else { return Ok(()) };
+        let length = rest.end - rest.start;
+        let metadata = &qcow2.metadata;
+        let elsewhere = !metadata.data_journal.kept_in(&rest).is_empty()
+            || !metadata.zones.leads_in(&rest).is_empty();
+        if elsewhere || self.chain.active().is_encrypted() {
+            metadata.write(rest.start, IoBuf::zeroed(length as usize)).await?;
             return Ok(());
         }
         let mode = ZeroMode { may_unmap: true, only_fast: false };
         let storage = self.chain.active().storage();
-        Ok(storage.write_zeroes(host + within, size - within, mode).await?)
+        Ok(storage.write_zeroes(rest.start, length, mode).await?)
+    }
+
+    /// The rest of the cluster in which the disk is to end at `end`: its place in the image's file, if that is the
+    /// image's own.
+    async fn end_within_cluster(
+        &self,
+        qcow2: &Qcow2Writer<H::File>,
+        end: u64,
+    ) -> Result<Option<Range<u64>>> {
+        let geometry = qcow2.geometry();
+        let size = geometry.cluster_size();
+        let within = end % size;
+        if within == 0 || geometry.has_data_file() {
+            return Ok(None);
+        }
+        let cluster = geometry.cluster_of(GuestOffset::new(end));
+        let entry = qcow2.metadata.tables.entry(cluster).await?;
+        let Ok(
+            ClusterKind::Data { offset: host, copied: true }
+            | ClusterKind::Subclusters { offset: Some(host), copied: true, .. },
+        ) = entry.kind(&geometry)
+        else {
+            return Ok(None);
+        };
+        check_place(qcow2, end - within, host)?;
+        Ok(Some(host.get() + within..host.get() + size))
     }
 
     async fn resize_raw(

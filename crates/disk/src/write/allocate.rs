@@ -2,13 +2,12 @@
 
 use super::embed::Embedding;
 use super::plan::Plan;
-use super::{entries_of, finish_writes};
+use super::{check_place, entries_of, finish_writes};
 use crate::disk::Disk;
 use futures_util::future::try_join_all;
 use isobath_chain::map::{Extent, Source, Unit};
 use isobath_image::checksummed::Checksummed;
 use isobath_image::durability::Destination;
-use isobath_image::entries::ActiveEntries;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::tables::{Claim, References};
 use isobath_image::writer::{Qcow2Writer, Writer};
@@ -142,32 +141,11 @@ impl<H: Host> Disk<H> {
             invariant(follows, self.name(), "the parts of a write follow one another")?;
             planned = start + written.end;
             let plan = Plan::new(&qcow2.metadata.layer, &geometry, entry, &written)?;
-            if let Some(host) = plan.host.filter(|host| qcow2.metadata.is_metadata(*host)) {
-                return Err(qcow2.metadata.alloc.corrupt(format!(
-                    "guest offset {start} is mapped to host offset {host}, which holds one of the \
-                     image's own tables"
-                )));
-            }
-            let past_end = qcow2.metadata.layer.data_end();
-            if let Some(host) = plan.host.filter(|host| host.get() >= past_end) {
-                return Err(DiskError::Corrupt {
-                    image: qcow2.metadata.layer.name().to_owned(),
-                    reason: format!(
-                        "guest offset {start} is mapped to host offset {host}, past the end of the \
-                         file ({} bytes), which may be truncated",
-                        qcow2.metadata.layer.file_length()
-                    ),
-                });
+            if let Some(host) = plan.host {
+                check_place(qcow2, start, host)?;
             }
             // In an external data file every cluster has a fixed place.
             let host = plan.host.or(geometry.has_data_file().then_some(HostOffset::new(start)));
-            if let Some(host) = host.filter(|host| geometry.has_data_file() && host.get() != start)
-            {
-                return Err(qcow2.metadata.alloc.corrupt(format!(
-                    "guest offset {start} is mapped to {host} of its external data file, which \
-                     holds another part of the disk"
-                )));
-            }
             let cluster = ClusterIndex::new(cluster);
             let (zeroed, beyond) = (false, false);
             targets.push(Target { cluster, written, plan, host, zeroed, beyond, embedding: None });

@@ -14,9 +14,10 @@ use crate::disk::Disk;
 use futures_util::future::join_all;
 use isobath_chain::map::{Extent, Source};
 use isobath_image::durability::Metadata;
+use isobath_image::entries::ActiveEntries;
 use isobath_image::writer::Qcow2Writer;
 use isobath_image::{DiskError, Result, always, invariant};
-use isobath_qcow2::{FormatError, L2Entry};
+use isobath_qcow2::{FormatError, HostOffset, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage, StorageExt};
 use std::future::Future;
 use std::ops::Range;
@@ -69,6 +70,40 @@ async fn entries_of<S: Storage>(
     let all = entries.len() == count;
     invariant(all, qcow2.metadata.layer.name(), "there is an entry for each cluster of a change")?;
     Ok(clusters.zip(entries))
+}
+
+/// Checks that the cluster at `host`, to which an entry maps guest offset `start`, may be written to.
+///
+/// # Errors
+/// [`DiskError::Corrupt`] if it holds one of the image's own tables, is past the end of the file, or is another part of
+/// an external data file.
+pub(crate) fn check_place<S: Storage>(
+    qcow2: &Qcow2Writer<S>,
+    start: u64,
+    host: HostOffset,
+) -> Result<()> {
+    let Metadata { layer, alloc, .. } = &qcow2.metadata;
+    if qcow2.metadata.is_metadata(host) {
+        return Err(alloc.corrupt(format!(
+            "guest offset {start} is mapped to host offset {host}, which holds one of the image's own tables"
+        )));
+    }
+    if host.get() >= layer.data_end() {
+        return Err(DiskError::Corrupt {
+            image: layer.name().to_owned(),
+            reason: format!(
+                "guest offset {start} is mapped to host offset {host}, past the end of the file ({} bytes), which \
+                 may be truncated",
+                layer.file_length()
+            ),
+        });
+    }
+    if qcow2.geometry().has_data_file() && host.get() != start {
+        return Err(alloc.corrupt(format!(
+            "guest offset {start} is mapped to {host} of its external data file, which holds another part of the disk"
+        )));
+    }
+    Ok(())
 }
 
 impl<H: Host> Disk<H> {

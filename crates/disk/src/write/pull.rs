@@ -1,7 +1,7 @@
 //! Copying data of lower layers into the active layer, so that those layers are no longer needed.
 
 use super::plan::Plan;
-use super::{Qcow2Writer, entries_of};
+use super::{Qcow2Writer, check_place, entries_of};
 use crate::copy::is_zero;
 use crate::disk::Disk;
 use isobath_chain::chain::LayerIndex;
@@ -90,12 +90,8 @@ impl<H: Host> Disk<H> {
         let most = (most / cluster * cluster).max(cluster);
         let found = self.find_surplus(surplus, at, most, cluster).await?;
         if let Some(range) = &found {
-            let whole = range.start.is_multiple_of(cluster) && range.end.is_multiple_of(cluster);
-            invariant(whole, self.name(), "a part to be pulled is whole clusters")?;
-            let some = range.start < range.end && range.end - range.start <= most;
-            invariant(some, self.name(), "a part to be pulled is not empty nor too long")?;
-            let ahead = range.end > at;
-            invariant(ahead, self.name(), "a part to be pulled lies ahead of the search")?;
+            check_found(range, at, most, cluster, self.name())
+                .map_err(|error| self.stop_on_internal(error))?;
         }
         Ok(found)
     }
@@ -300,7 +296,8 @@ impl<H: Host> Disk<H> {
         let end = (offset + length).next_multiple_of(size);
         let _range = writer.ranges.lock(offset / size * size..end).await;
         let _pass = self.readers.gate.enter();
-        self.clone_clusters(qcow2, offset, length, source, at).await
+        let cloned = self.clone_clusters(qcow2, offset, length, source, at).await;
+        Box::pin(self.or_mark_corrupt(cloned)).await
     }
 
     /// As [`clone_in`](Self::clone_in), for a caller that holds the range in whole clusters and is inside
@@ -327,8 +324,11 @@ impl<H: Host> Disk<H> {
         let clusters = offset / size..(offset + length) / size;
         qcow2.ensure_tables(clusters.clone()).await?;
         let mut plans = Vec::with_capacity((clusters.end - clusters.start) as usize);
-        for (_, entry) in entries_of(qcow2, clusters.clone()).await? {
+        for (cluster, entry) in entries_of(qcow2, clusters.clone()).await? {
             let plan = Plan::new(&qcow2.metadata.layer, &geometry, entry, &(0..size))?;
+            if let Some(host) = plan.host {
+                check_place(qcow2, cluster * size, host)?;
+            }
             if plan.host.is_some() && qcow2.metadata.data_journal.is_active() {
                 // A record may have checksums of the data there.
                 return Ok(false);
@@ -389,16 +389,28 @@ impl<H: Host> Disk<H> {
             }
             let (to, length) = (hosts[first].get(), (last - first) as u64 * size);
             let from = at + first as u64 * size;
+            let place = to..to + length;
+            qcow2.metadata.check_place(&place)?;
             match qcow2.metadata.layer.data().clone_range(source, from, to, length).await {
                 Ok(true) => {}
                 Ok(false) => return Ok(None),
                 Err(error) if error.kind() == io::ErrorKind::Unsupported => return Ok(None),
                 Err(error) => return Err(error.into()),
             }
+            qcow2.metadata.check_place(&place)?;
             first = last;
         }
         Ok(Some(hosts))
     }
+}
+
+/// Checks a part that is to be pulled.
+fn check_found(range: &Range<u64>, at: u64, most: u64, cluster: u64, name: &Path) -> Result<()> {
+    let whole = range.start.is_multiple_of(cluster) && range.end.is_multiple_of(cluster);
+    invariant(whole, name, "a part to be pulled is whole clusters")?;
+    let some = range.start < range.end && range.end - range.start <= most;
+    invariant(some, name, "a part to be pulled is not empty nor too long")?;
+    invariant(range.end > at, name, "a part to be pulled lies ahead of the search")
 }
 
 /// Checks that what becomes zero by entries, and what by data before and after, are the range. Entries may reach past

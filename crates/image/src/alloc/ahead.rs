@@ -86,8 +86,9 @@ impl<S: Storage> Allocator<S> {
         let size = self.geometry.cluster_size();
         let region = {
             let mut state = self.state().await;
-            let start = state.never_used;
-            let region = start..start + bytes.div_ceil(size);
+            let count = bytes.div_ceil(size);
+            let start = self.free_behind(&mut state, count).await?;
+            let region = start..start + count;
             self.refuse_tables(region.clone())?;
             state.never_used = region.end;
             state.areas.push(region.clone());

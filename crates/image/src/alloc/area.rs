@@ -4,10 +4,11 @@
 //! QEMU assumes that everything after the last cluster in use is zero, so an index's area must be followed by a cluster
 //! in use that is never moved: a refcount block. A journal's area is gone before QEMU may open the image.
 
-use super::Allocator;
+use super::{AllocState, Allocator};
 use crate::Result;
 use isobath_qcow2::{HostCluster, HostOffset, RefcountTableEntry};
 use isobath_storage::Storage;
+use isobath_sync::AsyncMutexGuard;
 use std::ops::Range;
 
 /// Clusters searched for an area before it is put at the end.
@@ -48,7 +49,7 @@ impl<S: Storage> Allocator<S> {
             }
         }
         if end.saturating_sub(start) < count {
-            start = state.never_used;
+            start = self.free_behind(&mut state, count).await?;
         }
         let area = start..start + count;
         self.refuse_tables(area.clone())?;
@@ -56,6 +57,37 @@ impl<S: Storage> Allocator<S> {
         state.never_used = state.never_used.max(area.end);
         state.areas.push(area.clone());
         Ok(area)
+    }
+
+    /// The first of `count` adjacent clusters past everything ever used. Those that are counted, since they were in the
+    /// file before it was truncated, stay as they are.
+    pub(super) async fn free_behind(
+        &self,
+        state: &mut AsyncMutexGuard<'_, AllocState>,
+        count: u64,
+    ) -> Result<u64> {
+        let mut start = state.never_used;
+        let mut cluster = start;
+        while cluster < start + count {
+            let (index, _) = self.geometry.refcount_position(HostCluster::new(cluster));
+            if !self.has_block(state, index)? {
+                cluster = (index + 1) * self.geometry.refcount_block_entries();
+                continue;
+            }
+            self.shrink_cache(state);
+            if self.refcount_in(state, cluster).await? > 0 {
+                start = cluster + 1;
+            }
+            cluster += 1;
+        }
+        Ok(start)
+    }
+
+    /// The journal has this area from now on, which is of no use for guest data whatever an entry of a damaged image
+    /// says.
+    pub fn set_journal_area(&self, area: Range<u64>) {
+        self.own.write().journal = area.clone();
+        self.marked.add(area);
     }
 
     /// Takes a free cluster of an area.
@@ -121,6 +153,7 @@ impl<S: Storage> Allocator<S> {
         }
         let home = area.end;
         self.refuse_tables(area.start..home + 1)?;
+        self.need_room(&mut state, home + 1).await?;
         state.never_used = home;
         state.areas.push(area);
         self.cover(&mut state, home).await?;

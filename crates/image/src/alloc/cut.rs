@@ -24,8 +24,10 @@ impl<S: Storage> Allocator<S> {
         let mut end = state.never_used.max(self.geometry.clusters_for(length));
         // A file may be absurdly long: space that the table does not reach is skipped at once.
         let counted = state.table.len() as u64 * self.geometry.refcount_block_entries();
-        end = end.min(counted.max(state.kept_until()).max(1));
-        while end > 1 {
+        // Areas may lie where there is no refcount block.
+        let kept = state.kept_until().max(1);
+        end = end.min(counted.max(kept));
+        while end > kept {
             let last = end - 1;
             let (index, within) = self.geometry.refcount_position(HostCluster::new(last));
             let entry = state.table.get(index as usize).copied();
@@ -35,13 +37,12 @@ impl<S: Storage> Allocator<S> {
                 }
                 None => None,
             };
-            if offset.is_none() && !state.is_kept(last) {
+            if offset.is_none() {
                 // No refcount block, so none of its clusters is in use.
-                end -= (within as u64 + 1).min(end - 1);
+                end -= (within as u64 + 1).min(end - kept);
                 continue;
             }
-            if state.is_kept(last)
-                || self.refcount_in(&mut state, last).await? > 0
+            if self.refcount_in(&mut state, last).await? > 0
                 || self.is_metadata(HostCluster::new(last))
             {
                 break;

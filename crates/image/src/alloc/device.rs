@@ -37,7 +37,7 @@ impl<S: Storage> Allocator<S> {
         let mut state = self.state().await;
         let room = length >> self.geometry.cluster_bits();
         state.room = Some(room);
-        let mut end = self.metadata.read().iter().max().map_or(0, |last| last + 1);
+        let mut end = self.own.read().tables.iter().max().map_or(0, |last| last + 1);
         let mut cluster = room;
         while cluster > end {
             let last = cluster - 1;

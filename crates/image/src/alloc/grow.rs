@@ -113,7 +113,7 @@ impl<S: Storage> Allocator<S> {
             let mut covered = None;
             while cluster < start + count + missing.len() as u64 {
                 self.need_room(state, cluster + 1).await?;
-                if cluster < behind && state.is_kept(cluster) {
+                if state.is_kept(cluster) {
                     start = cluster + 1;
                     continue 'start;
                 }

@@ -12,6 +12,7 @@ mod block;
 mod cut;
 mod device;
 mod grow;
+mod marked;
 mod own;
 mod stage;
 
@@ -26,6 +27,7 @@ use futures_util::future::try_join_all;
 use isobath_qcow2::{Geometry, HostCluster, HostOffset, RefcountTableEntry};
 use isobath_storage::{IoBuf, Storage};
 use isobath_sync::{AsyncMutex, AsyncMutexGuard};
+use marked::Marked;
 use parking_lot::RwLock;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
@@ -60,12 +62,21 @@ pub struct Allocator<S> {
     layer: Qcow2Layer<S>,
     geometry: Geometry,
     state: AsyncMutex<AllocState>,
-    /// Host clusters that hold the image's own tables: never allocated, never used for guest data.
-    metadata: RwLock<HashSet<u64>>,
+    /// Host clusters with the image's own structures: never allocated, never used for guest data.
+    own: RwLock<OwnClusters>,
+    /// Which of them may not have been such when the image was opened.
+    marked: Marked,
     /// Bytes past everything used before that were newly used in place since the last commit.
     grown: AtomicU64,
     /// Tables were found to be inconsistent.
     contradicted: AtomicBool,
+}
+
+struct OwnClusters {
+    /// Of tables.
+    tables: HashSet<u64>,
+    /// The journal's area.
+    journal: Range<u64>,
 }
 
 struct AllocState {
@@ -177,7 +188,7 @@ impl<S: Storage> Allocator<S> {
                 RefcountTableEntry::read(&raw, index).unwrap_or(RefcountTableEntry::unallocated());
             table.push(entry);
         }
-        let metadata = own::own_clusters(&layer, qcow2, &table).await?;
+        let tables = own::own_clusters(&layer, qcow2, &table).await?;
         let state = AllocState {
             table_offset,
             table,
@@ -202,7 +213,8 @@ impl<S: Storage> Allocator<S> {
             layer,
             geometry,
             state: AsyncMutex::new(state),
-            metadata: RwLock::new(metadata),
+            own: RwLock::new(OwnClusters { tables, journal: 0..0 }),
+            marked: Marked::new(),
             grown: AtomicU64::new(0),
             contradicted: AtomicBool::new(false),
         };
@@ -217,21 +229,37 @@ impl<S: Storage> Allocator<S> {
         self.contradicted.load(Ordering::Acquire)
     }
 
-    /// Whether a host cluster holds one of the image's own tables.
+    /// Whether a host cluster holds one of the image's own tables, or a part of its journal.
     pub fn is_metadata(&self, cluster: HostCluster) -> bool {
-        self.metadata.read().contains(&cluster.get())
+        let own = self.own.read();
+        own.tables.contains(&cluster.get()) || own.journal.contains(&cluster.get())
     }
 
     /// Notes that a run holds a table from now on.
     pub fn mark_metadata(&self, run: Range<u64>) {
-        self.metadata.write().extend(run);
+        self.own.write().tables.extend(run.clone());
+        self.marked.add(run);
+    }
+
+    /// Refuses to write guest data over a cluster that has become one of a table or of the journal since the image was
+    /// opened: its refcount said that it was free, although an entry maps guest data to it.
+    pub fn check_not_marked(&self, clusters: Range<HostCluster>) -> Result<()> {
+        let range = (clusters.start.get()..clusters.end.get()).map(HostCluster::new);
+        let mut marked = range.filter(|cluster| self.marked.may_have(*cluster));
+        match marked.find(|cluster| self.is_metadata(*cluster)) {
+            None => Ok(()),
+            Some(cluster) => Err(self.corrupt(format!(
+                "guest data lies in host cluster {cluster}, which holds one of its own tables or its journal since its \
+                 refcount said that it was free"
+            ))),
+        }
     }
 
     /// Notes that a run no longer holds a table.
     pub fn unmark_metadata(&self, run: Range<u64>) {
-        let mut set = self.metadata.write();
+        let mut own = self.own.write();
         for cluster in run {
-            set.remove(&cluster);
+            own.tables.remove(&cluster);
         }
     }
 
@@ -474,9 +502,6 @@ impl<S: Storage> Allocator<S> {
             if state.areas[..number].iter().any(|a| a.start < area.end && area.start < a.end) {
                 violated("areas do not overlap");
             }
-        }
-        if state.room.is_some_and(|room| state.never_used > room) {
-            violated("what is used on a device lies on it");
         }
     }
 

@@ -186,8 +186,8 @@ pub(super) async fn own_clusters<S: Storage>(
 impl<S: Storage> Allocator<S> {
     /// Fails if any of these clusters, which seem free and are about to be used, holds a table.
     pub(super) fn refuse_tables(&self, clusters: Range<u64>) -> Result<()> {
-        let own = self.metadata.read();
-        match clusters.into_iter().find(|cluster| own.contains(cluster)) {
+        let own = self.own.read();
+        match clusters.into_iter().find(|cluster| own.tables.contains(cluster)) {
             None => Ok(()),
             Some(cluster) => Err(self.free_table(cluster)),
         }
@@ -208,7 +208,7 @@ impl<S: Storage> Allocator<S> {
         let entries = self.geometry.refcount_block_entries();
         let counted = index * entries..(index + 1) * entries;
         let is_free = |cluster: u64| block.get((cluster - counted.start) as usize) == 0;
-        let own = self.metadata.read();
+        let own = &self.own.read().tables;
         let free = if (own.len() as u64) < entries {
             own.iter().copied().find(|cluster| counted.contains(cluster) && is_free(*cluster))
         } else {

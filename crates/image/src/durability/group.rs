@@ -80,11 +80,14 @@ impl GroupCommit {
             return Ok(());
         }
         let number = self.started.fetch_add(1, Ordering::SeqCst) + 1;
-        self.whole("a commit", commit()).await?;
-        if self.finished.swap(number, Ordering::SeqCst) >= number {
-            violated("commits end in the order in which they began");
-        }
-        Ok(())
+        let commit = async {
+            commit().await?;
+            if self.finished.swap(number, Ordering::SeqCst) >= number {
+                violated("commits end in the order in which they began");
+            }
+            Ok(())
+        };
+        self.whole("a commit", commit).await
     }
 
     /// Runs `change` while no commit runs. If it fails it is unknown what is durable, as after a

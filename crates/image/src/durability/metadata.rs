@@ -5,6 +5,7 @@ use super::data_journal::{
 };
 use super::upkeep::Upkeep;
 use super::zones::Zones;
+use crate::Result;
 use crate::alloc::Allocator;
 use crate::encryption::encrypted;
 use crate::entries::ActiveEntries;
@@ -14,7 +15,6 @@ use crate::pieces::JournaledWrite;
 use crate::readers::Readers;
 use crate::restart_log::RestartLog;
 use crate::tables::Tables;
-use crate::{Result, invariant};
 use futures_util::future::try_join_all;
 use isobath_qcow2::{ClusterIndex, HostCluster, HostOffset, L2Entry};
 use isobath_storage::{IoBuf, Storage};
@@ -120,17 +120,23 @@ impl<S: Storage> Metadata<S> {
     /// Writes guest data in place, or keeps it for the next record if the place must not change yet. Where the data is
     /// encrypted, it is whole sectors.
     pub async fn write(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
-        if let Some(cipher) = self.layer.cipher()? {
-            let stored = encrypted(cipher, self.layer.name(), at, std::slice::from_ref(&buf))?;
-            Box::pin(self.write_over(at, stored)).await?;
-            return Ok(buf);
-        }
-        self.write_over(at, buf).await
+        let place = at..at + buf.len() as u64;
+        let buf = match self.layer.cipher()? {
+            Some(cipher) => {
+                let stored = encrypted(cipher, self.layer.name(), at, std::slice::from_ref(&buf))?;
+                Box::pin(self.write_over(at, stored)).await?;
+                buf
+            }
+            None => self.write_over(at, buf).await?,
+        };
+        self.check_place(&place)?;
+        Ok(buf)
     }
 
     /// As [`write`](Self::write), for bytes as they are to be stored, except for lead blocks.
     pub(super) async fn write_over(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
         let range = at..at + buf.len() as u64;
+        self.check_place(&range)?;
         if !self.zones.leads_in(&range).is_empty() {
             return Box::pin(self.write_over_leads(at, buf)).await;
         }
@@ -165,13 +171,17 @@ impl<S: Storage> Metadata<S> {
         at: u64,
         bufs: Vec<IoBuf>,
     ) -> Result<(Vec<IoBuf>, Written)> {
-        if let Some(cipher) = self.layer.cipher()? {
-            let stored = encrypted(cipher, self.layer.name(), at, &bufs)?;
-            let (_, written) =
-                Box::pin(self.write_stored_to(destination, at, vec![stored])).await?;
-            return Ok((bufs, written));
-        }
-        self.write_stored_to(destination, at, bufs).await
+        let (bufs, written) = match self.layer.cipher()? {
+            Some(cipher) => {
+                let stored = encrypted(cipher, self.layer.name(), at, &bufs)?;
+                let (_, written) =
+                    Box::pin(self.write_stored_to(destination, at, vec![stored])).await?;
+                (bufs, written)
+            }
+            None => self.write_stored_to(destination, at, bufs).await?,
+        };
+        self.check_place(&written.place)?;
+        Ok((bufs, written))
     }
 
     /// As [`write_to`](Self::write_to), for bytes as they are to be stored.
@@ -188,6 +198,7 @@ impl<S: Storage> Metadata<S> {
         if self.has_data_apart() {
             return Ok((data.write_vectored_at(at, bufs).await?, unchecked));
         }
+        self.check_place(&place)?;
         if let Destination::Embedded { checked } = destination {
             let holder = if checked { ChecksumHolder::Lead } else { ChecksumHolder::Nobody };
             let checksums = vec![ChecksummedRange { range: place.clone(), crc: None, holder }];
@@ -234,6 +245,17 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
+    /// Refuses a place for guest data that has become one of a table or of the journal. Writes ask before, so that they
+    /// destroy nothing, and again after, so that one beside which it became such is found out.
+    pub fn check_place(&self, place: &Range<u64>) -> Result<()> {
+        if self.has_data_apart() || place.is_empty() {
+            return Ok(());
+        }
+        let cluster = |at| self.tables.geometry().host_cluster_of(HostOffset::new(at));
+        let end = HostCluster::new(cluster(place.end - 1).get() + 1);
+        self.alloc.check_not_marked(cluster(place.start)..end)
+    }
+
     /// Keeps a small write for the next record if that avoids growing the file.
     fn keep(&self, destination: Destination, at: u64, bufs: &[IoBuf]) -> bool {
         let may = matches!(destination, Destination::Beyond | Destination::InUse)
@@ -253,8 +275,7 @@ impl<S: Storage> Metadata<S> {
     pub(crate) async fn place(&self, pieces: &[JournaledWrite]) -> Result<()> {
         let data = self.layer.data();
         for kept in pieces {
-            let is_table = self.is_metadata(HostOffset::new(kept.at));
-            invariant(!is_table, self.layer.name(), "kept data is not written over a table")?;
+            self.check_place(&(kept.at..kept.at + kept.bytes.len() as u64))?;
         }
         let writes = pieces.iter().map(|kept| data.write_at(kept.at, IoBuf::copy_of(&kept.bytes)));
         try_join_all(writes).await?;

@@ -128,10 +128,18 @@ impl<S: Storage> Tables<S> {
         }
         let size = self.geometry.cluster_size() as usize;
         let old = self.table_offset(&self.state.lock(), l1_index)?;
+        let bytes = match old {
+            Some(old) => self.layer.read_at(old.get(), IoBuf::zeroed(size)).await?,
+            None => IoBuf::zeroed(size),
+        };
         let run = alloc.allocate(1).await?;
         let mut claim = self.claim();
         claim.add_run(&run);
-        let (offset, entry, bytes) = self.make_table(run.start, old, size).await?;
+        let offset = self.geometry.host_cluster_start(run.start);
+        let offset =
+            always(offset, self.layer.name(), "a cluster that is given out has an offset")?;
+        let entry = L1Entry::new(offset, true, &self.geometry)
+            .map_err(|error| self.layer.format_error(error))?;
         claim.keep();
         alloc.mark_metadata(run.start.get()..run.start.get() + 1);
         let mut state = self.state.lock();
@@ -149,24 +157,6 @@ impl<S: Storage> Tables<S> {
     fn is_owned(&self, l1_index: u64) -> bool {
         let entry = self.l1_entry(&self.state.lock(), l1_index);
         entry.is_copied() && matches!(entry.offset(&self.geometry), Ok(Some(_)))
-    }
-
-    async fn make_table(
-        &self,
-        home: HostCluster,
-        old: Option<HostOffset>,
-        size: usize,
-    ) -> Result<(HostOffset, L1Entry, IoBuf)> {
-        let error = |error| self.layer.format_error(error);
-        let offset = self.geometry.host_cluster_start(home);
-        let offset =
-            always(offset, self.layer.name(), "a cluster that is given out has an offset")?;
-        let entry = L1Entry::new(offset, true, &self.geometry).map_err(error)?;
-        let bytes = match old {
-            Some(old) => self.layer.read_at(old.get(), IoBuf::zeroed(size)).await?,
-            None => IoBuf::zeroed(size),
-        };
-        Ok((offset, entry, bytes))
     }
 
     /// Records the new entry of a cluster whose table [exists](Self::ensure_table).

@@ -291,6 +291,7 @@ impl<S: Storage> Writer<S> {
         if let Some(qcow2) = &self.qcow2 {
             qcow2.metadata.end_upkeep().await;
         }
+        self.group.check()?;
         let unlogged = self.without_log(readers).await?;
         if unlogged.is_none() {
             self.commit(readers).await?;

@@ -4,8 +4,8 @@
 use futures_executor::block_on;
 use futures_util::future::join;
 use isobath_disk::{
-    CheckOptions, CheckReport, Disk, DiskError, MetadataMode, NewDisk, OpenOptions, Repair,
-    ZeroFlags, check, create,
+    CheckOptions, CheckReport, Disk, DiskError, MetadataMode, NewDisk, OpenOptions, Preallocation,
+    Repair, ZeroFlags, check, create,
 };
 use isobath_qcow2::header::field;
 use isobath_qcow2::{Geometry, Header, HostCluster, IncompatibleFeatures, RefcountTableEntry};
@@ -504,6 +504,239 @@ fn an_entry_with_a_place_past_any_file_is_damage() {
                 assert!(error.to_string().contains("too large"), "{mode:?}: {error}");
                 let _ = disk.close().await;
             }
+        }
+    });
+}
+
+/// Places that an entry of a damaged image may name and that must not be written to, with what the error says.
+fn bad_places(image: &Image) -> [(u64, &'static str); 4] {
+    [
+        (image.l1() as u64, "own tables"),
+        (image.l2() as u64, "own tables"),
+        (image.table() as u64, "own tables"),
+        (1 << 40, "past the end of the file"),
+    ]
+}
+
+/// A clone is a write without bytes of its own.
+#[test]
+fn nothing_is_cloned_over_a_table_or_far_behind_the_end_of_the_file() {
+    block_on(async {
+        let good = make(&NewDisk::default()).await;
+        for (place, reason) in bad_places(&Image::of(&good)) {
+            for mode in MODES {
+                let mut image = Image::of(&good);
+                let at = image.l2() + 8 * 5;
+                image.put(at, place | 1 << 63);
+                let damaged = image.bytes.clone();
+                let host = image.into();
+                host.insert("source", &[9; CLUSTER]);
+                let disk = open(&host, mode).await.unwrap();
+                let source =
+                    host.any().open(Path::new("source"), OpenMode::default()).await.unwrap();
+                let offset = 5 * CLUSTER as u64;
+                let error = disk.clone_in(offset, CLUSTER as u64, &source, 0).await.unwrap_err();
+                assert!(error.to_string().contains(reason), "{mode:?}: {error}");
+                assert_eq!(is_marked(&host), reason == "own tables");
+                drop(disk);
+                let left = host.contents(NAME).unwrap();
+                // Only the mark is new, or a journal that the header names.
+                assert!(left[CLUSTER..damaged.len()] == damaged[CLUSTER..], "{mode:?}, {place:#x}");
+            }
+        }
+    });
+}
+
+#[test]
+fn a_disk_whose_last_cluster_would_lie_on_a_table_is_not_shrunk() {
+    block_on(async {
+        let good = make(&NewDisk::default()).await;
+        for (place, reason) in bad_places(&Image::of(&good)) {
+            for mode in MODES {
+                let mut image = Image::of(&good);
+                let at = image.l2() + 8 * 5;
+                image.put(at, place | 1 << 63);
+                let damaged = image.bytes.clone();
+                let host = image.into();
+                let disk = open(&host, mode).await.unwrap();
+                let size = 5 * CLUSTER as u64 + 512;
+                let shrunk = disk.resize(size, Preallocation::Off, true).await;
+                let error = shrunk.unwrap_err();
+                assert!(error.to_string().contains(reason), "{mode:?}: {error}");
+                assert_eq!(is_marked(&host), reason == "own tables");
+                assert_eq!(disk.size(), SIZE as u64);
+                drop(disk);
+                assert_eq!(Image::of(&host).header.size, SIZE as u64);
+                let left = host.contents(NAME).unwrap();
+                assert!(left[CLUSTER..damaged.len()] == damaged[CLUSTER..], "{mode:?}, {place:#x}");
+            }
+        }
+    });
+}
+
+/// While a write is on its way, its place becomes that of a table: that cannot be prevented, but it is found out.
+#[test]
+fn a_write_beside_which_its_place_became_a_table_does_not_succeed() {
+    let mut image = Image::of(&block_on(make(&NewDisk::default())));
+    let free = image.host_of(5);
+    image.set_refcount(free, 0);
+    let mut met = 0;
+    for mode in MODES {
+        for (seed, turns) in (1..9).flat_map(|seed| (0..12).map(move |turns| (seed, turns))) {
+            let memory = MemoryHost::new();
+            memory.insert(NAME, &image.bytes);
+            let plan = Plan::new();
+            plan.delay(seed * 7919);
+            let host = FaultHost::new(memory.clone(), plan);
+            let options = OpenOptions::new().writable(true).metadata(mode);
+            let disk = block_on(Disk::open(host.any(), name(), &options)).unwrap();
+            let own = 5 * CLUSTER as u64;
+            block_on(disk.read(own, IoBuf::zeroed(512))).unwrap();
+            let write = async {
+                give_way(turns).await;
+                disk.write(own, IoBuf::copy_of(&[9; 512])).await
+            };
+            let table = disk.write(SIZE as u64 - 512, IoBuf::copy_of(&[8; 512]));
+            let (written, _) = block_on(Box::pin(join(write, table)));
+            let _ = block_on(disk.flush());
+            drop(disk);
+            let after = Image::of(&memory);
+            let at = free as usize * CLUSTER;
+            let over = after.bytes[at..at + 512] == [9; 512];
+            let tables = (1..4).map(|entry| after.get(after.l1() + 8 * entry));
+            let is_table =
+                tables.map(|entry| entry & 0x00ff_ffff_ffff_fe00).any(|o| o == at as u64);
+            assert!(
+                !(over && is_table) || is_marked(&memory),
+                "{mode:?}, {seed}, {turns} turns: {written:?}"
+            );
+            met += u32::from(over && written.is_err());
+        }
+    }
+    assert!(met > 0, "no write was on its way");
+}
+
+/// The refcount of a cluster with data says that it is free: the next table takes it.
+#[test]
+fn data_is_not_written_over_what_became_a_table() {
+    block_on(async {
+        let good = make(&NewDisk::default()).await;
+        let mut met = 0;
+        for mode in MODES {
+            let mut image = Image::of(&good);
+            let free = image.host_of(5);
+            image.set_refcount(free, 0);
+            let host = image.into();
+            let disk = open(&host, mode).await.unwrap();
+            let own = 5 * CLUSTER as u64;
+            // From now on the place is known.
+            disk.read(own, IoBuf::zeroed(512)).await.unwrap();
+            disk.write(SIZE as u64 - 512, IoBuf::copy_of(&[8; 512])).await.unwrap();
+            disk.flush().await.unwrap();
+            let is_table = |host: &MemoryHost| {
+                let image = Image::of(host);
+                (1..4).any(|entry| {
+                    image.get(image.l1() + 8 * entry) & 0x00ff_ffff_ffff_fe00
+                        == free * CLUSTER as u64
+                })
+            };
+            let of_all = host.contents(NAME).unwrap();
+            let table = free as usize * CLUSTER..(free as usize + 1) * CLUSTER;
+            let written = disk.write(own, IoBuf::copy_of(&[9; 512])).await;
+            if is_table(&host) {
+                met += 1;
+                let error = written.unwrap_err().to_string();
+                assert!(error.contains("own tables"), "{mode:?}: {error}");
+                assert!(is_marked(&host));
+                assert!(host.contents(NAME).unwrap()[table.clone()] == of_all[table]);
+            }
+        }
+        assert!(met > 0, "the cluster did not become a table");
+    });
+}
+
+/// The refcounts of a long run of clusters with data say that they are free, and the journal takes them.
+#[test]
+fn data_is_not_written_over_the_journal() {
+    block_on(async {
+        let good = make(&NewDisk::default()).await;
+        for mode in [MetadataMode::Journal, MetadataMode::Embedded] {
+            let mut image = Image::of(&good);
+            let lost = 100..600;
+            let at: Vec<u64> = lost.clone().map(|guest| image.host_of(guest)).collect();
+            for host in &at {
+                image.set_refcount(*host, 0);
+            }
+            let host = image.into();
+            let options = OpenOptions::new().writable(true).metadata(mode).journal_size(1 << 20);
+            let disk = Disk::open(host.any(), name(), &options).await.unwrap();
+            for guest in lost.clone() {
+                disk.read((guest * CLUSTER) as u64, IoBuf::zeroed(512)).await.unwrap();
+            }
+            for number in 0..5 {
+                let at = (SIZE / 2 + number * CLUSTER) as u64;
+                disk.write(at, IoBuf::copy_of(&[8; CLUSTER])).await.unwrap();
+                disk.flush().await.unwrap();
+            }
+            let area = Image::of(&host).header.journal().copied().unwrap();
+            let first = area.area_offset.get() / CLUSTER as u64;
+            let last = first + area.area_length / CLUSTER as u64;
+            let ours: Vec<usize> =
+                lost.clone().filter(|g| (first..last).contains(&at[g - 100])).collect();
+            assert!(ours.len() > 200, "the journal does not lie there");
+            let error = disk.write((ours[0] * CLUSTER) as u64, IoBuf::copy_of(&[9; 512])).await;
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains("its journal"), "{mode:?}: {error}");
+            assert!(is_marked(&host));
+        }
+    });
+}
+
+/// Clusters past the end of a truncated image are counted: its journal does not take their place.
+#[test]
+fn a_journal_is_not_put_where_a_truncated_image_had_data() {
+    block_on(async {
+        let good = make(&NewDisk::default()).await;
+        for mode in [MetadataMode::Journal, MetadataMode::Embedded] {
+            let mut image = Image::of(&good);
+            let last = image.host_of(SIZE / 2 / CLUSTER - 1) as usize;
+            image.bytes.truncate((last - 300) * CLUSTER);
+            let host = image.into();
+            let options = OpenOptions::new().writable(true).metadata(mode).journal_size(1 << 20);
+            let disk = Disk::open(host.any(), name(), &options).await.unwrap();
+            // A change that needs no cluster.
+            disk.write_zeroes(0, 4096, ZeroFlags::default()).await.unwrap();
+            disk.flush().await.unwrap();
+            let area = Image::of(&host).header.journal().copied().unwrap();
+            assert!(area.area_offset.get() > (last * CLUSTER) as u64, "{mode:?}: {area:?}");
+        }
+    });
+}
+
+/// Deduplication can leave such images; QEMU reads them.
+#[test]
+fn adjacent_clusters_that_share_a_compressed_one_are_read_together() {
+    block_on(async {
+        let host = MemoryHost::new();
+        let new = NewDisk::new(1 << 20).cluster_size(CLUSTER as u64);
+        create(&host.any(), name(), &new).await.unwrap();
+        let disk = open(&host, MetadataMode::Ordered).await.unwrap();
+        let pattern: Vec<u8> = (0..CLUSTER).map(|at| (at / 512 * 7) as u8).collect();
+        disk.write_compressed(0, IoBuf::copy_of(&pattern)).await.unwrap();
+        disk.close().await.unwrap();
+        drop(disk);
+        let mut image = Image::of(&host);
+        let (at, entry) = (image.l2(), image.get(image.l2()));
+        image.put(at + 8, entry);
+        image.put(at + 16, entry);
+        image.set_refcount(entry % (1 << 40) / CLUSTER as u64, 3);
+        let host = image.into();
+        assert!(examine(&host, Repair::None).await.unwrap().is_clean());
+        let disk = open(&host, MetadataMode::Ordered).await.unwrap();
+        for (from, length) in [(0, 3 * CLUSTER), (512, 2 * CLUSTER), (CLUSTER + 512, CLUSTER)] {
+            let read = disk.read(from as u64, IoBuf::zeroed(length)).await.unwrap();
+            let expected: Vec<u8> = (from..from + length).map(|at| pattern[at % CLUSTER]).collect();
+            assert!(read[..] == expected, "{length} bytes from {from}");
         }
     });
 }

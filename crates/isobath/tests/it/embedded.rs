@@ -1,7 +1,7 @@
 //! Mappings that travel in their data: what a flush costs, what a crash leaves, and that a plain image
 //! remains.
 
-use crate::common::{export, has_journal, make};
+use crate::common::{export, findings, has_journal, make};
 use futures_executor::block_on;
 use isobath_disk::{Disk, MetadataMode, OpenOptions, Preallocation};
 use isobath_qcow2::NewImage;
@@ -210,5 +210,39 @@ fn a_resize_meets_the_discard_of_embedded_clusters() {
                 assert_recovers(&host, &model).await;
             }
         }
+    });
+}
+
+/// The journal is set up anew, and what it lists of zones is made anew too, whatever lists there were before.
+#[test]
+fn a_journal_that_is_set_up_again_may_be_too_small_at_once() {
+    block_on(async {
+        let host = MemoryHost::new();
+        let mut image = NewImage::new(SIZE);
+        image.cluster_bits = 12;
+        make(&host, NAME, &image).await;
+        let options = options().journal_size(64 << 10);
+        let disk = Disk::open(host.any(), Path::new(NAME), &options).await.unwrap();
+        let put = async |at: u64, length: u64| {
+            disk.write(at, text(1, length)).await.unwrap();
+            disk.flush().await.unwrap();
+        };
+        put(0, SIZE / 2).await;
+        for number in 0..20 {
+            put(SIZE / 2 + number * 4096, 4096).await;
+        }
+        disk.resize(SIZE * 2, Preallocation::Off, false).await.unwrap();
+        for number in 0..4 {
+            put(SIZE + number * 4096, 4096).await;
+            // More than a record holds.
+            disk.discard(number * (SIZE / 8), SIZE / 8).await.unwrap();
+            disk.flush().await.unwrap();
+        }
+        for number in 0..4 {
+            assert!(read(&disk, SIZE + number * 4096, 4096).await[..] == text(1, 4096)[..]);
+        }
+        disk.close().await.unwrap();
+        drop(disk);
+        assert_eq!(findings(&host, NAME).await, Vec::<String>::new());
     });
 }

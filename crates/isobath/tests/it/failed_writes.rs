@@ -1,9 +1,9 @@
 //! Requests that fail or are given up half-way leave nothing behind that a later one could meet: neither
 //! in a cluster that becomes a table or another's data, nor in what a journal has of it.
 
-use crate::common::{ALWAYS, findings, make, run};
+use crate::common::{ALWAYS, Ticking, findings, make, run};
 use futures_executor::block_on;
-use isobath_disk::{Disk, DiskError, MetadataMode, OpenOptions, ZeroFlags};
+use isobath_disk::{Disk, DiskError, LiveDisk, MetadataMode, OpenOptions, Overlay, ZeroFlags};
 use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, Operation};
@@ -14,6 +14,7 @@ use isobath_testkit::seed::Seed;
 use rand::RngExt;
 use rand::rngs::StdRng;
 use std::path::Path;
+use std::sync::Arc;
 
 const NAME: &str = "disk.qcow2";
 const CLUSTER: u64 = 4096;
@@ -255,6 +256,53 @@ fn a_flush_after_one_that_was_given_up_promises_nothing_that_is_not_so() {
             if second.is_ok() {
                 let disk = block_on(open(memory.clone(), metadata));
                 block_on(assert_reads(&disk, FAR, 2));
+            }
+        }
+    }
+}
+
+/// Takes a snapshot that may fail or be given up, and then another; whether the first one succeeded.
+fn second_snapshot(metadata: MetadataMode, fault: Option<Fault>, turns: u64) -> bool {
+    let (memory, plan) = (block_on(image()), Plan::new());
+    let case = format!("{metadata:?}, {fault:?}, {turns} turns");
+    let disk = block_on(open(FaultHost::new(memory.clone(), plan.clone()), metadata));
+    let live = LiveDisk::new(disk, &options(metadata), Arc::new(Ticking::default()));
+    let write = |at, tag| live.write(at, IoBuf::copy_of(&[tag; CLUSTER as usize]));
+    block_on(write(0, 1)).unwrap();
+    plan.delay(7919);
+    if let Some(fault) = fault {
+        plan.add(fault);
+    }
+    let first = run(live.snapshot(&Overlay::Create("first".into())), turns);
+    plan.clear();
+    let done = matches!(first, Some(Ok(())));
+    match block_on(Box::pin(live.snapshot(&Overlay::Create("second".into())))) {
+        Ok(()) => {}
+        // It was a commit that failed or was given up.
+        Err(DiskError::Poisoned { .. }) if !done => return false,
+        Err(error) => panic!("{case}: {error}"),
+    }
+    block_on(write(FAR, 2)).unwrap();
+    block_on(live.close()).unwrap_or_else(|error| panic!("{case}: {error}"));
+    drop(live);
+    let disk = block_on(Disk::open(memory.any(), Path::new("second"), &options(metadata))).unwrap();
+    block_on(assert_reads(&disk, 0, 1));
+    block_on(assert_reads(&disk, FAR, 2));
+    done
+}
+
+#[test]
+fn a_snapshot_that_failed_or_was_given_up_is_finished_before_the_next() {
+    for metadata in MetadataMode::ALL {
+        let mut turns = 1;
+        while !second_snapshot(metadata, None, turns) {
+            turns += 1;
+        }
+        for operation in [Operation::Read, Operation::Write, Operation::Query, Operation::SetLength]
+        {
+            let mut after = 0;
+            while !second_snapshot(metadata, Some(Fault::new(operation, after)), ALWAYS) {
+                after += 1;
             }
         }
     }

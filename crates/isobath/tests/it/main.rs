@@ -14,6 +14,7 @@ mod devices;
 mod direct_access;
 mod discard_hides_the_base;
 mod embedded;
+mod encrypted;
 mod examples;
 mod failed_writes;
 mod hostile;

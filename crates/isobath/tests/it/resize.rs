@@ -4,7 +4,9 @@ use crate::common::{export, findings, make};
 use futures_executor::block_on;
 use futures_util::future::join;
 use isobath_disk::encryption::Secret;
-use isobath_disk::{Disk, NewDisk, NewEncryption, OpenOptions, Preallocation, ZeroFlags, create};
+use isobath_disk::{
+    Disk, MetadataMode, NewDisk, NewEncryption, OpenOptions, Preallocation, ZeroFlags, create,
+};
 use isobath_qcow2::NewImage;
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
@@ -58,6 +60,9 @@ fn random_size(rng: &mut StdRng) -> u64 {
 
 async fn scribble(disk: &Disk<AnyHost>, model: &mut Model, rng: &mut StdRng, within: u64) {
     for _ in 0..rng.random_range(0..6) {
+        if rng.random_bool(0.3) {
+            disk.flush().await.unwrap();
+        }
         if within == 0 {
             return;
         }
@@ -92,16 +97,33 @@ async fn history(rng: &mut StdRng) {
     }
     println!("{image:?}");
     make(&host, TOP, &image).await;
+    // Then space is prepared, and small writes are kept for the next record.
+    host.set_gains_from_written_space(rng.random());
     for _ in 0..3 {
-        let disk = open(&host, TOP).await;
+        let mode = if image.version < 3 {
+            MetadataMode::Auto
+        } else {
+            MetadataMode::ALL[rng.random_range(0..MetadataMode::ALL.len())]
+        };
+        let options = OpenOptions::new().writable(true).metadata(mode);
+        let journal_size = 64 << rng.random_range(10..16);
+        let options = options.journal_size(journal_size);
+        println!("{mode:?}, a journal of {journal_size} bytes");
+        let disk = Disk::open(host.any(), Path::new(TOP), &options).await.unwrap();
         for _ in 0..rng.random_range(1..6) {
             scribble(&disk, &mut model, rng, disk.size()).await;
             let old = disk.size();
             let new = random_size(rng);
-            println!("resize {old} to {new}");
+            let mode = match rng.random_range(0..6) {
+                0 if new > old => Preallocation::Metadata,
+                1 if new > old => Preallocation::Falloc,
+                2 if new > old => Preallocation::Full,
+                _ => Preallocation::Off,
+            };
+            println!("resize {old} to {new}, {mode:?}");
             // Writes that go on meanwhile stay within what both sizes have.
             let mut busy = rng.fork();
-            let resize = disk.resize(new, Preallocation::Off, true);
+            let resize = disk.resize(new, mode, true);
             let write = scribble(&disk, &mut model, &mut busy, old.min(new));
             Box::pin(join(async { resize.await.unwrap() }, write)).await;
             model.resize(new);
@@ -363,5 +385,41 @@ fn an_encrypted_disk_in_a_data_file_is_preallocated_from_its_start() {
         disk.close().await.unwrap();
         drop(disk);
         assert_eq!(findings(&host, TOP).await, Vec::<String>::new());
+    });
+}
+
+/// The journal's area stays reserved while the journal is not in use, also where no refcount block counts it.
+#[test]
+fn a_table_that_grows_after_a_shrink_leaves_the_journal_alone() {
+    block_on(async {
+        let host = MemoryHost::new();
+        host.set_gains_from_written_space(true);
+        let mut image = NewImage::new(64 << 20);
+        image.cluster_bits = 12;
+        make(&host, TOP, &image).await;
+        let options = OpenOptions::new().writable(true).metadata(MetadataMode::Journal);
+        let disk = Disk::open(host.any(), Path::new(TOP), &options).await.unwrap();
+        let bytes = vec![7; 64 << 10];
+        let mut model = Model::new(64 << 20);
+        for number in 0..7 * 16 {
+            let at = number * bytes.len() as u64;
+            disk.write(at, IoBuf::copy_of(&bytes)).await.unwrap();
+            model.write(at, &bytes);
+        }
+        disk.flush().await.unwrap();
+        disk.flush().await.unwrap();
+        for size in [4 << 20, 128 << 20] {
+            disk.resize(size, Preallocation::Off, true).await.unwrap();
+            model.resize(size);
+        }
+        // More records than the journal holds.
+        for number in 0..64 {
+            let at = (8 << 20) + number * (1 << 20);
+            disk.write(at, IoBuf::copy_of(&bytes)).await.unwrap();
+            model.write(at, &bytes);
+            disk.flush().await.unwrap();
+        }
+        disk.close().await.unwrap();
+        assert_agreed(&host, &model);
     });
 }

@@ -135,6 +135,7 @@ impl Active {
         let start =
             always(self.ring.room(count), layer.name(), "a record is written where there is room")?;
         self.check_invariants(&record, layer.name())?;
+        self.ring.check(record.lsn, start, count);
         let at = self.extension.area_offset.get() + start * BLOCK as u64;
         layer.storage().write_at(at, IoBuf::copy_of(&bytes)).await?;
         if !sabotage::is(Sabotage::UnflushedRecord) {
@@ -158,6 +159,34 @@ fn most_blocks(ring: &Ring) -> u64 {
 }
 
 impl Journal {
+    /// Makes every change recorded, and all data written, before the call durable. After an error it is unknown what is
+    /// durable.
+    pub async fn commit<S: Storage>(
+        &self,
+        metadata: &Metadata<S>,
+        readers: &Readers,
+    ) -> Result<()> {
+        let mut state = self.state.lock().await;
+        let state = &mut *state;
+        if state.active.is_some() {
+            return self.commit_active(state, metadata, readers).await;
+        }
+        let changes = metadata.tables.pending() > 0;
+        state.commits = state.commits.saturating_add(u32::from(changes));
+        let wanted = self.at_once.load(Ordering::SeqCst) || state.commits > COMMITS_BEFORE;
+        let held = self.held.load(Ordering::SeqCst) > 0;
+        if !changes || !wanted || held || state.impossible {
+            return self.ordered.commit(metadata, readers).await;
+        }
+        metadata.data_journal.activate();
+        self.ordered.commit(metadata, readers).await?;
+        Box::pin(self.set_up(state, metadata)).await?;
+        if state.active.is_some() && metadata.open_zone().await? {
+            self.ask_for_record();
+        }
+        Ok(())
+    }
+
     /// Commits with the journal in use.
     async fn commit_active<S: Storage>(
         &self,
@@ -285,36 +314,6 @@ pub struct Held<'a>(&'a Journal);
 impl Drop for Held<'_> {
     fn drop(&mut self) {
         self.0.end_hold();
-    }
-}
-
-impl Journal {
-    /// Makes every change recorded, and all data written, before the call durable. After an error it is unknown what is
-    /// durable.
-    pub async fn commit<S: Storage>(
-        &self,
-        metadata: &Metadata<S>,
-        readers: &Readers,
-    ) -> Result<()> {
-        let mut state = self.state.lock().await;
-        let state = &mut *state;
-        if state.active.is_some() {
-            return self.commit_active(state, metadata, readers).await;
-        }
-        let changes = metadata.tables.pending() > 0;
-        state.commits = state.commits.saturating_add(u32::from(changes));
-        let wanted = self.at_once.load(Ordering::SeqCst) || state.commits > COMMITS_BEFORE;
-        let held = self.held.load(Ordering::SeqCst) > 0;
-        if !changes || !wanted || held || state.impossible {
-            return self.ordered.commit(metadata, readers).await;
-        }
-        metadata.data_journal.activate();
-        self.ordered.commit(metadata, readers).await?;
-        Box::pin(self.set_up(state, metadata)).await?;
-        if state.active.is_some() && metadata.open_zone().await? {
-            self.ask_for_record();
-        }
-        Ok(())
     }
 }
 

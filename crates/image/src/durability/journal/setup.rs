@@ -67,7 +67,7 @@ impl Journal {
             written: last,
             durable: last,
             told: BTreeMap::new(),
-            checkpoint_lsn: Lsn::default(),
+            checkpoint_lsn: last,
         });
         Ok(())
     }
@@ -95,7 +95,10 @@ impl Journal {
             Err(error) => Err(error),
         };
         match found {
-            Ok(()) => state.area = Some(area),
+            Ok(()) => {
+                alloc.set_journal_area(area.clone());
+                state.area = Some(area);
+            }
             Err(_) => alloc.forget_area(&area).await,
         }
         found
@@ -121,6 +124,7 @@ impl Journal {
         write_header(layer, &writes).await?;
         let size = metadata.cluster_size();
         layer.storage().discard(area.start * size, (area.end - area.start) * size).await?;
+        alloc.set_journal_area(0..0);
         alloc.forget_area(&area).await;
         alloc.cut_tail(TailCut::KeepingData).await
     }

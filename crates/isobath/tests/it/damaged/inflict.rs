@@ -194,9 +194,10 @@ impl Image<'_> {
         self.rng.random_range(0..clusters.max(1)) * self.size()
     }
 
-    /// Another value of an entry with an offset and flags.
-    fn other(&mut self, entry: u64, others: &[u64]) -> (u64, &'static str) {
-        match self.rng.random_range(0..12) {
+    /// Another value of the entry at `at`, which has an offset and flags.
+    fn other(&mut self, at: u64, others: &[u64]) -> (u64, &'static str) {
+        let entry = self.get(at);
+        match self.rng.random_range(0..13) {
             0 => (0, "lost"),
             1 => (entry ^ 1 << 63, "the other flag"),
             2 => (entry | 1 << self.rng.random_range(56..62), "a reserved bit"),
@@ -214,6 +215,10 @@ impl Image<'_> {
             }
             9 => (entry ^ 512 << self.rng.random_range(0..3), "a low bit of the offset"),
             10 => (self.rng.random(), "random"),
+            11 => {
+                let size = if self.geometry.extended_l2() { 16 } else { 8 };
+                (self.get(at.saturating_sub(size)), "that of the entry before it")
+            }
             _ => (entry ^ 1 << self.rng.random_range(0..64), "a flipped bit"),
         }
     }
@@ -221,7 +226,7 @@ impl Image<'_> {
     fn damage_entry(&mut self, what: &str, places: &[u64]) -> Option<String> {
         let at = self.pick_entry(places)?;
         let old = self.get(at);
-        let (new, how) = self.other(old, places);
+        let (new, how) = self.other(at, places);
         (new != old && self.put(at, &new.to_be_bytes()))
             .then(|| format!("{what} at {at:#x}: {old:#x} becomes {new:#x} ({how})"))
     }

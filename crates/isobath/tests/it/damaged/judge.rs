@@ -4,10 +4,11 @@ use crate::damaged::inflict::inflict;
 use crate::damaged::kinds::Kind;
 use crate::damaged::pool::{IMAGE, Sample};
 use crate::damaged::sides::{
-    Content, Write, host, isobath_checks, isobath_reads, isobath_writes, length, qemu_checks,
-    qemu_reads, qemu_writes,
+    Content, SECTOR, Write, host, isobath_checks, isobath_reads, isobath_shrinks, isobath_writes,
+    length, qemu_checks, qemu_reads, qemu_writes,
 };
 use isobath_disk::{MetadataMode, Repair};
+use isobath_qcow2::Header;
 use isobath_storage::memory::MemoryHost;
 use isobath_testkit::process::Finished;
 use rand::rngs::StdRng;
@@ -41,23 +42,61 @@ pub(crate) fn judge(pool: &[Sample], seed: u64, directory: &Path) -> Verdict {
     let sample = &pool[rng.random_range(0..pool.len())];
     let (image, done) = inflict(&sample.image, &mut rng);
     let what = format!("image {seed:#x} ({}): {done}", sample.what);
+    let damaged = damaged_clusters(&sample.image, &image);
     let verdict = Verdict { what, accepted: Vec::new(), violations: Vec::new() };
     let mut case = Case { sample, directory, image, verdict };
-    let write = write(sample, &mut rng);
-    case.judge(write);
+    let write = write(sample, &damaged, &mut rng);
+    // Most disks end within a cluster then.
+    let size = aim(sample, &damaged, &mut rng).unwrap_or(sample.size) / 512 * 512;
+    case.judge(write, size);
     case.verdict
 }
 
-fn write(sample: &Sample, rng: &mut StdRng) -> Write {
-    let offset = rng.random_range(0..sample.size / 512) * 512;
-    let length = rng.random_range(1..=(sample.size - offset).min(80 << 10) / 512) * 512;
+/// Where the guest clusters begin whose L2 entries are damaged.
+fn damaged_clusters(before: &[u8], after: &[u8]) -> Vec<u64> {
+    let header = Header::parse(before).unwrap();
+    let geometry = header.geometry().unwrap();
+    let size = geometry.cluster_size() as usize;
+    let mut found = Vec::new();
+    for index in 0..header.l1_size as usize {
+        let at = header.l1_table_offset.get() as usize + index * 8;
+        let entry = u64::from_be_bytes(before[at..at + 8].try_into().unwrap());
+        let table = (entry & 0x00ff_ffff_ffff_fe00) as usize;
+        let (Some(before), Some(after)) = (before.get(table..), after.get(table..)) else {
+            continue;
+        };
+        let width = size / geometry.l2_entries() as usize;
+        let pairs = before.chunks(width).zip(after.chunks(width)).take(size / width);
+        let damaged = pairs.enumerate().filter(|(_, (one, other))| table > 0 && one != other);
+        let first = index as u64 * geometry.l2_entries();
+        found.extend(damaged.map(|(number, _)| (first + number as u64) * size as u64));
+    }
+    found
+}
+
+/// A place on the disk; half of them in damaged clusters, if there are any.
+fn aim(sample: &Sample, damaged: &[u64], rng: &mut StdRng) -> Option<u64> {
+    let start = damaged.get(rng.random_range(0..damaged.len().max(1)));
+    let aimed = start
+        .filter(|_| rng.random())
+        .map(|start| start + rng.random_range(0..sample.cluster_size));
+    let place = aimed.unwrap_or_else(|| rng.random_range(0..=sample.size));
+    (place < sample.size).then_some(place)
+}
+
+fn write(sample: &Sample, damaged: &[u64], rng: &mut StdRng) -> Write {
+    let clones = rng.random_ratio(1, 4);
+    let unit = if clones { sample.cluster_size } else { 512 };
+    let offset = aim(sample, damaged, rng).unwrap_or(0) / unit * unit;
+    let most = (sample.size - offset).min((80 << 10).max(unit));
+    let length = rng.random_range(1..=most / unit) * unit;
     let modes = MetadataMode::ALL;
     let mode = match modes[rng.random_range(0..modes.len())] {
         // Version 2 can have no journal.
         _ if sample.version < 3 => MetadataMode::Auto,
         mode => mode,
     };
-    Write { offset, length, pattern: rng.random_range(1..=255), mode }
+    Write { clones, offset, length, pattern: rng.random_range(1..=255), mode }
 }
 
 /// Whether QEMU says nothing of the image, since a file that it names is not there.
@@ -84,14 +123,6 @@ impl Case<'_> {
         self.verdict.violations.push(how.into());
     }
 
-    fn accept_low(&mut self, why: String) {
-        self.accept(Kind::RefcountsTooLow, why);
-    }
-
-    fn violate_write(&mut self, how: String) {
-        self.violate(how);
-    }
-
     fn host(&self) -> MemoryHost {
         host(&self.image, self.sample)
     }
@@ -104,11 +135,14 @@ impl Case<'_> {
         }
     }
 
-    fn judge(&mut self, write: Write) {
+    fn judge(&mut self, write: Write, size: u64) {
         let host = self.host();
         self.lay_out(&host);
         let ours = isobath_reads(&host);
         let theirs = qemu_reads(self.directory);
+        if let Some((at, length)) = ours.as_ref().ok().and_then(|content| content.only_in_parts) {
+            self.violate(format!("{length} bytes at {at} can be read only in parts"));
+        }
         self.compare_reads(&ours, &theirs);
         let findings = self.compare_checks(&host);
         if host.contents(IMAGE).unwrap() != self.image {
@@ -118,6 +152,7 @@ impl Case<'_> {
             self.repair(repair, &ours, &theirs);
         }
         self.write(write, &ours, &theirs, &findings);
+        self.shrink(size, write.mode, &ours, &findings);
     }
 
     fn compare_reads(&mut self, ours: &Result<Content, String>, theirs: &Result<Content, String>) {
@@ -247,10 +282,7 @@ impl Case<'_> {
     ) {
         let host = self.host();
         let written = isobath_writes(&host, write);
-        let names = self.sample.others.iter().map(|(name, _)| *name).chain([IMAGE]);
-        if let Some(name) = names.into_iter().find(|name| length(&host, name) > MOST_LENGTH) {
-            let length = length(&host, name);
-            self.violate(format!("{write:?} ({written:?}) makes {name} {length} bytes long"));
+        if self.is_too_long(&host, &format!("{write:?} ({written:?})")) {
             return;
         }
         let after = isobath_reads(&host);
@@ -266,6 +298,62 @@ impl Case<'_> {
             (Ok(()), Err(said)) => self.accept(Kind::WrittenByIsobathOnly, said),
             (Err(said), Ok(())) => self.accept(Kind::WrittenByQemuOnly, said),
             _ => {}
+        }
+    }
+
+    /// Whether a file has become longer than any should.
+    fn is_too_long(&mut self, host: &MemoryHost, after: &str) -> bool {
+        let names = self.sample.others.iter().map(|(name, _)| *name).chain([IMAGE]);
+        let Some(name) = names.into_iter().find(|name| length(host, name) > MOST_LENGTH) else {
+            return false;
+        };
+        self.violate(format!("{after} makes {name} {} bytes long", length(host, name)));
+        true
+    }
+
+    /// A disk that becomes smaller keeps the rest of its bytes; one that does not keeps all.
+    fn shrink(
+        &mut self,
+        size: u64,
+        mode: MetadataMode,
+        before: &Result<Content, String>,
+        findings: &[String],
+    ) {
+        let host = self.host();
+        let shrunk = isobath_shrinks(&host, size, mode);
+        let what = format!("a shrink to {size} bytes ({mode:?}, {shrunk:?})");
+        let Ok(before) = before else { return };
+        if self.is_too_long(&host, &what) {
+            return;
+        }
+        let after = match isobath_reads(&host) {
+            Ok(after) => after,
+            Err(error) => {
+                self.violate(format!("unreadable after {what}: {error}"));
+                return;
+            }
+        };
+        if shrunk.is_ok() && after.size != size {
+            self.violate(format!("{what} leaves {} bytes", after.size));
+        }
+        let end = if after.size == size { size } else { before.size };
+        let changed = first_difference(before, &after, |number| (number * SECTOR) as u64 >= end);
+        if let Some(number) = changed {
+            self.wrong(findings, format!("{what} changed sector {number}"));
+        }
+    }
+
+    /// What must not be, unless the tables say too little to know better.
+    fn wrong(&mut self, findings: &[String], how: String) {
+        let low = |text: &String| {
+            text.starts_with("ERROR cluster") && text.contains("reference=")
+                || text.contains("OFLAG_COPIED")
+                || text.starts_with("ERROR: overflow")
+        };
+        if findings.iter().any(low) {
+            self.accept(Kind::RefcountsTooLow, how);
+        } else {
+            self.violate(how);
         }
     }
 
@@ -287,15 +375,12 @@ impl Case<'_> {
                 return;
             }
         };
-        let low = |text: &String| {
-            text.starts_with("ERROR cluster") && text.contains("reference=")
-                || text.contains("OFLAG_COPIED")
-                || text.starts_with("ERROR: overflow")
-        };
-        let wrong = if findings.iter().any(low) { Self::accept_low } else { Self::violate_write };
         let changed = first_difference(before, after, |number| write.touches(number));
         if let Some(number) = changed {
-            wrong(self, format!("{reader}: {write:?} ({written:?}) changed sector {number} too"));
+            self.wrong(
+                findings,
+                format!("{reader}: {write:?} ({written:?}) changed sector {number} too"),
+            );
             return;
         }
         if written.is_ok() {
@@ -303,7 +388,7 @@ impl Case<'_> {
                 after.sector(*n).is_none_or(|bytes| bytes.iter().any(|b| *b != write.pattern))
             });
             if let Some(number) = missing {
-                wrong(self, format!("{reader}: {write:?} is not in sector {number}"));
+                self.wrong(findings, format!("{reader}: {write:?} is not in sector {number}"));
             }
         }
     }

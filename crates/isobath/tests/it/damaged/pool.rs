@@ -3,7 +3,7 @@
 use crate::damaged::sides::{qemu_checks, qemu_img, qemu_io};
 use futures_executor::block_on;
 use isobath_disk::{Disk, MetadataMode, NewDisk, OpenOptions, ZeroFlags, create};
-use isobath_qcow2::CompressionType;
+use isobath_qcow2::{CompressionType, Header};
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage_test::any::ToAny;
@@ -29,6 +29,8 @@ pub(crate) struct Sample {
     pub(crate) others: Vec<(&'static str, Vec<u8>)>,
     /// The disk's size in bytes.
     pub(crate) size: u64,
+    /// Bytes of a cluster.
+    pub(crate) cluster_size: u64,
     /// The qcow2 version.
     pub(crate) version: u32,
 }
@@ -142,11 +144,14 @@ fn by_qemu(options: &str, rng: &mut StdRng, directory: &Path) -> Sample {
     if options.contains("data_file") {
         others.push((DATA, fs::read(path(DATA)).unwrap()));
     }
+    let image = fs::read(path(IMAGE)).unwrap();
+    let cluster_size = Header::parse(&image).unwrap().geometry().unwrap().cluster_size();
     let sample = Sample {
         what: format!("by QEMU, '{options}' with '{extras}'"),
-        image: fs::read(path(IMAGE)).unwrap(),
+        image,
         others,
         size,
+        cluster_size,
         version: if options.contains("compat=0.10") { 2 } else { 3 },
     };
     fs::remove_dir_all(&directory).unwrap();
@@ -186,6 +191,7 @@ fn by_engine(new: &NewDisk, rng: &mut StdRng) -> Sample {
         image: host.contents(IMAGE).unwrap(),
         others: Vec::new(),
         size,
+        cluster_size: new.cluster_size,
         version: new.version,
     }
 }

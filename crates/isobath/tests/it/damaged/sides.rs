@@ -3,12 +3,12 @@
 use crate::damaged::pool::{IMAGE, Sample};
 use futures_executor::block_on;
 use isobath_disk::{
-    CheckEvent, CheckOptions, CheckReport, Disk, ImageFormat, MetadataMode, OpenOptions, Repair,
-    check,
+    CheckEvent, CheckOptions, CheckReport, Disk, DiskError, ImageFormat, MetadataMode, OpenOptions,
+    Preallocation, Repair, check,
 };
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage};
-use isobath_storage_test::any::ToAny;
+use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_testkit::process::{Finished, run};
 use isobath_testkit::{args, qemu};
 use std::collections::BTreeSet;
@@ -26,6 +26,8 @@ pub(crate) struct Content {
     pub(crate) size: u64,
     bytes: Vec<u8>,
     unreadable: BTreeSet<usize>,
+    /// A read that failed although each of its parts could be read.
+    pub(crate) only_in_parts: Option<(usize, usize)>,
 }
 
 impl Content {
@@ -42,9 +44,14 @@ impl Content {
     }
 }
 
+/// A file with a pattern, to be cloned from.
+const SOURCE: &str = "source";
+
 /// A write of one pattern.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Write {
+    /// Whether Isobath clones the pattern from another file, where that is possible.
+    pub(crate) clones: bool,
     pub(crate) offset: u64,
     pub(crate) length: u64,
     pub(crate) pattern: u8,
@@ -91,18 +98,22 @@ pub(crate) fn isobath_reads(host: &MemoryHost) -> Result<Content, String> {
         let length = size.min(MOST) as usize;
         let mut bytes = vec![0; length];
         let mut unreadable = BTreeSet::new();
-        let mut steps = vec![(0, length)];
+        let (mut steps, mut failed) = (vec![(0, length)], Vec::new());
         while let Some((at, length)) = steps.pop() {
             match disk.read(at as u64, IoBuf::zeroed(length)).await {
                 Ok(read) => bytes[at..at + length].copy_from_slice(&read),
                 Err(_) if length <= SECTOR => drop(unreadable.insert(at / SECTOR)),
                 Err(_) => {
+                    failed.push((at, length));
                     let half = (length / 2).next_multiple_of(SECTOR);
                     steps.extend([(at, half), (at + half, length - half)]);
                 }
             }
         }
-        Ok(Content { size, bytes, unreadable })
+        let only_in_parts = failed.into_iter().find(|&(at, length)| {
+            unreadable.range(at / SECTOR..(at + length).div_ceil(SECTOR)).next().is_none()
+        });
+        Ok(Content { size, bytes, unreadable, only_in_parts })
     })
 }
 
@@ -128,11 +139,41 @@ pub(crate) fn isobath_writes(host: &MemoryHost, write: Write) -> Result<(), Stri
         let options = options().writable(true).metadata(write.mode).journal_size(64 << 10);
         let disk = Disk::open(host.any(), &name(), &options).await;
         let disk = disk.map_err(|error| error.to_string())?;
-        let bytes = vec![write.pattern; write.length as usize];
-        let written = disk.write(write.offset, IoBuf::copy_of(&bytes)).await.map(drop);
+        let written = pattern(host, &disk, write).await;
         let flushed = disk.flush().await;
         let closed = disk.close().await;
         written.and(flushed).and(closed).map_err(|error| error.to_string())
+    })
+}
+
+async fn pattern(host: &MemoryHost, disk: &Disk<AnyHost>, write: Write) -> Result<(), DiskError> {
+    let bytes = vec![write.pattern; write.length as usize];
+    if write.clones {
+        host.insert(SOURCE, &bytes);
+        let source = host.any().open(Path::new(SOURCE), OpenMode::default()).await?;
+        if disk.clone_in(write.offset, write.length, &source, 0).await? {
+            return Ok(());
+        }
+    }
+    disk.write(write.offset, IoBuf::copy_of(&bytes)).await.map(drop)
+}
+
+/// Makes the disk smaller with Isobath, and closes it; the first error.
+pub(crate) fn isobath_shrinks(
+    host: &MemoryHost,
+    size: u64,
+    mode: MetadataMode,
+) -> Result<(), String> {
+    block_on(async {
+        let options = options().writable(true).metadata(mode).journal_size(64 << 10);
+        let disk = Disk::open(host.any(), &name(), &options).await;
+        let disk = disk.map_err(|error| error.to_string())?;
+        if size > disk.size() {
+            return Err("the header says that it is smaller already".into());
+        }
+        let resized = Box::pin(disk.resize(size, Preallocation::Off, true)).await;
+        let closed = disk.close().await;
+        resized.and(closed).map_err(|error| error.to_string())
     })
 }
 
@@ -175,7 +216,7 @@ pub(crate) fn qemu_reads(directory: &Path) -> Result<Content, String> {
     std::os::unix::fs::FileExt::read_exact_at(&fs::File::open(&raw).unwrap(), &mut bytes, 0)
         .unwrap();
     fs::remove_file(raw).unwrap();
-    Ok(Content { size, bytes, unreadable })
+    Ok(Content { size, bytes, unreadable, only_in_parts: None })
 }
 
 /// What `qemu-img check` says: 0 is clean, 2 corrupt, 3 leaking.
