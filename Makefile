@@ -10,7 +10,7 @@ FUZZ_SECONDS ?= 60
 TSAN_SECONDS ?= 60
 CRASH_STATES ?= 1000000
 CRASH_SEED ?= 1
-CRASH := $${CARGO_TARGET_DIR:-target}/release/isobath-crash
+CRASH := $${CARGO_TARGET_DIR:-target}/simulate/isobath-crash
 CRASH_FILES_STATES ?= 2000
 ROUNDS ?= 12
 DAMAGE_IMAGES ?= 5000
@@ -71,13 +71,13 @@ kills: setup
 # The crash simulator, in every mode: random histories of a disk and of a server with jobs, until CRASH_STATES
 # states of each have passed. It continues where it ended; `rm -r target/crash` starts over.
 crash: setup
-	cargo build --locked --release -p isobath-crash --bin isobath-crash
+	cargo build --locked --profile simulate -p isobath-crash --bin isobath-crash
 	scripts/evidence run crash -- $(CRASH) --states $(CRASH_STATES) --seed $(CRASH_SEED) --state target/crash
 	scripts/evidence run crash -- $(CRASH) --states $(CRASH_STATES) --seed $(CRASH_SEED) --state target/crash --server
 
 # The crash simulator's small histories, with every possible crash.
 crash-small: setup
-	cargo build --locked --release -p isobath-crash --bin isobath-crash
+	cargo build --locked --profile simulate -p isobath-crash --bin isobath-crash
 	scripts/evidence run crash-small -- $(CRASH) --exhaustive
 
 # How soon the crash simulator finds each seeded defect: the states that it takes on average, with ROUNDS seeds.

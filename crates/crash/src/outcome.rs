@@ -82,7 +82,7 @@ impl Failure {
     /// A full report, with the command to repeat it.
     pub fn report(&self, settings: &Settings) -> String {
         format!(
-            "FAILED: {}\n{}\nto repeat: cargo run --release -p isobath-crash --bin isobath-crash -- {}",
+            "FAILED: {}\n{}\nto repeat: cargo run --profile simulate -p isobath-crash --bin isobath-crash -- {}",
             self.what,
             self.story.join("\n"),
             self.repeat(settings)

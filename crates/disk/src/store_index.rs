@@ -88,6 +88,7 @@ impl<H: Host> Disk<H> {
         let clusters = built.extension.area_length >> image.geometry.cluster_bits();
         let area = start.get()..start.get() + clusters;
         check_area(image, &built, &area, self.name())?;
+        qcow2.metadata.alloc.need_area(&area).await?;
         writer.exclusively(|| self.store(qcow2, image, area, &built)).await?;
         writer.commit(&self.readers).await?;
         self.chain.set_index(find(&self.chain).await);

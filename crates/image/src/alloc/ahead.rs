@@ -7,7 +7,7 @@
 //! (`fallocate`) saves nothing. Unused space is given back when the image is closed.
 
 use super::Allocator;
-use crate::Result;
+use crate::{DiskError, Result};
 use isobath_storage::{IoBuf, Storage};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -87,7 +87,14 @@ impl<S: Storage> Allocator<S> {
         let region = {
             let mut state = self.state().await;
             let count = bytes.div_ceil(size);
-            let start = self.free_behind(&mut state, count).await?;
+            let start = match self.free_behind(&mut state, count).await {
+                Ok(start) => start,
+                Err(DiskError::Storage(error)) => {
+                    tracing::debug!(%error, "cannot tell where space could be preallocated");
+                    return Ok(());
+                }
+                Err(error) => return Err(error),
+            };
             let region = start..start + count;
             self.refuse_tables(region.clone())?;
             state.never_used = region.end;

@@ -144,6 +144,19 @@ impl<S: Storage> Allocator<S> {
         state.first_maybe_free = state.first_maybe_free.min(area.start);
     }
 
+    /// Fails if a device has no room for an area, the refcount block after it, and a refcount table that must grow.
+    pub async fn need_area(&self, area: &Range<u64>) -> Result<()> {
+        let mut state = self.lock().await;
+        let (index, _) = self.geometry.refcount_position(HostCluster::new(area.end));
+        let mut more = 1;
+        if index >= state.table.len() as u64 {
+            let clusters = self.geometry.clusters_for(state.table.len() as u64 * 8);
+            // It becomes half as long again, and has blocks of its own.
+            more += 2 * clusters + 4;
+        }
+        self.need_room(&mut state, area.end + more).await
+    }
+
     /// Keeps an area that starts at [`end`](Self::end) and puts a refcount block after it. Returns the clusters to be
     /// released once the structure is written and durable.
     pub async fn append_area(&self, area: Range<u64>) -> Result<Vec<HostCluster>> {
@@ -153,7 +166,6 @@ impl<S: Storage> Allocator<S> {
         }
         let home = area.end;
         self.refuse_tables(area.start..home + 1)?;
-        self.need_room(&mut state, home + 1).await?;
         state.never_used = home;
         state.areas.push(area);
         self.cover(&mut state, home).await?;

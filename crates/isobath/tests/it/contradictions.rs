@@ -518,60 +518,46 @@ fn bad_places(image: &Image) -> [(u64, &'static str); 4] {
     ]
 }
 
+/// Runs `change` on an image whose fifth cluster lies in a place that must not be written to: it fails, and only the
+/// header's cluster may be another (the mark, or a journal).
+async fn must_refuse(change: impl AsyncFn(&Disk<AnyHost>) -> Result<(), DiskError>) {
+    let good = make(&NewDisk::default()).await;
+    for (place, reason) in bad_places(&Image::of(&good)) {
+        for mode in MODES {
+            let mut image = Image::of(&good);
+            let at = image.l2() + 8 * 5;
+            image.put(at, place | 1 << 63);
+            let damaged = image.bytes.clone();
+            let host = image.into();
+            let disk = open(&host, mode).await.unwrap();
+            let error = change(&disk).await.unwrap_err().to_string();
+            assert!(error.contains(reason), "{mode:?}: {error}");
+            assert_eq!(is_marked(&host), reason == "own tables");
+            assert_eq!(disk.size(), SIZE as u64);
+            drop(disk);
+            assert_eq!(Image::of(&host).header.size, SIZE as u64);
+            let left = host.contents(NAME).unwrap();
+            assert!(left[CLUSTER..damaged.len()] == damaged[CLUSTER..], "{mode:?}, {place:#x}");
+        }
+    }
+}
+
 /// A clone is a write without bytes of its own.
 #[test]
 fn nothing_is_cloned_over_a_table_or_far_behind_the_end_of_the_file() {
-    block_on(async {
-        let good = make(&NewDisk::default()).await;
-        for (place, reason) in bad_places(&Image::of(&good)) {
-            for mode in MODES {
-                let mut image = Image::of(&good);
-                let at = image.l2() + 8 * 5;
-                image.put(at, place | 1 << 63);
-                let damaged = image.bytes.clone();
-                let host = image.into();
-                host.insert("source", &[9; CLUSTER]);
-                let disk = open(&host, mode).await.unwrap();
-                let source =
-                    host.any().open(Path::new("source"), OpenMode::default()).await.unwrap();
-                let offset = 5 * CLUSTER as u64;
-                let error = disk.clone_in(offset, CLUSTER as u64, &source, 0).await.unwrap_err();
-                assert!(error.to_string().contains(reason), "{mode:?}: {error}");
-                assert_eq!(is_marked(&host), reason == "own tables");
-                drop(disk);
-                let left = host.contents(NAME).unwrap();
-                // Only the mark is new, or a journal that the header names.
-                assert!(left[CLUSTER..damaged.len()] == damaged[CLUSTER..], "{mode:?}, {place:#x}");
-            }
-        }
-    });
+    let host = MemoryHost::new();
+    host.insert("source", &[9; CLUSTER]);
+    block_on(must_refuse(async |disk| {
+        let source = host.any().open(Path::new("source"), OpenMode::default()).await?;
+        disk.clone_in(5 * CLUSTER as u64, CLUSTER as u64, &source, 0).await.map(drop)
+    }));
 }
 
 #[test]
 fn a_disk_whose_last_cluster_would_lie_on_a_table_is_not_shrunk() {
-    block_on(async {
-        let good = make(&NewDisk::default()).await;
-        for (place, reason) in bad_places(&Image::of(&good)) {
-            for mode in MODES {
-                let mut image = Image::of(&good);
-                let at = image.l2() + 8 * 5;
-                image.put(at, place | 1 << 63);
-                let damaged = image.bytes.clone();
-                let host = image.into();
-                let disk = open(&host, mode).await.unwrap();
-                let size = 5 * CLUSTER as u64 + 512;
-                let shrunk = disk.resize(size, Preallocation::Off, true).await;
-                let error = shrunk.unwrap_err();
-                assert!(error.to_string().contains(reason), "{mode:?}: {error}");
-                assert_eq!(is_marked(&host), reason == "own tables");
-                assert_eq!(disk.size(), SIZE as u64);
-                drop(disk);
-                assert_eq!(Image::of(&host).header.size, SIZE as u64);
-                let left = host.contents(NAME).unwrap();
-                assert!(left[CLUSTER..damaged.len()] == damaged[CLUSTER..], "{mode:?}, {place:#x}");
-            }
-        }
-    });
+    block_on(must_refuse(async |disk| {
+        disk.resize(5 * CLUSTER as u64 + 512, Preallocation::Off, true).await
+    }));
 }
 
 /// While a write is on its way, its place becomes that of a table: that cannot be prevented, but it is found out.

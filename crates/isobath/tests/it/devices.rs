@@ -149,6 +149,45 @@ fn a_full_device_fails_writes_and_nothing_else() {
     }
 }
 
+/// An index that finds no room is not written, and the disk goes on.
+#[test]
+fn an_index_for_which_a_device_has_no_room_is_refused() {
+    block_on(async {
+        let base = MemoryHost::new();
+        let mut image = NewImage::new(4 << 20);
+        image.cluster_bits = CLUSTER.trailing_zeros();
+        make(&base, "base", &image).await;
+        let (mut written, mut refused) = (0, 0);
+        for spare in 2..12 {
+            let host = MemoryHost::new();
+            host.insert("base", &base.contents("base").unwrap());
+            image.backing_file = Some("base".into());
+            image.backing_format = Some("qcow2".into());
+            make(&host, NAME, &image).await;
+            let mut all = host.contents(NAME).unwrap();
+            all.resize(all.len() + spare * CLUSTER as usize, 0xdd);
+            host.insert(NAME, &all);
+            host.set_devices(true);
+            let disk = open(&host, MetadataMode::Ordered).await;
+            disk.write(0, IoBuf::copy_of(&bytes(1))).await.unwrap();
+            disk.flush().await.unwrap();
+            match disk.write_index(|_| {}).await {
+                Ok(_) => written += 1,
+                Err(error) => {
+                    assert_eq!(error.errno(), libc::ENOSPC, "{error}");
+                    refused += 1;
+                }
+            }
+            disk.write(0, IoBuf::copy_of(&bytes(2))).await.unwrap();
+            disk.flush().await.unwrap();
+            disk.close().await.unwrap();
+            drop(disk);
+            assert_has(&host, MetadataMode::Ordered, &[]).await;
+        }
+        assert!(written > 0 && refused > 0, "{written} written, {refused} refused");
+    });
+}
+
 /// What QEMU says of the image: its bitmaps' marks, in order of their names.
 fn marks(host: &MemoryHost) -> Vec<bool> {
     let directory = tempfile::tempdir().unwrap();

@@ -103,7 +103,7 @@ impl Invariants for ChecksummedRanges {
             bytes += range.end - at;
             end = range.end;
         }
-        if self.ranges.len() <= MOST_CHECKED && !self.too_much && bytes != self.bytes {
+        if self.ranges.len() <= MOST_CHECKED && bytes != self.bytes {
             violated("the bytes that need checksums are those of the ranges");
         }
         if self.too_much && !self.ranges.is_empty() {
@@ -119,9 +119,15 @@ impl ChecksummedRanges {
         }
         self.put(checksum);
         if self.bytes > MAX_CHECKSUMMED {
-            self.too_much = true;
-            self.ranges.clear();
+            self.give_up();
         }
+    }
+
+    /// From now on no range has a checksum: all data is made durable before the record.
+    pub(super) fn give_up(&mut self) {
+        self.too_much = true;
+        self.ranges.clear();
+        self.bytes = 0;
     }
 
     fn put(&mut self, checksum: &ChecksummedRange) {

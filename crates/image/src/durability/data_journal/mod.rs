@@ -257,7 +257,7 @@ impl DataJournal {
     /// before the next record is written.
     pub fn add_unchecked(&self, places: Vec<Range<u64>>) -> Checksummed {
         if self.is_active() {
-            self.state.lock().open.too_much = true;
+            self.state.lock().open.give_up();
         }
         Checksummed::new(places)
     }
@@ -535,6 +535,16 @@ mod tests {
     fn all(at: u64, length: u64) -> Vec<Range<u64>> {
         let whole = at..at + length;
         vec![whole]
+    }
+
+    #[test]
+    fn beside_data_without_checksums_no_other_data_has_any() {
+        let journal = active();
+        let _ = journal.add_checksums([written(checksummed(0, &[buf(1, 8192)], SIZE, true))]);
+        let _ = journal.add_unchecked(all(SIZE, SIZE));
+        let _ = journal.add_checksums([written(checksummed(9 * SIZE, &[buf(1, 512)], SIZE, true))]);
+        let closed = journal.begin_commit(Lsn::new(1), &[], SIZE);
+        assert!(closed.too_much && closed.checksums.is_empty());
     }
 
     #[test]
