@@ -36,13 +36,14 @@ const IMAGES: [Kind; 7] = [
 ];
 
 /// Refusals that the state of an image justifies.
-const REFUSALS: [&str; 8] = [
+const REFUSALS: [&str; 9] = [
     "more references than refcounts of",
     "Cannot downgrade an image",
     "prevent downgrade of image",
     "Cannot decrease refcount entry width",
     "compat=0.10 requires refcount_bits=16",
     "require compatibility level 1.1",
+    "Lazy refcounts only supported with compatibility level 1.1",
     "Device has active dirty bitmaps",
     "Cannot store dirty bitmaps in qcow2 v2 files",
 ];

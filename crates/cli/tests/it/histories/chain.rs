@@ -146,8 +146,9 @@ pub(super) struct Chain {
     pub(super) before: [Files; 2],
     /// The step copies data that the disk shows already: QEMU marks it in the bitmaps, Isobath does not.
     pub(super) copies: bool,
-    /// The step changes a disk's size: Isobath marks what is new in the bitmaps, QEMU does not.
-    pub(super) resizes: bool,
+    /// The size that a disk had before the step made it longer: Isobath marks all that is new in the bitmaps, QEMU what
+    /// is written there.
+    pub(super) grown_from: Option<u64>,
 }
 
 /// The files of a directory, and what they hold.
@@ -171,7 +172,7 @@ impl Chain {
             files: Default::default(),
             before: Default::default(),
             copies: false,
-            resizes: false,
+            grown_from: None,
         };
         let count = rng.random_range(2..=6);
         let size = random_size(rng);

@@ -47,7 +47,7 @@ impl Chain {
         }
         // What was done to bitmaps meanwhile.
         self.files = self.sides.each_ref().map(|side| files(side));
-        (self.copies, self.resizes) = (false, false);
+        (self.copies, self.grown_from) = (false, None);
     }
 
     #[track_caller]
@@ -103,7 +103,7 @@ impl Chain {
     #[track_caller]
     fn same_bitmaps(&mut self, place: usize) {
         let image = &self.images[place];
-        let (file, names) = (image.name.clone(), image.bitmaps(true));
+        let (file, names, info) = (image.name.clone(), image.bitmaps(true), image.info.clone());
         let contexts: Vec<_> =
             names.iter().map(|name| format!("qemu:dirty-bitmap:{name}")).collect();
         let [theirs, ours] = self.sides.each_ref().map(|side| {
@@ -116,22 +116,69 @@ impl Chain {
             if theirs == ours {
                 continue;
             }
-            let contained = |ours: &[Range<u64>], theirs: &[Range<u64>]| {
-                ours.iter().all(|run| {
-                    theirs.iter().any(|other| other.start <= run.start && run.end <= other.end)
-                })
-            };
-            let (their, our) = (dirty(theirs), dirty(ours));
-            let may_differ =
-                self.copies && contained(&our, &their) || self.resizes && contained(&their, &our);
-            assert!(may_differ, "{file}: {name}: {theirs:?}\n{ours:?}");
+            let new = self.grown_from.map(|size| first_new(size, granularity(&info, name)));
+            assert!(
+                may_differ(theirs, ours, self.copies, new),
+                "{file}: {name}: {theirs:?}\n{ours:?}"
+            );
             self.both(&["bitmap", "--clear", &file, name]);
         }
     }
 }
 
+/// The bytes that a bit of a bitmap is for.
+pub(super) fn granularity(info: &Value, bitmap: &str) -> u64 {
+    let list = info["format-specific"]["data"]["bitmaps"].as_array().into_iter().flatten();
+    let mut found = list.filter(|one| one["name"] == bitmap);
+    found.next().unwrap()["granularity"].as_u64().unwrap()
+}
+
+/// Where the space begins that a disk of `size` gets when it grows, as a bitmap sees it: a bit that is for some of it
+/// counts as new.
+pub(super) const fn first_new(size: u64, granularity: u64) -> u64 {
+    size / granularity * granularity
+}
+
+/// Whether a step may leave bitmaps in which QEMU marks the one, and Isobath the other. Below `new` QEMU may mark more
+/// if the step `copies` what the disk shows already; from there on Isobath may.
+pub(super) fn may_differ(theirs: &[Run], ours: &[Run], copies: bool, new: Option<u64>) -> bool {
+    let new = new.unwrap_or(u64::MAX);
+    let contained = |inner: &[Range<u64>], outer: &[Range<u64>]| {
+        let within =
+            |run: &Range<u64>, other: &Range<u64>| other.start <= run.start && run.end <= other.end;
+        inner.iter().all(|run| outer.iter().any(|other| within(run, other)))
+    };
+    let [theirs, ours] = [theirs, ours].map(dirty);
+    let part = |ranges: &[Range<u64>], start: u64, end: u64| -> Vec<Range<u64>> {
+        let clipped = ranges.iter().map(|run| run.start.max(start)..run.end.min(end));
+        clipped.filter(|run| !run.is_empty()).collect()
+    };
+    let (their_old, our_old) = (part(&theirs, 0, new), part(&ours, 0, new));
+    let (their_new, our_new) = (part(&theirs, new, u64::MAX), part(&ours, new, u64::MAX));
+    (our_old == their_old || copies && contained(&our_old, &their_old))
+        && contained(&their_new, &our_new)
+}
+
+#[test]
+fn bitmaps_may_differ_where_data_is_copied_and_where_a_disk_grows() {
+    let runs = |text: &str| -> Vec<Run> {
+        text.bytes().map(|byte| (512, u32::from(byte == b'x'))).collect()
+    };
+    let differ =
+        |theirs: &str, ours: &str, copies, new| may_differ(&runs(theirs), &runs(ours), copies, new);
+    assert!(differ("x..x", "x..x", false, None));
+    assert!(!differ("x..x", "x...", false, None) && !differ("x...", "x..x", false, None));
+    assert!(differ("xx..", "x...", true, None) && !differ("x...", "xx..", true, None));
+    assert!(
+        differ("x.x.", "x.xx", false, Some(1024)) && !differ("x.xx", "x.x.", false, Some(1024))
+    );
+    assert!(differ("xxx.", "x.xx", true, Some(1024)) && !differ("xxx.", "x.xx", false, Some(1024)));
+    assert!(!differ("x.x.", "xxxx", true, Some(1024)));
+    assert_eq!((first_new(1536, 1024), first_new(2048, 1024)), (1024, 2048));
+}
+
 /// The dirty ranges.
-pub(super) fn dirty(runs: &[Run]) -> Vec<Range<u64>> {
+fn dirty(runs: &[Run]) -> Vec<Range<u64>> {
     let mut at = 0;
     let ranges = runs.iter().map(|(length, flags)| {
         at += length;

@@ -118,7 +118,8 @@ impl Chain {
         if self.cannot_grow(base, size) {
             return false;
         }
-        (self.copies, self.resizes) = (true, size > self.images[base].size());
+        let old = self.images[base].size();
+        (self.copies, self.grown_from) = (true, (size > old).then_some(old));
         let mut commit = strings(["commit", "-q"]);
         if far {
             commit.extend(strings(["-b", &self.images[base].name]));
@@ -321,10 +322,10 @@ impl Chain {
                 3 => format!("lazy_refcounts={}", if rng.random() { "on" } else { "off" }),
                 4 => format!("refcount_bits={}", 1 << rng.random_range(0..=6)),
                 5 if place == self.top() => {
-                    self.resizes = true;
                     let size = random_size(rng);
                     let size = if self.cannot_grow(place, size) { image.size() } else { size };
                     let size = image.may_end_at(size);
+                    self.grown_from = (size > image.size()).then_some(image.size());
                     format!("size={size}")
                 }
                 _ => {
@@ -394,7 +395,7 @@ impl Chain {
         if self.cannot_grow(place, new) {
             return false;
         }
-        self.resizes = new > old;
+        self.grown_from = (new > old).then_some(old);
         let mut resize = strings(["resize", "-q"]);
         if new < old || rng.random_bool(0.2) {
             resize.push("--shrink".into());

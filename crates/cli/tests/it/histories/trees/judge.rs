@@ -3,14 +3,14 @@
 use super::names::ROOT;
 use super::tree::{Doing, Files, Tree, files};
 use crate::histories::chain::strings;
-use crate::histories::judge::{differences, dirty};
+use crate::histories::judge::{differences, first_new, granularity, may_differ};
 use crate::qemu_img_options::described;
 use isobath_testkit::nbd::{Nbd, Run};
 use isobath_testkit::process::Finished;
+use isobath_testkit::{args, qemu};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fs;
-use std::ops::Range;
 
 /// A node of the storage daemon.
 const NODE: &str = "image";
@@ -32,9 +32,11 @@ impl Tree {
         let [theirs, ours] = &self.files;
         assert!(theirs.keys().eq(ours.keys()), "{:?}\n{:?}", theirs.keys(), ours.keys());
         if self.doing.refused && self.nodes.values().all(|node| !node.unsettled) {
-            // What failed on the way may have made the file longer.
-            let begins = |(name, bytes): (&String, &Vec<u8>)| ours[name].starts_with(bytes);
-            assert!(self.before[1].iter().all(begins), "refused, but a file has changed");
+            for (name, before) in &self.before[1] {
+                // What failed on the way may have made the file longer.
+                let same = ours[name].starts_with(before) || self.leaks_are_freed(name, before);
+                assert!(same, "refused, but {name} has changed");
+            }
         }
         let changed: BTreeSet<String> =
             (0..2).flat_map(|side| changed(&self.before[side], &self.files[side])).collect();
@@ -127,7 +129,7 @@ impl Tree {
             return None;
         }
         if let Some(ours) = bits.filter(|_| itself) {
-            self.same_bitmaps(&file, &names, &theirs.bits, &ours);
+            self.same_bitmaps(id, &names, &theirs.bits, &ours);
         }
         let image = self.image(id);
         let held: Vec<_> = snapshots.iter().filter(|id| !image.loose.contains(*id)).collect();
@@ -245,29 +247,39 @@ impl Tree {
         }))
     }
 
+    /// Whether Isobath's image `name` had leaks and nothing else wrong with it, as after a kill, and has none any more:
+    /// a change that fails frees what it took by freeing all that is leaked.
+    fn leaks_are_freed(&self, name: &str, before: &[u8]) -> bool {
+        let now = self.sides[1].join(name);
+        let then = now.with_extension("before");
+        fs::write(&then, before).unwrap();
+        let errors = [&then, &now].map(|image| {
+            let check = args!["check", "-U", "-f", "qcow2", "--output=json", image];
+            let report = qemu::img(check).json();
+            ["leaks", "corruptions", "check-errors"].map(|what| report[what].as_u64().unwrap_or(0))
+        });
+        fs::remove_file(&then).unwrap();
+        errors[0][0] > 0 && errors[0][1..] == [0, 0] && errors[1] == [0, 0, 0]
+    }
+
     /// Bitmaps that QEMU takes for consistent have the same bits.
     #[track_caller]
     fn same_bitmaps(
         &mut self,
-        file: &str,
+        id: usize,
         names: &[String],
         theirs: &[Vec<Run>],
         ours: &[Vec<Run>],
     ) {
+        let file = &self.file(id);
         for (name, (theirs, ours)) in names.iter().zip(theirs.iter().zip(ours)) {
             if theirs == ours {
                 continue;
             }
-            let (their, our) = (dirty(theirs), dirty(ours));
-            let contained = |ours: &[Range<u64>], theirs: &[Range<u64>]| {
-                let within = |run: &Range<u64>, other: &Range<u64>| {
-                    other.start <= run.start && run.end <= other.end
-                };
-                ours.iter().all(|run| theirs.iter().any(|other| within(run, other)))
-            };
-            let may_differ = self.doing.copies && contained(&our, &their)
-                || self.doing.resizes && contained(&their, &our);
-            assert!(may_differ, "{file}: {name}: {theirs:?}\n{ours:?}");
+            let Doing { copies, grown_from, .. } = self.doing;
+            let new =
+                grown_from.map(|size| first_new(size, granularity(&self.image(id).info, name)));
+            assert!(may_differ(theirs, ours, copies, new), "{file}: {name}: {theirs:?}\n{ours:?}");
             for side in [0, 1] {
                 let clear = self.program(side, false, &["bitmap", "--clear", file, name]);
                 let _ = clear.ok();

@@ -214,7 +214,8 @@ impl Tree {
             }
         }
         self.turn_for(id);
-        (self.doing.copies, self.doing.resizes) = (true, size > self.image(base).size());
+        let old = self.image(base).size();
+        (self.doing.copies, self.doing.grown_from) = (true, (size > old).then_some(old));
         let mut commit = strings(["commit", "-q"]);
         if far {
             let stored = self.image(over).info["backing-filename"].as_str().unwrap();
@@ -525,7 +526,7 @@ impl Tree {
         if self.cannot_grow(id, new) || new < old && !self.overlays(id).is_empty() {
             return None;
         }
-        self.doing.resizes = new > old;
+        self.doing.grown_from = (new > old).then_some(old);
         let resize = ["resize", "-q", "--shrink", &self.argument(rng, id), &new.to_string()];
         if self.both(&resize) {
             self.wrote(id);

@@ -83,8 +83,9 @@ pub(super) struct Doing {
     pub(super) refused: bool,
     /// It copies data that the disk shows already: QEMU marks it in the bitmaps, Isobath does not.
     pub(super) copies: bool,
-    /// It changes a disk's size: Isobath marks what is new in the bitmaps, QEMU does not.
-    pub(super) resizes: bool,
+    /// The size that a disk had before it grew: Isobath marks all that is new in the bitmaps, QEMU what
+    /// is written there.
+    pub(super) grown_from: Option<u64>,
 }
 
 impl Tree {
