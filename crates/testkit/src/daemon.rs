@@ -74,8 +74,11 @@ impl Daemon {
     #[track_caller]
     fn line(&mut self) -> Value {
         let mut line = String::new();
-        let read = self.session.read_line(&mut line).is_ok_and(|length| length > 0);
-        assert!(read, "the storage daemon sent no more output\n{}", self.server.log());
+        match self.session.read_line(&mut line) {
+            Ok(0) => panic!("the storage daemon has closed its monitor\n{}", self.server.log()),
+            Ok(_) => {}
+            Err(error) => panic!("the storage daemon says nothing: {error}\n{}", self.server.log()),
+        }
         serde_json::from_str(&line).unwrap_or_else(|error| panic!("not JSON: {error}: {line}"))
     }
 
