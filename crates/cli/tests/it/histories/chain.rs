@@ -108,6 +108,13 @@ impl Image {
             .collect()
     }
 
+    /// Whether its refcounts can count so many references. QEMU adds the references of a snapshot that it applies to
+    /// those of the disk before it takes these away.
+    pub(super) fn may_count(&self, references: u64) -> bool {
+        let bits = self.data()["refcount-bits"].as_u64().unwrap_or(16);
+        bits >= 64 || references < 1 << bits
+    }
+
     /// The newest snapshot has the size of the disk.
     pub(super) fn note_snapshot_size(&mut self) {
         let size = self.size();

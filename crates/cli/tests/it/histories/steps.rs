@@ -289,6 +289,9 @@ impl Chain {
                 }
             }
             (5..8, Some(id)) if !image.loose.contains(&id) => {
+                if !image.may_count(present.len() as u64 + 2) {
+                    return false;
+                }
                 let given = if rng.random() { id } else { image.snapshot_name(&id) };
                 // The first of two of the same name may be a loose one.
                 let meant =

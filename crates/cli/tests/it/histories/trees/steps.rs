@@ -474,6 +474,9 @@ impl Tree {
                 self.both(&["snapshot", "-c", &new, &file]);
             }
             (5..7, Some(one)) if !image.loose.contains(&one) => {
+                if !image.may_count(present.len() as u64 + 2) {
+                    return None;
+                }
                 let same_name =
                     |other: &&String| **other == one || image.snapshot_name(other) == one;
                 if present.iter().filter(same_name).any(|other| image.loose.contains(other)) {
