@@ -21,6 +21,8 @@ pub struct IoBuf {
     length: usize,
     /// Others may change the bytes at any time.
     shared: bool,
+    /// The bytes must not be changed through this buffer.
+    read_only: bool,
     /// Keeps the memory alive; `None` only for an empty buffer.
     owner: Option<Arc<dyn Any + Send + Sync>>,
 }
@@ -52,7 +54,7 @@ impl Drop for Region {
 impl IoBuf {
     /// An empty buffer; allocates nothing.
     pub const fn empty() -> Self {
-        Self { start: NonNull::dangling(), length: 0, shared: false, owner: None }
+        Self { start: NonNull::dangling(), length: 0, shared: false, read_only: false, owner: None }
     }
 
     /// `length` zero bytes, aligned to [`ALIGNMENT`].
@@ -66,7 +68,8 @@ impl IoBuf {
         // SAFETY: the layout's size is not zero.
         let memory = unsafe { alloc_zeroed(layout) };
         let Some(start) = NonNull::new(memory) else { handle_alloc_error(layout) };
-        Self { start, length, shared: false, owner: Some(Arc::new(Region { start, layout })) }
+        let owner = Arc::new(Region { start, layout });
+        Self { start, length, shared: false, read_only: false, owner: Some(owner) }
     }
 
     /// A copy of `bytes`, aligned to [`ALIGNMENT`].
@@ -86,13 +89,13 @@ impl IoBuf {
         length: usize,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Self {
-        Self { start, length, shared: false, owner: Some(owner) }
+        Self { start, length, shared: false, read_only: false, owner: Some(owner) }
     }
 
     /// A buffer over memory that others may read and write at any time, such as a guest's.
     ///
     /// Such a buffer may be passed to the kernel. Code that reads the bytes and relies on them not changing must first
-    /// make a [`stable`](Self::stable) copy.
+    /// make a [stable](Self::into_stable) copy.
     ///
     /// # Safety
     /// `start` must be valid for reads and writes of `length` bytes for as long as `owner` lives. No Rust
@@ -102,7 +105,20 @@ impl IoBuf {
         length: usize,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Self {
-        Self { start, length, shared: true, owner: Some(owner) }
+        Self { start, length, shared: true, read_only: false, owner: Some(owner) }
+    }
+
+    /// A buffer over [shared](Self::shared) memory that is only read: what is to be written to a file.
+    ///
+    /// # Safety
+    /// `start` must be valid for reads of `length` bytes for as long as `owner` lives. References of this process that
+    /// cover them must only be read through meanwhile.
+    pub unsafe fn shared_read_only(
+        start: NonNull<u8>,
+        length: usize,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Self {
+        Self { start, length, shared: true, read_only: true, owner: Some(owner) }
     }
 
     /// Whether others may change the bytes.
@@ -110,15 +126,15 @@ impl IoBuf {
         self.shared
     }
 
-    /// Bytes that nobody else changes: the buffer itself, or a copy of [shared](Self::shared) memory.
-    #[must_use]
-    pub fn stable(self) -> Self {
+    /// Bytes that nobody else changes: the buffer itself, or a copy of [shared](Self::shared) memory, and that memory.
+    #[must_use = "the shared memory is to be given back"]
+    pub fn into_stable(self) -> (Self, Option<Self>) {
         if !self.shared {
-            return self;
+            return (self, None);
         }
         let mut copy = Self::zeroed(self.length);
         self.copy_to(&mut copy);
-        copy
+        (copy, Some(self))
     }
 
     /// Copies the bytes, which may be [shared](Self::shared).
@@ -191,7 +207,10 @@ impl Deref for IoBuf {
 }
 
 impl DerefMut for IoBuf {
+    /// # Panics
+    /// If the memory is [only read](Self::shared_read_only).
     fn deref_mut(&mut self) -> &mut [u8] {
+        assert!(!self.read_only, "the memory of what is written is changed");
         // SAFETY: as in `deref`, and `&mut self` makes the access unique.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.length) }
     }
@@ -239,14 +258,30 @@ mod tests {
         let mut shared = unsafe { IoBuf::shared(start, 8, Arc::new(())) };
         let first = shared.split_to(3);
         let address = shared.as_ptr();
-        let (first, rest) = (first.stable(), shared.stable());
+        let ((first, lent), (rest, also_lent)) = (first.into_stable(), shared.into_stable());
         // SAFETY: as above.
         unsafe { start.as_ptr().write_bytes(2, 8) };
         assert_eq!((&*first, &*rest), (&[1; 3][..], &[1; 5][..]));
         assert_ne!(rest.as_ptr(), address);
+        assert_eq!(also_lent.unwrap().as_ptr(), address);
+        assert_eq!(lent.unwrap().as_ptr(), start.as_ptr());
         let own = IoBuf::copy_of(b"own");
         let address = own.as_ptr();
-        assert_eq!(own.stable().as_ptr(), address);
+        let (own, lent) = own.into_stable();
+        assert_eq!((own.as_ptr(), lent.is_none()), (address, true));
+    }
+
+    #[test]
+    #[should_panic(expected = "is changed")]
+    fn memory_that_is_only_read_is_not_changed() {
+        static BYTES: [u8; 4] = *b"only";
+        let start = NonNull::from(&BYTES).cast();
+        // SAFETY: it lives for ever, and nothing changes it.
+        let mut buf = unsafe { IoBuf::shared_read_only(start, 4, Arc::new(())) };
+        let (mut copy, lent) = buf.split_to(2).into_stable();
+        copy.fill(1);
+        assert_eq!((&*lent.unwrap(), &*buf), (&b"on"[..], &b"ly"[..]));
+        buf.fill(0);
     }
 
     #[test]

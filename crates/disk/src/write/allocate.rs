@@ -109,14 +109,15 @@ impl<H: Host> Disk<H> {
         buf: IoBuf,
     ) -> Result<IoBuf> {
         let qcow2 = writer.qcow2().ok_or(DiskError::ReadOnly)?;
-        let buf = if writer.may_have_journal() { buf.stable() } else { buf };
+        let (buf, shared) = if writer.may_have_journal() { buf.into_stable() } else { (buf, None) };
         let size = qcow2.geometry().cluster_size();
         let end = offset + buf.len() as u64;
         let clusters = offset / size..end.div_ceil(size);
         let _range = writer.ranges.lock(clusters.start * size..clusters.end * size).await;
         let _pass = self.readers.gate.enter();
         self.check_visible(offset..end)?;
-        self.write_clusters(qcow2, offset, buf).await
+        let written = self.write_clusters(qcow2, offset, buf).await?;
+        Ok(shared.unwrap_or(written))
     }
 
     /// As [`write_allocating`](Self::write_allocating), for a caller that holds the range in whole clusters, is inside

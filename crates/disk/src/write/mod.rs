@@ -17,6 +17,7 @@ use isobath_image::durability::Metadata;
 use isobath_image::entries::ActiveEntries;
 use isobath_image::writer::Qcow2Writer;
 use isobath_image::{DiskError, Result, always, invariant};
+use isobath_qcow2::probe::PROBE_BYTES;
 use isobath_qcow2::{FormatError, HostOffset, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage, StorageExt};
 use std::future::Future;
@@ -114,10 +115,14 @@ impl<H: Host> Disk<H> {
         }
         let end = offset + buf.len() as u64;
         let Some(qcow2) = writer.qcow2() else {
+            // What is judged is what is written: a guest may change its memory in between.
+            let judged = offset < PROBE_BYTES as u64 && writer.layer().is_detected_raw();
+            let (buf, shared) = if judged { buf.into_stable() } else { (buf, None) };
             let _start = self.keep_detected_raw(writer, offset..end, Some(&buf)).await?;
             let _pass = self.readers.gate.enter();
             self.check_visible(offset..end)?;
-            return Ok(writer.layer().storage().write_at(offset, buf).await?);
+            let written = writer.layer().storage().write_at(offset, buf).await?;
+            return Ok(shared.unwrap_or(written));
         };
         qcow2.note_write(offset..end).await?;
         if qcow2.metadata.layer.is_encrypted() && !sectors::are_whole(offset..end) {

@@ -1,10 +1,12 @@
 //! Random requests, many at once, on chains of every kind, against a model and `qemu-img check`.
 
-use crate::common::make;
+use crate::common::{guest_memory, make};
 use futures_executor::block_on;
 use futures_util::future::join_all;
 use isobath_disk::encryption::Secret;
-use isobath_disk::{Disk, MetadataMode, NewDisk, NewEncryption, OpenOptions, ZeroFlags, create};
+use isobath_disk::{
+    Disk, DiskError, MetadataMode, NewDisk, NewEncryption, OpenOptions, ZeroFlags, create,
+};
 use isobath_qcow2::{CompressionType, NewImage};
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
@@ -54,6 +56,23 @@ fn range(rng: &mut StdRng, size: u64) -> (u64, u64) {
     (offset, length.min(size - offset))
 }
 
+/// Writes from memory of the disk's own, or of a guest's, who changes it as soon as the request is done.
+async fn write(
+    disk: &Disk<AnyHost>,
+    at: u64,
+    bytes: Vec<u8>,
+    shared: bool,
+) -> Result<(), DiskError> {
+    let buf = if shared { guest_memory(bytes) } else { IoBuf::from(bytes) };
+    let address = buf.as_ptr();
+    let mut buf = disk.write(at, buf).await?;
+    if shared {
+        assert_eq!(buf.as_ptr(), address, "a write returns its own buffer");
+    }
+    buf.fill(0xdd);
+    Ok(())
+}
+
 /// Requests that do not overlap, so that the model knows their outcome, issued together.
 async fn burst(disk: &Disk<AnyHost>, model: &mut Model, rng: &mut StdRng, v2_overlay: bool) {
     let encrypted = disk.layers().next().unwrap().is_encrypted();
@@ -84,7 +103,7 @@ async fn burst(disk: &Disk<AnyHost>, model: &mut Model, rng: &mut StdRng, v2_ove
                     bytes.fill(rng.random());
                 }
                 model.write(offset, &bytes);
-                writes.push(disk.write(offset, IoBuf::copy_of(&bytes)));
+                writes.push(write(disk, offset, bytes, rng.random_bool(0.5)));
             }
             50..70 => {
                 model.fill(offset, length, 0);
@@ -93,9 +112,14 @@ async fn burst(disk: &Disk<AnyHost>, model: &mut Model, rng: &mut StdRng, v2_ove
             }
             70..90 => {
                 let expected = model.read(offset, length as usize);
+                let shared = rng.random_bool(0.5);
                 reads.push(async move {
-                    let buf = IoBuf::zeroed(length as usize);
-                    (offset, expected, disk.read(offset, buf).await.unwrap())
+                    let bytes = vec![0xee; length as usize];
+                    let buf = if shared { guest_memory(bytes) } else { IoBuf::from(bytes) };
+                    let address = buf.as_ptr();
+                    let read = disk.read(offset, buf).await.unwrap();
+                    assert_eq!(read.as_ptr(), address, "a read returns its own buffer");
+                    (offset, expected, read)
                 });
             }
             90..95 if !v2_overlay => {
@@ -229,9 +253,15 @@ async fn history(seed: u64, rng: &mut StdRng, encrypts: f64) {
         model.resize(shown);
         let name = format!("layer{layer}.qcow2");
         encrypted.insert(0, rng.random_bool(encrypts));
-        let modes = [MetadataMode::Auto, MetadataMode::Ordered, MetadataMode::Journal];
-        // The log needs version 3.
-        let modes = if image.version == 2 { &modes[..2] } else { &modes };
+        let modes = [
+            MetadataMode::Auto,
+            MetadataMode::Ordered,
+            MetadataMode::Journal,
+            MetadataMode::Embedded,
+        ];
+        // The log needs version 3, and nothing is embedded in ciphertext.
+        let usable = if image.version == 2 { 2 } else { 4 - usize::from(encrypted[0]) };
+        let modes = &modes[..usable];
         let metadata = modes[rng.random_range(0..modes.len())];
         println!("seed {seed} layer {layer} {image:?}, {metadata:?}, encrypted: {}", encrypted[0]);
         make_image(&host, &name, &image, encrypted[0]).await;

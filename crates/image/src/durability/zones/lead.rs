@@ -99,9 +99,9 @@ impl<S: Storage> Metadata<S> {
         Ok(block)
     }
 
-    /// Writes guest data in place where some lead blocks are embedded.
+    /// Writes guest data in place where some lead blocks are embedded. Returns the buffer.
     pub async fn write_over_leads(&self, at: u64, buf: IoBuf) -> Result<IoBuf> {
-        let mut buf = buf.stable();
+        let (mut buf, shared) = buf.into_stable();
         let (size, end) = (self.cluster_size(), at + buf.len() as u64);
         let first = at / size * size;
         let locked = first..end.next_multiple_of(size);
@@ -123,7 +123,8 @@ impl<S: Storage> Metadata<S> {
         if next < end {
             segments.push(Segment { at: next, stored: Stored::Own, own: buf });
         }
-        self.write_segments(segments).await
+        let written = self.write_segments(segments).await?;
+        Ok(shared.unwrap_or(written))
     }
 
     /// The new stored form of a lead block to which `own` is written at `at`. The caller holds its lock.

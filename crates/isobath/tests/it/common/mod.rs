@@ -20,9 +20,33 @@ use rand::rngs::StdRng;
 use std::future::{Future, poll_fn};
 use std::path::Path;
 use std::pin::Pin;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
+
+/// The memory of a guest.
+struct GuestMemory(NonNull<[u8]>);
+
+// SAFETY: it only keeps the memory, and frees it.
+unsafe impl Send for GuestMemory {}
+// SAFETY: as above.
+unsafe impl Sync for GuestMemory {}
+
+impl Drop for GuestMemory {
+    fn drop(&mut self) {
+        // SAFETY: from `Box::into_raw`, and the last buffer over it is gone.
+        drop(unsafe { Box::from_raw(self.0.as_ptr()) });
+    }
+}
+
+/// A buffer over memory of a guest, which may change at any time.
+pub(crate) fn guest_memory(bytes: Vec<u8>) -> IoBuf {
+    let length = bytes.len();
+    let memory = NonNull::from(Box::leak(bytes.into_boxed_slice()));
+    // SAFETY: the owner keeps the memory, and nothing else refers to it.
+    unsafe { IoBuf::shared(memory.cast(), length, Arc::new(GuestMemory(memory))) }
+}
 
 /// Time that passes whenever somebody waits.
 #[derive(Default)]
