@@ -164,5 +164,5 @@ pub async fn complete(job: &Job) {
 
 /// Fails as the job has failed.
 fn ended(job: &Job) -> Result<()> {
-    job.error().map_or(Ok(()), |error| Err(DiskError::Unsupported(error)))
+    job.error().map_or(Ok(()), |error| Err(DiskError::Unsupported(error.to_string())))
 }

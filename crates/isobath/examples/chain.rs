@@ -5,10 +5,10 @@
 //! cargo run --release -p isobath --example chain -- /var/tmp/chain
 //! ```
 
-use isobath::jobs::{JobOptions, StreamOptions, stream};
+use isobath::jobs::{JobOptions, StreamOptions};
 use isobath::ring::{Config, Executor, IoBuf};
 use isobath::storage::file::FileHost;
-use isobath::{Disk, LiveDisk, NewDisk, OpenOptions, create};
+use isobath::{Disk, NewDisk, OpenOptions, create};
 use std::error::Error;
 use std::path::Path;
 
@@ -36,15 +36,13 @@ async fn make_and_merge(directory: &Path) -> Result<(), Box<dyn Error>> {
     }
 
     let active = directory.join(format!("layer{}.qcow2", LAYERS - 1));
-    let disk = LiveDisk::open(FileHost, &active, &writable).await?;
+    let disk = Disk::open(FileHost, &active, &writable).await?;
     show(&disk).await?;
 
     // Data of the layers below moves into the active one, while the disk stays in use.
-    let (job, running) = stream(&disk, StreamOptions::default(), JobOptions::new("merge"))?;
+    let (job, running) = disk.stream(StreamOptions::default(), JobOptions::new("merge"))?;
     running.await;
-    if let Some(error) = job.error() {
-        return Err(error.into());
-    }
+    job.result()?;
     show(&disk).await?;
     disk.close().await?;
     Ok(())
@@ -57,14 +55,14 @@ fn pattern(byte: u8) -> IoBuf {
 }
 
 /// Prints which layer each part of the disk comes from; 0 is the active one.
-async fn show(disk: &LiveDisk<FileHost>) -> isobath::Result<()> {
+async fn show(disk: &Disk<FileHost>) -> isobath::Result<()> {
     println!("layers: {}", disk.depth());
     let mut print = |run: &isobath::MapEntry| {
         if run.data {
             println!("{:>10} {:>10} layer {}", run.start, run.length, run.depth);
         }
     };
-    disk.current().chain_map(0..disk.size(), &mut print).await
+    disk.map(0..disk.size(), &mut print).await
 }
 
 fn main() -> Result<(), Box<dyn Error>> {

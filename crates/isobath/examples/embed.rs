@@ -8,10 +8,10 @@
 
 use isobath::ring::{Config, IoBuf, Worker, spawn};
 use isobath::storage::file::FileHost;
-use isobath::{DiskError, LiveDisk, OpenOptions, Overlay, Result};
+use isobath::{Disk, DiskError, OpenOptions, Overlay, Result};
 use std::error::Error;
 use std::path::PathBuf;
-use std::sync::{Arc, mpsc};
+use std::sync::mpsc;
 
 const BLOCK: u64 = 4096;
 const QUEUE_DEPTH: u64 = 8;
@@ -25,7 +25,7 @@ enum Request {
 
 /// The disk of a virtual machine, on a thread of its own.
 struct DiskThread {
-    disk: Arc<LiveDisk<FileHost>>,
+    disk: Disk<FileHost>,
     worker: Worker,
 }
 
@@ -34,7 +34,7 @@ impl DiskThread {
         let worker = Worker::start("disk", &Config::default())?;
         let opening = worker.handle().spawn_with(move || async move {
             let options = OpenOptions::new().writable(true);
-            let disk = LiveDisk::open(FileHost, &image, &options).await?;
+            let disk = Disk::open(FileHost, &image, &options).await?;
             // In the background, prepares for what flushes and closing need.
             let upkeep = disk.clone();
             spawn(async move { upkeep.upkeep().await });

@@ -1,5 +1,6 @@
 //! A job's interface: QEMU's states, and the verbs allowed in each.
 
+use super::error::JobError;
 use super::pace::{Forecast, Pacing};
 use super::record::{JobRecord, Recorder};
 use event_listener::{Event, EventListener};
@@ -274,7 +275,9 @@ pub(super) struct JobState {
     yields: bool,
     forecast: Option<Forecast>,
     recorder: Option<Recorder>,
-    error: Option<String>,
+    error: Option<JobError>,
+    /// It has ended because it was cancelled.
+    given_up: bool,
     flush_failed: bool,
 }
 
@@ -295,6 +298,9 @@ impl Invariants for JobState {
         }
         if self.dismissed && !matches!(self.status, Concluded | Null) {
             violated("a job is dismissed once it has ended");
+        }
+        if self.given_up && !self.cancelled {
+            violated("a job that is given up was cancelled");
         }
         let works = matches!(self.status, Running | Paused | Ready | Standby);
         if self.failed_for_now.is_some() && !works && !self.cancelled && self.error.is_none() {
@@ -399,9 +405,24 @@ impl Job {
         self.state.lock().speed
     }
 
-    /// Why it failed, if it did.
-    pub fn error(&self) -> Option<String> {
+    /// Why it failed, if it did; a cancelled job has not.
+    pub fn error(&self) -> Option<JobError> {
         self.state.lock().error.clone()
+    }
+
+    /// Whether it has succeeded, once its future has ended.
+    ///
+    /// # Errors
+    /// Its [error](Self::error), or [`JobError::Cancelled`]. [`JobError::Abandoned`] if it has not ended, and never
+    /// will once its future is dropped.
+    pub fn result(&self) -> Result<(), JobError> {
+        let state = self.state.lock();
+        match &state.error {
+            Some(error) => Err(error.clone()),
+            None if state.given_up => Err(JobError::Cancelled),
+            None if matches!(state.status, JobStatus::Concluded | JobStatus::Null) => Ok(()),
+            None => Err(JobError::Abandoned),
+        }
     }
 
     /// Whether it is currently throttled for guest I/O.
@@ -579,9 +600,14 @@ impl Job {
         self.state.lock().flush_failed
     }
 
-    pub(super) fn fail(&self, error: &DiskError) {
-        self.see(error);
-        self.state.lock().error.get_or_insert_with(|| error.to_string());
+    /// It ends because it was cancelled.
+    pub(super) fn end_cancelled(&self) {
+        self.state.lock().given_up = true;
+    }
+
+    pub(super) fn fail(&self, error: DiskError) {
+        self.see(&error);
+        self.state.lock().error.get_or_insert_with(|| JobError::from(error));
     }
 
     /// Makes the job wait because of an error.
@@ -642,8 +668,7 @@ impl Occupant for Job {
     }
 
     fn give_up(&self) {
-        let text = "it was abandoned before it ended";
-        self.state.lock().error.get_or_insert_with(|| text.to_owned());
+        self.state.lock().error.get_or_insert(JobError::Abandoned);
         // Its task was dropped, in whatever state.
         self.set_status(JobStatus::Concluded, |now| now != JobStatus::Null);
     }
@@ -661,16 +686,18 @@ pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(100);
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
 
     #[test]
     #[cfg(debug_assertions)]
     fn what_a_job_notes_goes_with_its_state() {
         type Change = fn(&mut JobState);
-        let cases: [(&str, Change); 8] = [
+        let cases: [(&str, Change); 9] = [
             ("is completed once", |state| state.complete = true),
             ("leaves the chain", |state| state.leave = true),
             ("is finalized once", |state| state.finalize = true),
             ("is dismissed once", |state| state.dismissed = true),
+            ("was cancelled", |state| state.given_up = true),
             ("waits because of an error", |state| {
                 state.failed_for_now = Some(FailedForNow::NoSpace);
             }),
@@ -687,7 +714,7 @@ mod tests {
             let mut state = JobState::default();
             state.check_invariants();
             change(&mut state);
-            let found = std::panic::catch_unwind(|| state.check_invariants()).unwrap_err();
+            let found = catch_unwind(AssertUnwindSafe(|| state.check_invariants())).unwrap_err();
             let text = found.downcast_ref::<String>().unwrap();
             assert!(text.contains(violated), "{violated}: {text}");
         }
@@ -732,7 +759,7 @@ mod tests {
             }
             job.give_up();
             assert_eq!(job.status(), JobStatus::Concluded);
-            assert!(job.error().unwrap().contains("abandoned"));
+            assert!(matches!(job.error(), Some(JobError::Abandoned)));
         }
     }
 }

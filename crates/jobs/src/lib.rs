@@ -5,6 +5,7 @@
 //! copied the chain changes, in one step that a crash leaves either done or not done.
 
 mod commit;
+mod error;
 mod follow;
 mod job;
 mod mirror;
@@ -15,6 +16,7 @@ mod scan;
 mod stream;
 
 pub use commit::{CommitOptions, commit};
+pub use error::JobError;
 pub use job::{
     IoStatus, Job, JobEvent, JobKind, JobOptions, JobStatus, Listener, OnError, Progress, Verb,
     VerbRefused,

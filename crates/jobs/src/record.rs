@@ -5,6 +5,7 @@
 
 use isobath_image::violated;
 use isobath_sync::Invariants;
+#[cfg(feature = "serde")]
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
@@ -16,7 +17,8 @@ const SAMPLES: usize = 4096;
 const INTERVALS: usize = 4096;
 
 /// A job's and its guest's activity over time. Times are in seconds since the job started.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
+#[cfg_attr(feature = "serde", derive(Serialize, Deserialize))]
 pub struct JobRecord {
     /// How long the job took, or has been running so far.
     pub seconds: f64,
@@ -37,7 +39,8 @@ pub struct JobRecord {
 }
 
 /// The activity during one interval.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[cfg_attr(feature = "serde", derive(Serialize, Deserialize))]
 pub struct JobSample {
     /// The guest's bytes per second.
     pub guest: u64,
@@ -48,7 +51,8 @@ pub struct JobSample {
 }
 
 /// A part of the time, in seconds since the job started.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[cfg_attr(feature = "serde", derive(Serialize, Deserialize))]
 pub struct Interval {
     /// Its start.
     pub from: f64,
@@ -287,8 +291,11 @@ mod tests {
             .collect();
         assert_eq!(ends, [0, 100, 350, 400]);
         assert_eq!(record.snapshots.len(), 1);
-        let json = serde_json::to_string(&record).unwrap();
-        assert_eq!(serde_json::from_str::<JobRecord>(&json).unwrap(), record);
+        #[cfg(feature = "serde")]
+        {
+            let json = serde_json::to_string(&record).unwrap();
+            assert_eq!(serde_json::from_str::<JobRecord>(&json).unwrap(), record);
+        }
     }
 
     #[test]

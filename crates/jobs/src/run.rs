@@ -63,11 +63,15 @@ pub(super) async fn run<H: Host>(job: Arc<Job>, mut task: impl Task, mut claim: 
             task.finish(&job).await.map(|()| true)
         };
     }
-    if let Err(error) = &result {
+    let (ended, cancelled) = (matches!(result, Ok(true)), matches!(result, Ok(false)));
+    if let Err(error) = result {
         tracing::warn!(job = job.id(), %error, "a job failed");
         job.fail(error);
     }
-    if !matches!(result, Ok(true)) {
+    if cancelled {
+        job.end_cancelled();
+    }
+    if !ended {
         job.go_to(JobStatus::Aborting);
         if let Err(error) = task.abandon().await {
             tracing::warn!(job = job.id(), %error, "a job's cleanup failed");
@@ -76,7 +80,6 @@ pub(super) async fn run<H: Host>(job: Arc<Job>, mut task: impl Task, mut claim: 
     }
     drop(task);
     claim.end(job.has_failed_flush());
-    let cancelled = matches!(result, Ok(false));
     job.tell(if cancelled { JobEvent::Cancelled } else { JobEvent::Completed });
     job.go_to(JobStatus::Concluded);
     job.until(Job::is_dismissed).await;

@@ -24,6 +24,7 @@ pub mod buf;
 mod device;
 mod event;
 mod first;
+pub mod loan;
 pub mod net;
 mod runtime;
 mod signal;

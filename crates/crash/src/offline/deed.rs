@@ -241,7 +241,7 @@ async fn run_job<F: Future<Output = ()>>(
     match started {
         Ok((job, run)) => {
             run.await;
-            job.error().map_or(Ok(()), Err)
+            job.error().map_or(Ok(()), |error| Err(error.to_string()))
         }
         Err(error) => Err(error.to_string()),
     }

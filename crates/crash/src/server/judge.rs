@@ -327,7 +327,7 @@ async fn jobs_again(
         (job, format!("a stream into layer {top} from above {base} of {depth}"))
     };
     tasks.run(|| ())?;
-    if let Some(error) = job.error() {
+    if let Some(error) = job.error().map(|error| error.to_string()) {
         // An image with an inconsistent bitmap cannot be lengthened.
         if error.contains("is inconsistent") {
             return Ok(());

@@ -394,7 +394,7 @@ impl Operator<'_> {
             }
         };
         futures_util::join!(running, steering);
-        let (how, error) = (ended.get(), job.error());
+        let (how, error) = (ended.get(), job.error().map(|error| error.to_string()));
         self.end_act(
             act,
             &match (how, &error) {

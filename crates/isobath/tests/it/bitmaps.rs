@@ -81,7 +81,7 @@ fn a_commit_is_noted_whether_it_copies_or_shares() {
             let job = JobOptions { pacing: Pacing::None, ..JobOptions::new("commit") };
             let (job, work) = isobath_jobs::commit(&live, CommitOptions::default(), job).unwrap();
             join!(work, complete(&job));
-            assert_eq!(job.error(), None);
+            assert!(job.error().is_none(), "{:?}", job.error());
             assert!(!is_trusted(&host), "kind {kind}, clones: {clones}");
             live.close().await.unwrap();
             drop(live);

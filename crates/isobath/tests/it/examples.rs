@@ -8,6 +8,9 @@ mod chain;
 #[allow(dead_code, reason = "its main")]
 #[path = "../../examples/embed.rs"]
 mod embed;
+#[allow(dead_code, reason = "its main")]
+#[path = "../../examples/read_disk.rs"]
+mod read_disk;
 
 #[test]
 fn a_chain_is_made_and_merged() {
@@ -31,4 +34,16 @@ fn a_disk_is_embedded() {
     qemu::assert_clean(&overlay);
     let disk = qemu::read_disk(&overlay, "qcow2");
     assert!((0..256 * 4096).all(|at| disk[at] == (at / 4096) as u8));
+}
+
+#[test]
+fn a_disk_is_read() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("disk");
+    // Longer than one step, and no multiple of it.
+    qemu::create(&image, "qcow2", (5 << 19) + 512, "");
+    let _ = qemu::io(&image, "qcow2", &["write -P 7 1m 64k", "write -P 8 2621440 512"]).ok();
+    let mut read = Vec::new();
+    read_disk::run(image.as_os_str(), &mut read).unwrap();
+    assert!(read == qemu::read_disk(&image, "qcow2"));
 }

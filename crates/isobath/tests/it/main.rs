@@ -6,6 +6,7 @@
 use isobath_disk_test as _;
 
 mod bitmaps;
+mod blocking;
 mod check;
 mod common;
 mod contradictions;
@@ -19,7 +20,9 @@ mod examples;
 mod failed_writes;
 mod hostile;
 mod journal;
+mod library;
 mod live;
+mod manifest;
 mod merged_layers;
 mod mixed_hosts;
 mod opposite_qemu;

@@ -63,7 +63,7 @@ fn assert_same(found: &[u8], expected: &[u8], what: &str) {
 
 async fn finish(job: Arc<Job>, work: impl Future<Output = ()>) {
     join!(work, complete(&job));
-    assert_eq!(job.error(), None);
+    assert!(job.error().is_none(), "{:?}", job.error());
 }
 
 fn job() -> JobOptions {

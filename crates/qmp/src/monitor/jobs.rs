@@ -45,7 +45,7 @@ impl<H: Host> Started<H> {
     /// Why it did not succeed.
     pub(super) fn error(&self) -> Option<String> {
         let cancelled = self.cancelled.get().then(|| "Operation canceled".to_owned());
-        self.job.error().or(cancelled)
+        self.job.error().map(|error| error.to_string()).or(cancelled)
     }
 }
 
@@ -92,7 +92,7 @@ impl EventQueue {
             current: progress.current,
             total: progress.total,
             speed: job.speed(),
-            error: job.error(),
+            error: job.error().map(|error| error.to_string()),
         });
         self.more.notify(usize::MAX);
     }

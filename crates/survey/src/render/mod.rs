@@ -4,12 +4,14 @@ mod csv;
 mod format;
 mod html;
 mod json;
+#[cfg(feature = "parquet")]
 mod parquet;
 mod text;
 
 pub use self::csv::csv;
 pub use html::html;
 pub use json::json;
+#[cfg(feature = "parquet")]
 pub use parquet::parquet;
 pub use text::text;
 

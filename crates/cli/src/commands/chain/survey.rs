@@ -10,7 +10,7 @@ use isobath_survey::{Options, Phase, Progress, SortBy, Survey, cost, shown, surv
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::fs::File;
-use std::io::{self, BufWriter, IsTerminal, Read, Write};
+use std::io::{self, BufWriter, Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -76,6 +76,7 @@ enum Output {
     /// CSV
     Csv,
     /// Parquet
+    #[cfg(feature = "parquet")]
     Parquet,
 }
 
@@ -100,8 +101,11 @@ enum Times {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    let to_terminal = args.file.is_none() && io::stdout().is_terminal();
-    if args.output == Output::Parquet && to_terminal {
+    #[cfg(feature = "parquet")]
+    if args.output == Output::Parquet
+        && args.file.is_none()
+        && io::IsTerminal::is_terminal(&io::stdout())
+    {
         return Err(Failure::new(
             "refusing to write Parquet to a terminal; use --file to write to a file",
         ));
@@ -124,25 +128,21 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         let page = render::html(&surveyed, &report, listing);
         to_file(path, |file| file.write_all(page.as_bytes()))?;
     }
-    match (&args.file, args.output) {
-        (Some(path), Output::Parquet) => to_file(path, |file| render::parquet(&surveyed, file))?,
-        (None, Output::Parquet) => {
+    let print = |out: &mut dyn Write| match args.output {
+        Output::Human => render::text(&surveyed, &report, listing, out),
+        Output::Json => json::print(out, &render::json(&surveyed, &report, listing)),
+        Output::Csv => render::csv(&surveyed, out),
+        #[cfg(feature = "parquet")]
+        Output::Parquet => {
             // The Parquet writer must be `Send`; the lock of standard output is not.
             let mut bytes = Vec::new();
             render::parquet(&surveyed, &mut bytes)?;
-            out.write_all(&bytes)?;
+            out.write_all(&bytes)
         }
-        (file, output) => {
-            let print = |out: &mut dyn Write| match output {
-                Output::Json => json::print(out, &render::json(&surveyed, &report, listing)),
-                Output::Csv => render::csv(&surveyed, out),
-                _ => render::text(&surveyed, &report, listing, out),
-            };
-            match file {
-                Some(path) => to_file(path, |file| print(file))?,
-                None => print(out)?,
-            }
-        }
+    };
+    match &args.file {
+        Some(path) => to_file(path, |file| print(file))?,
+        None => print(out)?,
     }
     Ok(if surveyed.is_interrupted() { INTERRUPTED } else { 0 })
 }

@@ -3,7 +3,7 @@
 //! JSON:
 //!
 //! ```sh
-//! cargo run --release -p isobath --example lookup_latency -- overlay.qcow2
+//! cargo run --release -p isobath-load --bin lookup_latency -- overlay.qcow2
 //! ```
 
 use isobath_disk::{Disk, MapStats, OpenOptions};

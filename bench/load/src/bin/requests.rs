@@ -1,8 +1,8 @@
 //! So many requests of 4 KiB on a chain of three images in memory, one after another, for counting instructions:
 //! `bench/instructions` runs it. Takes `read` or `write`, and how many.
 
-use isobath::storage::{IoBuf, memory::MemoryHost};
-use isobath::{Disk, NewDisk, OpenOptions, create};
+use isobath_disk::{Disk, NewDisk, OpenOptions, create};
+use isobath_storage::{IoBuf, memory::MemoryHost};
 use std::path::Path;
 
 const SIZE: u64 = 64 << 20;
