@@ -15,6 +15,18 @@ pub use json::json;
 pub use parquet::parquet;
 pub use text::text;
 
+/// Whether [`parquet`] writes: whether the feature of that name is on.
+pub const HAS_PARQUET: bool = cfg!(feature = "parquet");
+
+/// The feature `parquet`, which writes, is off.
+///
+/// # Errors
+/// Always.
+#[cfg(not(feature = "parquet"))]
+pub fn parquet(_: &crate::Survey, _: &mut (dyn std::io::Write + Send)) -> std::io::Result<()> {
+    Err(std::io::ErrorKind::Unsupported.into())
+}
+
 /// The settings of a list of chains.
 #[derive(Clone, Copy, Debug)]
 pub struct Listing {

@@ -76,7 +76,6 @@ enum Output {
     /// CSV
     Csv,
     /// Parquet
-    #[cfg(feature = "parquet")]
     Parquet,
 }
 
@@ -101,7 +100,9 @@ enum Times {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    #[cfg(feature = "parquet")]
+    if args.output == Output::Parquet && !render::HAS_PARQUET {
+        return Err(Failure::new("this build of isobath writes no Parquet; use --output csv"));
+    }
     if args.output == Output::Parquet
         && args.file.is_none()
         && io::IsTerminal::is_terminal(&io::stdout())
@@ -132,7 +133,6 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         Output::Human => render::text(&surveyed, &report, listing, out),
         Output::Json => json::print(out, &render::json(&surveyed, &report, listing)),
         Output::Csv => render::csv(&surveyed, out),
-        #[cfg(feature = "parquet")]
         Output::Parquet => {
             // The Parquet writer must be `Send`; the lock of standard output is not.
             let mut bytes = Vec::new();
