@@ -8,7 +8,7 @@ use std::thread;
 
 /// Tries of each target; of the one that starts a server for each there are fewer.
 fn tries(name: &str) -> usize {
-    if name == "vhost_user" { 300 } else { 1500 }
+    if name == "vhost_user" { 200 } else { 1000 }
 }
 
 #[test]

@@ -224,6 +224,24 @@ impl Model {
         Ok(())
     }
 
+    /// Compares bytes read at `offset`, and adopts those that were discarded.
+    ///
+    /// # Errors
+    /// The first difference; the model is then unchanged.
+    pub fn adopt_range(&mut self, offset: u64, actual: &[u8]) -> Result<(), Mismatch> {
+        self.check_range(offset, actual)?;
+        let mut rest = actual;
+        for (index, start, end) in self.parts(offset, actual.len() as u64) {
+            let (part, after) = rest.split_at(end - start);
+            if let Some(page) = self.pages.get_mut(&index) {
+                page.bytes[start..end].copy_from_slice(part);
+                page.settle(start, end);
+            }
+            rest = after;
+        }
+        Ok(())
+    }
+
     /// The pages that a range touches, each with the start and end of the range within it.
     fn parts(&self, offset: u64, length: u64) -> impl Iterator<Item = (u64, usize, usize)> + use<> {
         let end = offset.checked_add(length).filter(|end| *end <= self.size);
@@ -296,6 +314,13 @@ mod tests {
         disk[10] = 7;
         let wrong = Mismatch::Byte { offset: 10, expected: 0, or_zero: false, actual: 7, count: 1 };
         assert_eq!(model.check(&disk), Err(wrong));
+        model.discard(12, 2);
+        disk[13] = 0;
+        assert_eq!(model.adopt_range(12, &disk[12..14]), Ok(()));
+        assert_eq!(model.read(12, 2), [7, 0]);
+        disk[12] = 0;
+        assert!(model.check_range(12, &disk[12..14]).is_err());
+        disk[12] = 7;
         disk[10] = 3;
         model.discard(11, 1);
         disk[11] = 9;

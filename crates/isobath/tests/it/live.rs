@@ -19,7 +19,7 @@ use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_storage_test::give_way;
 use isobath_testkit::{model::Model, qemu, seed::Seed};
-use rand::rngs::StdRng;
+use rand::rngs::{SmallRng, StdRng};
 use rand::{Rng, RngExt, SeedableRng};
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -31,6 +31,8 @@ use std::time::Duration;
 
 type TestHost = FaultHost<MemoryHost>;
 
+/// Bursts of requests after which the whole disk is compared, which takes longer than they do.
+const COMPARED_EVERY: u32 = 8;
 /// Disks are a number of these long.
 const SECTOR: usize = 512;
 
@@ -45,6 +47,7 @@ struct World {
     /// Bytes that requests may have changed, while a snapshot is made.
     touched: Option<Vec<bool>>,
     count: u32,
+    bursts: u32,
 }
 
 fn options(rng: &mut StdRng) -> OpenOptions {
@@ -105,7 +108,8 @@ fn random_bytes(rng: &mut StdRng, length: u64) -> Vec<u8> {
     match rng.random_range(0..4) {
         0 => {}
         1 => bytes.fill(rng.random()),
-        _ => rng.fill_bytes(&mut bytes),
+        // From a generator that is no slower than the disk.
+        _ => SmallRng::seed_from_u64(rng.random()).fill_bytes(&mut bytes),
     }
     bytes
 }
@@ -160,7 +164,17 @@ impl World {
         }
         let (name, _) = below.unwrap();
         let live = Self::open(&host, Path::new(&name), rng).await;
-        Self { memory, host, plan, live, model, moments: BTreeMap::new(), touched: None, count: 0 }
+        Self {
+            memory,
+            host,
+            plan,
+            live,
+            model,
+            moments: BTreeMap::new(),
+            touched: None,
+            count: 0,
+            bursts: 0,
+        }
     }
 
     async fn open(host: &TestHost, name: &Path, rng: &mut StdRng) -> Arc<LiveDisk<AnyHost>> {
@@ -191,6 +205,7 @@ impl World {
     async fn burst(&mut self, rng: &mut StdRng) {
         let live = &self.live;
         let mut taken: Vec<(u64, u64)> = Vec::new();
+        let mut discarded: Vec<(u64, u64)> = Vec::new();
         let mut changes: Vec<Pin<Box<dyn Future<Output = ()> + '_>>> = Vec::new();
         let cluster = 1u64 << 17;
         for _ in 0..rng.random_range(1..6) {
@@ -231,6 +246,7 @@ impl World {
                 }
                 _ => {
                     self.model.discard(offset, length);
+                    discarded.push((offset, length));
                     changes.push(Box::pin(async move {
                         live.discard(offset, length).await.unwrap();
                     }));
@@ -242,8 +258,15 @@ impl World {
         }
         join_all(changes).await;
         // What a discard left is what the disk shows from then on.
-        let whole = self.whole().await;
-        self.model.adopt(&whole).unwrap_or_else(|mismatch| panic!("{mismatch}"));
+        for (offset, length) in discarded {
+            let left = live.read(offset, IoBuf::zeroed(length as usize)).await.unwrap();
+            self.model.adopt_range(offset, &left).unwrap_or_else(|mismatch| panic!("{mismatch}"));
+        }
+        self.bursts += 1;
+        if self.bursts.is_multiple_of(COMPARED_EVERY) {
+            let whole = self.whole().await;
+            self.model.check(&whole).unwrap_or_else(|mismatch| panic!("{mismatch}"));
+        }
     }
 
     async fn whole(&self) -> Vec<u8> {
