@@ -121,7 +121,7 @@ pub fn always<T>(there: Option<T>, image: &Path, what: &'static str) -> Result<T
 }
 
 /// So many parts of a structure are looked at when its invariants are checked. Long ones are checked at each of the
-/// thousands of steps that made them so: with 256 a simulated mirror that zeroes a large disk takes five times as long.
+/// thousands of steps that made them so: with 256 a simulated mirror that zeroes a large disk takes four times as long.
 pub(crate) const MOST_CHECKED: usize = 32;
 
 /// Panics because the invariant `what` is violated, where no error can be returned. The disk of the request accepts

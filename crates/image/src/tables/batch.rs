@@ -29,9 +29,13 @@ pub(super) struct Batch {
 
 impl Invariants for Batch {
     fn check_invariants(&self) {
+        let Some(&first) = self.fresh.keys().next() else { return };
+        // Side by side: looking each of them up would take a third of the simulator's time.
+        let mut entries = self.l1.range(first..).peekable();
         for (index, (offset, _)) in self.fresh.iter().take(MOST_CHECKED) {
-            let entry = self.l1.get(index).filter(|entry| entry.is_copied());
-            if entry.map(|entry| entry.with_copied(false).raw()) != Some(offset.get()) {
+            while entries.next_if(|(at, _)| *at < index).is_some() {}
+            let entry = entries.peek().filter(|(at, entry)| *at == index && entry.is_copied());
+            if entry.map(|(_, entry)| entry.with_copied(false).raw()) != Some(offset.get()) {
                 violated("the L1 entry of a new table points to it");
             }
         }
