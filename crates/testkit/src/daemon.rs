@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
@@ -22,6 +22,8 @@ const PATIENCE: Duration = Duration::from_mins(2);
 pub struct Daemon {
     server: Server,
     session: BufReader<UnixStream>,
+    /// Commands sent so far.
+    sent: u64,
     events: VecDeque<Value>,
     directory: TempDir,
 }
@@ -44,17 +46,22 @@ impl Daemon {
     pub fn start_in(work: &Path) -> Self {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let qmp = directory.path().join("qmp");
-        let chardev = format!("socket,path={},server=on,wait=off,id=qmp", qmp.display());
+        // It connects to us, before it starts the monitor. Who connects while it does meets a race in QEMU: the
+        // greeting comes twice, or never.
+        let listener = UnixListener::bind(&qmp).expect("listen for the storage daemon");
+        let chardev = format!("socket,path={},server=off,id=qmp", qmp.display());
         let nbd = format!("addr.type=unix,addr.path={}", directory.path().join("nbd").display());
         let mut command = Command::new(qemu::program("qemu-storage-daemon"));
         command.current_dir(work);
         command.args(["--chardev", &chardev, "--monitor", "chardev=qmp", "--nbd-server", &nbd]);
         let server = Server::start(&mut command, Ready::Socket(&directory.path().join("nbd")));
-        let stream = UnixStream::connect(&qmp).expect("connect to the storage daemon");
+        listener.set_nonblocking(true).expect("set a socket's mode");
+        let (stream, _) = listener.accept().expect("the storage daemon has connected");
         stream.set_read_timeout(Some(PATIENCE)).expect("set a timeout");
         let session = BufReader::new(stream);
-        let mut daemon = Self { server, session, events: VecDeque::new(), directory };
-        let _greeting = daemon.line();
+        let mut daemon = Self { server, session, sent: 0, events: VecDeque::new(), directory };
+        let greeting = daemon.line();
+        assert!(greeting.get("QMP").is_some(), "the storage daemon greets with {greeting}");
         daemon.ok("qmp_capabilities", &json!({}));
         daemon
     }
@@ -88,18 +95,22 @@ impl Daemon {
     /// The daemon's message if it rejects the command.
     #[track_caller]
     pub fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value, String> {
-        let line = json!({"execute": command, "arguments": arguments});
+        self.sent += 1;
+        let id = self.sent;
+        let line = json!({"execute": command, "arguments": arguments, "id": id});
         let sent = writeln!(self.session.get_mut(), "{line}");
         assert!(sent.is_ok(), "the storage daemon accepts no commands\n{}", self.server.log());
         loop {
             let mut answer = self.line();
             if answer.get("event").is_some() {
                 self.events.push_back(answer);
-            } else if let Some(error) = answer.get("error") {
-                return Err(format!("qemu: {command} {arguments}: {}", error["desc"]));
-            } else {
-                return Ok(answer["return"].take());
+                continue;
             }
+            assert_eq!(answer["id"], id, "{command}: the storage daemon answers {answer}");
+            if let Some(error) = answer.get("error") {
+                return Err(format!("qemu: {command} {arguments}: {}", error["desc"]));
+            }
+            return Ok(answer["return"].take());
         }
     }
 
