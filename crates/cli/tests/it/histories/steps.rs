@@ -327,9 +327,7 @@ impl Chain {
                 5 if place == self.top() => {
                     let size = random_size(rng);
                     let size = if self.cannot_grow(place, size) { image.size() } else { size };
-                    let size = image.may_end_at(size);
-                    self.grown_from = (size > image.size()).then_some(image.size());
-                    format!("size={size}")
+                    format!("size={}", image.may_end_at(size))
                 }
                 _ => {
                     let below = place.checked_sub(1).map(|below| &self.images[below]);
@@ -343,6 +341,9 @@ impl Chain {
             });
         }
         options.dedup_by_key(|option| option.split('=').next().unwrap().to_owned());
+        let size = options.iter().find_map(|option| option.strip_prefix("size="));
+        let grown = size.is_some_and(|size| size.parse::<u64>().unwrap() > image.size());
+        self.grown_from = grown.then_some(image.size());
         if !self.both(&["amend", "-q", "-o", &options.join(","), &name]) && options.len() > 1 {
             // QEMU has done what came before the option that it refuses; Isobath, nothing.
             self.take_back();
