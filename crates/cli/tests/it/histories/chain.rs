@@ -452,3 +452,9 @@ pub(super) fn files(directory: &Path) -> Files {
     let entries = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap());
     entries.map(|entry| (entry.file_name(), fs::read(entry.path()).unwrap())).collect()
 }
+
+/// Whether the image itself has data, by its `map`. Without, QEMU's commit has left it no table, and so nothing that a
+/// snapshot refers to; Isobath's leaves the tables.
+pub(super) fn has_data(map: &Value) -> bool {
+    map.as_array().unwrap().iter().any(|run| run["depth"] == 0 && run["data"] == true)
+}

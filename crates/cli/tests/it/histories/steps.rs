@@ -1,7 +1,7 @@
 //! The commands of a history, drawn at random.
 
 use super::chain::{
-    Chain, Guest, Image, compressed, guest_commands, random_options, random_size, strings,
+    Chain, Guest, Image, compressed, guest_commands, has_data, random_options, random_size, strings,
 };
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -282,6 +282,11 @@ impl Chain {
         let any = present.choose(rng).cloned();
         match (rng.random_range(0..10), any) {
             (0..5, _) if present.len() < 4 => {
+                let counted = image.may_count(present.len() as u64 + 2);
+                let map = || self.qemu(0, &["map", "--output=json", &name]).ok().json();
+                if !counted && !has_data(&map()) {
+                    return false;
+                }
                 let new = format!("s{}", rng.random_range(0..6));
                 if self.both(&["snapshot", "-c", &new, &name]) {
                     self.judge();

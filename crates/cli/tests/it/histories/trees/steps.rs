@@ -2,7 +2,7 @@
 
 use super::names::{Form, ROOT};
 use super::tree::{Tree, files, random_size, unname_format};
-use crate::histories::chain::{Guest, guest_commands, strings};
+use crate::histories::chain::{Guest, guest_commands, has_data, strings};
 use crate::live::clients::{Frontend, Kill};
 use crate::serving::ISOBATH;
 use isobath_testkit::locks::until_unlocked;
@@ -270,7 +270,11 @@ impl Tree {
                 if image.is_v2() && below.is_none() {
                     return None;
                 }
-                let fits = |onto: usize| !self.foreign(onto) && !self.chain(onto).contains(&id);
+                let by_qemu = self.foreign(id);
+                let fits = |onto: usize| {
+                    let closed = self.foreign(onto) || by_qemu && self.unsettled(onto);
+                    !closed && !self.chain(onto).contains(&id)
+                };
                 let lower = rng.random_bool(0.6);
                 let chain = self.chain(id);
                 let onto =
@@ -470,6 +474,11 @@ impl Tree {
         let file = self.argument(rng, id);
         match (rng.random_range(0..10), any) {
             (0..5, _) if present.len() < 3 => {
+                let counted = image.may_count(present.len() as u64 + 2);
+                let map = ["map", "-U", "--output=json", &self.file(id)];
+                if !counted && !has_data(&self.program(0, false, &map).ok().json()) {
+                    return None;
+                }
                 let new = format!("s{}", rng.random_range(0..6));
                 self.both(&["snapshot", "-c", &new, &file]);
             }
