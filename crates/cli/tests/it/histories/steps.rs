@@ -349,8 +349,9 @@ impl Chain {
         let size = options.iter().find_map(|option| option.strip_prefix("size="));
         let grown = size.is_some_and(|size| size.parse::<u64>().unwrap() > image.size());
         self.grown_from = grown.then_some(image.size());
-        if !self.both(&["amend", "-q", "-o", &options.join(","), &name]) && options.len() > 1 {
-            // QEMU has done what came before the option that it refuses; Isobath, nothing.
+        if !self.both(&["amend", "-q", "-o", &options.join(","), &name]) {
+            // QEMU has done what came before the option that it refuses, and has turned lazy refcounts off before it
+            // refuses version 2; Isobath, nothing.
             self.take_back();
         }
         self.count("amend");

@@ -34,7 +34,7 @@ pub(super) struct Node {
     pub(super) form: Form,
     /// A server of Isobath's copy was killed; only Isobath can open it, until it has been opened for writing.
     pub(super) unsettled: bool,
-    /// A killed server may have left clusters that nothing uses.
+    /// A killed server, or QEMU, may have left clusters that nothing uses.
     pub(super) leaky: bool,
 }
 
