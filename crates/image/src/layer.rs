@@ -561,8 +561,9 @@ impl<S: Storage> Layer<S> {
         Ok(())
     }
 
-    /// The writer has finished with the file: from now on only the tables in the file count.
-    pub async fn writer_done(&self) -> Result<()> {
+    /// The writer has added tables to the file, all of which are in it now: whoever reads them there finds them within
+    /// its length.
+    pub async fn note_new_tables(&self) -> Result<()> {
         self.refresh_file_length().await?;
         if let Some(qcow2) = &self.qcow2 {
             qcow2.opened_length.store(self.storage.len().await?, Ordering::Relaxed);

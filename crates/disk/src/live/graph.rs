@@ -181,7 +181,7 @@ impl<H: Host> LiveDisk<H> {
     ) -> Result<Arc<Layer<H::File>>> {
         lower.close().await?;
         let layer = Arc::clone(lower.chain.active());
-        layer.writer_done().await?;
+        layer.note_new_tables().await?;
         layer.retire().await?;
         self.forget_lower(top).await?;
         Ok(layer)

@@ -112,7 +112,7 @@ impl<H: Host> LiveDisk<H> {
             Err(error) => return Err(error),
         }
         if let Some(layer) = disk.chain.get(retiring.layer) {
-            layer.writer_done().await?;
+            layer.note_new_tables().await?;
             layer.retire().await?;
             disk.retired()?;
         }

@@ -69,7 +69,7 @@ pub async fn finish<S: Storage>(metadata: &Metadata<S>, found_log: &FoundLog) ->
     }
     found_log.remove();
     metadata.alloc.keep_freed(false).await;
-    Ok(())
+    metadata.layer.note_new_tables().await
 }
 
 /// Overlays a killed process's completed writes on the image `layer`, which is only read: it then shows what a writer

@@ -11,11 +11,11 @@ use isobath_disk::{
     Repair, ZeroFlags, check, create,
 };
 use isobath_jobs::pace::Pacing;
-use isobath_jobs::{JobOptions, MirrorOptions, MirrorSync};
+use isobath_jobs::{CommitOptions, JobOptions, MirrorOptions, MirrorSync};
 use isobath_qcow2::{Header, NewImage};
 use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf, MemoryUse, OpenMode, Operation, Storage, StorageExt};
+use isobath_storage::{Host, IoBuf, Locking, MemoryUse, OpenMode, Operation, Storage, StorageExt};
 use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_storage_test::give_way;
@@ -115,23 +115,35 @@ impl World {
         FaultHost::new(self.memory.clone(), plan)
     }
 
+    async fn start(&self, host: TestHost) -> Arc<LiveDisk<AnyHost>> {
+        let disk = Disk::open(host.any(), &self.name, &self.options).await.unwrap();
+        LiveDisk::new(disk, &self.options, Arc::new(Ticking::default()))
+    }
+
     /// Opens the disk, killed at it some times before. Whoever only reads it meanwhile sees what there is then.
     fn open(&self, rng: &mut StdRng) -> Arc<LiveDisk<AnyHost>> {
         let mut seen = vec![self.look()];
         for _ in 0..rng.random_range(0..4) {
             let turns = rng.random_range(1..600);
-            drop(run(LiveDisk::open(self.host(rng).any(), &self.name, &self.options), turns));
+            drop(run(self.start(self.host(rng)), turns));
             seen.push(self.look());
         }
-        let host = self.host(rng);
-        let disk = run(LiveDisk::open(host.any(), &self.name, &self.options), ALWAYS);
-        let disk = disk.unwrap().unwrap();
+        let disk = run(self.start(self.host(rng)), ALWAYS).unwrap();
         let found = block_on(read(&disk, &(0..self.model.len() as u64)));
         for (kills, seen) in seen.iter().enumerate() {
             let differs = first_difference(seen, &found);
             assert_eq!(differs, None, "after {kills} kills a reader sees something else there");
         }
         disk
+    }
+
+    /// What a layer holds by itself and through those below it.
+    fn contents_of(&self, layer: &Path) -> Vec<u8> {
+        block_on(async {
+            let options = OpenOptions::new().locking(Locking::Unlocked);
+            let disk = Disk::open(self.memory.any(), layer, &options).await.unwrap();
+            disk.read(0, IoBuf::zeroed(disk.size() as usize)).await.unwrap().to_vec()
+        })
     }
 
     /// What a reader sees, who changes nothing.
@@ -206,6 +218,15 @@ impl World {
 async fn read(disk: &LiveDisk<AnyHost>, range: &Range<u64>) -> Vec<u8> {
     let length = (range.end - range.start) as usize;
     disk.read(range.start, IoBuf::zeroed(length)).await.unwrap().to_vec()
+}
+
+/// Copies all that the layers above it have into the base, as a commit without a server does: it reads their files.
+async fn commit_offline(disk: &Arc<LiveDisk<AnyHost>>) {
+    let options = CommitOptions { keep_chain: true, ..CommitOptions::default() };
+    let job = JobOptions { pacing: Pacing::None, ..JobOptions::new("commit") };
+    let (job, work) = isobath_jobs::commit(disk, options, job).unwrap();
+    futures_util::join!(work, complete(&job));
+    assert!(job.error().is_none(), "{:?}", job.error());
 }
 
 /// Does the requests and perhaps flushes, makes a snapshot or changes the size; says which of the
@@ -297,6 +318,12 @@ fn history(rng: &mut StdRng) {
         world.adopt(&disk, &pending).await;
         world.compare(&disk).await;
     });
+    if disk.depth() > 1 && rng.random() {
+        block_on(commit_offline(&disk));
+        block_on(world.compare(&disk));
+        let base = disk.layers().last().unwrap().name().to_owned();
+        assert!(world.contents_of(&base).starts_with(&world.model), "the base lacks something");
+    }
     let layers = disk.layers();
     let below = layers.iter().skip(1).filter(|layer| layer.header().is_some());
     let below: Vec<PathBuf> = below.map(|layer| layer.name().to_owned()).collect();
@@ -520,6 +547,38 @@ fn a_log_is_not_applied_once_the_image_was_recovered_elsewhere() {
             assert_reads(&disk, CLUSTER, 7, 3 * CLUSTER as usize).await;
             close(disk, &memory).await;
         }
+    });
+}
+
+/// A commit without a server reads the tables in the file, and a recovery has made it longer.
+#[test]
+fn a_commit_finds_the_tables_that_a_log_has_added() {
+    const SIZE: u64 = 256 << 10;
+    // Of what one table of the smallest clusters describes.
+    const TABLE: u64 = 32 << 10;
+    block_on(async {
+        let memory = MemoryHost::new();
+        memory.insert("base.raw", &vec![1; SIZE as usize]);
+        let mut image = NewImage::new(SIZE);
+        image.cluster_bits = 9;
+        image.backing_file = Some("base.raw".into());
+        image.backing_format = Some("raw".into());
+        make(&memory, NAME, &image).await;
+        let live = open_live(&memory, NAME, &logged()).await;
+        for start in (0..SIZE).step_by(TABLE as usize) {
+            // Without data: the file does not end behind the tables because of that.
+            live.write_zeroes(start, SECTOR as u64, ZeroFlags::default()).await.unwrap();
+        }
+        drop(live);
+        // Killed.
+        let live = open_live(&memory, NAME, &logged()).await;
+        commit_offline(&live).await;
+        live.close().await.unwrap();
+        let mut expected = vec![1; SIZE as usize];
+        for part in expected.chunks_mut(TABLE as usize) {
+            part[..SECTOR].fill(0);
+        }
+        assert!(memory.contents("base.raw").unwrap() == expected);
     });
 }
 
