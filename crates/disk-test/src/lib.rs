@@ -2,7 +2,8 @@
 //!
 //! The engine is generic over its host, and the compiler makes its code where a host's type is first known. A test
 //! program for [`AnyHost`] that links this crate takes the code from here, if it is compiled at optimisation level 0
-//! or 1: the compiler shares it only there. What the [`tour`] leaves out is compiled again in each program.
+//! or 1: the compiler shares it only there. What the [`tour`] leaves out is compiled again in each program, and so are
+//! futures, since this crate is optimised.
 
 #![allow(clippy::large_futures, reason = "they are polled where they are made")]
 

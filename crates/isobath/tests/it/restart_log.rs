@@ -115,20 +115,16 @@ impl World {
         FaultHost::new(self.memory.clone(), plan)
     }
 
-    async fn start(&self, host: TestHost) -> Arc<LiveDisk<AnyHost>> {
-        let disk = Disk::open(host.any(), &self.name, &self.options).await.unwrap();
-        LiveDisk::new(disk, &self.options, Arc::new(Ticking::default()))
-    }
-
     /// Opens the disk, killed at it some times before. Whoever only reads it meanwhile sees what there is then.
     fn open(&self, rng: &mut StdRng) -> Arc<LiveDisk<AnyHost>> {
         let mut seen = vec![self.look()];
         for _ in 0..rng.random_range(0..4) {
             let turns = rng.random_range(1..600);
-            drop(run(self.start(self.host(rng)), turns));
+            drop(run(open_live(&self.host(rng), &self.name, &self.options), turns));
             seen.push(self.look());
         }
-        let disk = run(self.start(self.host(rng)), ALWAYS).unwrap();
+        let host = self.host(rng);
+        let disk = run(open_live(&host, &self.name, &self.options), ALWAYS).unwrap();
         let found = block_on(read(&disk, &(0..self.model.len() as u64)));
         for (kills, seen) in seen.iter().enumerate() {
             let differs = first_difference(seen, &found);
@@ -633,8 +629,12 @@ fn a_log_that_was_asked_for_later_has_everything_too() {
     }
 }
 
-async fn open_live(host: &MemoryHost, name: &str, options: &OpenOptions) -> Arc<LiveDisk<AnyHost>> {
-    let disk = Disk::open(host.any(), Path::new(name), options).await.unwrap();
+async fn open_live(
+    host: &impl ToAny,
+    name: impl AsRef<Path>,
+    options: &OpenOptions,
+) -> Arc<LiveDisk<AnyHost>> {
+    let disk = Disk::open(host.any(), name.as_ref(), options).await.unwrap();
     LiveDisk::new(disk, options, Arc::new(Ticking::default()))
 }
 
