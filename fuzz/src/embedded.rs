@@ -2,8 +2,7 @@
 
 use crate::take;
 use isobath_qcow2::embedded::{LEAD, Lead, Mapping, Span, ZoneId, embed, extract, find};
-use isobath_qcow2::journal::Crc32c;
-use isobath_qcow2::{ClusterIndex, Lsn};
+use isobath_qcow2::{ClusterIndex, Crc32c, Lsn};
 
 /// The zone that the seeds belong to.
 pub(crate) const ZONE: ZoneId = ZoneId(*b"the seeds' zone!");

@@ -105,7 +105,7 @@ async fn checksums(file: &File, format: Format, length: u64) {
         }
         bytes[field..field + 4].fill(0);
         let sum = if format == Format::Vhdx {
-            isobath_qcow2::journal::Crc32c::of(&bytes).to_le_bytes()
+            isobath_qcow2::Crc32c::of(&bytes).to_le_bytes()
         } else {
             (!bytes.iter().fold(0_u32, |sum, byte| sum + u32::from(*byte))).to_be_bytes()
         };

@@ -1,9 +1,9 @@
 //! The journal: records, areas of them, and edits of the header that points to one.
 
 use isobath_qcow2::journal::{
-    BLOCK, Content, Crc32c, HEAD_BYTES, Journal, JournalExtension, MIN_AREA, Operation, Record,
+    BLOCK, Content, HEAD_BYTES, Journal, JournalExtension, MIN_AREA, Operation, Record,
 };
-use isobath_qcow2::{Header, HostOffset, IncompatibleFeatures, Lsn, ParseMode};
+use isobath_qcow2::{Crc32c, Header, HostOffset, IncompatibleFeatures, Lsn, ParseMode};
 
 /// The journal that the seeds belong to.
 pub(crate) const ID: u64 = 0x1504_a7b5_f022_1e55;

@@ -3,7 +3,7 @@
 use crate::take;
 use futures_executor::block_on;
 use isobath_disk::{Disk, MetadataMode, NewDisk, OpenOptions, create};
-use isobath_qcow2::journal::Crc32c;
+use isobath_qcow2::Crc32c;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, MemoryUse, OpenMode, StorageExt};
 use std::path::Path;

@@ -4,7 +4,7 @@ use crate::failure::Failure;
 use crate::image_name::Image;
 use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, create};
 use isobath_storage::Locking;
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::path::PathBuf;
 
 /// Creates and opens an overlay that nobody else sees: its file is unlinked once it is open. Also returns the options

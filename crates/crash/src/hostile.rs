@@ -2,8 +2,8 @@
 
 use crate::value::{Given, Sort, Value};
 use isobath_qcow2::embedded::{LEAD, Mapping, ZoneId, embed};
-use isobath_qcow2::journal::{Crc32c, Journal, Zones};
-use isobath_qcow2::{ClusterIndex, Header, Lsn};
+use isobath_qcow2::journal::{Journal, Zones};
+use isobath_qcow2::{ClusterIndex, Crc32c, Header, Lsn};
 use rand::RngExt;
 use rand::rngs::SmallRng;
 use std::ops::Range;

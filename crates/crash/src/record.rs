@@ -13,6 +13,11 @@ pub const NEVER: Tick = Tick::MAX;
 /// Files by name.
 pub type Files = Vec<(PathBuf, Arc<Content>)>;
 
+/// The contents of the file of this name.
+pub(crate) fn file<'a>(files: &'a Files, name: &Path) -> Option<&'a Content> {
+    files.iter().find(|(own, _)| own == name).map(|(_, content)| &**content)
+}
+
 /// A change of a file.
 #[derive(Clone, Debug, Hash)]
 pub enum Action {

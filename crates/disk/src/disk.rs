@@ -3,7 +3,7 @@
 use crate::device::{BlockDevice, BlockStatus, ZeroFlags, block_device};
 use crate::touched::Touched;
 use event_listener::Event;
-use futures_util::join;
+use futures_util::future::join;
 use isobath_chain::chain::{Chain, LayerIndex};
 use isobath_chain::create::Preallocation;
 use isobath_chain::map::{Map, MapStats, SLICE_UNITS};
@@ -63,7 +63,7 @@ impl<S: Storage> Flushing<S> {
             }
         };
         // Both run to the end, even if one fails: a cancelled commit would be half done.
-        let (before, now) = join!(before, writer.commit(&self.readers));
+        let (before, now) = join(before, writer.commit(&self.readers)).await;
         before.and(writer.or_mark_corrupt(now).await)
     }
 }

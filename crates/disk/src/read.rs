@@ -27,7 +27,7 @@ impl<H: Host> Disk<H> {
                     return Ok(extents);
                 }
                 Lookup::Missing(slice) => {
-                    // The extents found so far stay valid, because the caller is inside the gate. The map may be too
+                    // The extents found so far stay valid, because the caller is inside the epoch. The map may be too
                     // small for all slices of the range at once.
                     at = at.max(slice << self.map.slice_bits());
                     Box::pin(self.resolve_slice(slice)).await?;
@@ -98,12 +98,12 @@ impl<H: Host> Disk<H> {
         if buf.is_empty() {
             return Ok(buf);
         }
-        let _pass = self.readers.gate.enter();
+        let _pass = self.readers.epoch.enter();
         let extents = self.extents(offset..offset + buf.len() as u64).await?;
         self.read_extents(&extents, buf).await
     }
 
-    /// Fills `buf` from extents that cover exactly its length. The caller is inside the gate.
+    /// Fills `buf` from extents that cover exactly its length. The caller is inside the epoch.
     pub async fn read_extents(&self, extents: &[Extent], buf: IoBuf) -> Result<IoBuf> {
         if let [extent] = extents {
             self.check_length(extent.length, &buf)?;
@@ -152,7 +152,7 @@ impl<H: Host> Disk<H> {
                     newer.as_deref()
                 };
                 match writer.and_then(Writer::qcow2) {
-                    Some(qcow2) => qcow2.metadata.read(host, buf).await,
+                    Some(qcow2) => qcow2.metadata.guest_io().read(host, buf).await,
                     None => self.layer(index)?.read_data_at(host, buf).await,
                 }
             }

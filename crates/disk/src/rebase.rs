@@ -197,7 +197,7 @@ impl<H: Host> Rebase<H> {
         let end = range.end.min(disk.size());
         let mut found = Vec::new();
         if range.start < end {
-            let _pass = disk.readers.gate.enter();
+            let _pass = disk.readers.epoch.enter();
             found.extend(disk.extents(range.start..end).await?);
         }
         Ok(found)

@@ -18,7 +18,7 @@ impl<H: Host> Disk<H> {
         length: u64,
         max_runs: usize,
     ) -> Result<Vec<BlockStatus>> {
-        let _pass = self.readers.gate.enter();
+        let _pass = self.readers.epoch.enter();
         let end = offset + length;
         let mut runs: Vec<BlockStatus> = Vec::new();
         let mut at = offset;

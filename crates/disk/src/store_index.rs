@@ -12,10 +12,10 @@ use isobath_image::index_area::clusters;
 use isobath_image::layer::Qcow2;
 use isobath_image::writer::{Qcow2Writer, Writer};
 use isobath_image::{Result, invariant};
+use isobath_qcow2::Header;
 use isobath_qcow2::header::HeaderWrite;
 use isobath_qcow2::index::IndexExtension;
-use isobath_qcow2::{Header, HostCluster};
-use isobath_storage::{Host, IoBuf, Storage, StorageExt, ZeroMode, shown};
+use isobath_storage::{Host, IoBuf, Storage, StorageExt, shown};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -39,9 +39,6 @@ pub struct IndexMismatch {
     /// Whether a read detects this by a hash, as when the index was overwritten, and uses the layers' tables.
     pub noticed: bool,
 }
-
-/// Bytes written at once.
-const PIECE: usize = 1 << 20;
 
 type Indexable<'a, S> = (&'a Writer<S>, &'a Qcow2Writer<S>, &'a Qcow2);
 
@@ -73,14 +70,14 @@ impl<H: Host> Disk<H> {
                 "its backing file '{name}' is in the format {format}; an index covers only qcow2 and raw images"
             )));
         }
-        let (start, at) = qcow2.metadata.alloc.end().await?;
+        let (start, at) = qcow2.index_place().await?;
         let place = Place {
             at,
             cluster_size: image.geometry.cluster_size(),
             position: below.depth() as u32,
         };
-        let told = |done, total| progress(IndexProgress { done, total });
-        let Some(built) = build(&below, &name, place, Folding::Whole, told).await? else {
+        let report = |done, total| progress(IndexProgress { done, total });
+        let Some(built) = build(&below, &name, place, Folding::Whole, report).await? else {
             return Err(self.refused("it is too large for an index; use larger clusters"));
         };
         // Before anything is written: whether the header has room.
@@ -88,7 +85,7 @@ impl<H: Host> Disk<H> {
         let clusters = built.extension.area_length >> image.geometry.cluster_bits();
         let area = start.get()..start.get() + clusters;
         check_area(image, &built, &area, self.name())?;
-        qcow2.metadata.alloc.need_area(&area).await?;
+        qcow2.check_index_area(&area).await?;
         writer.exclusively(|| self.store(qcow2, image, area, &built)).await?;
         writer.commit(&self.readers).await?;
         self.chain.set_index(find(&self.chain).await);
@@ -105,21 +102,10 @@ impl<H: Host> Disk<H> {
         area: Range<u64>,
         built: &Built,
     ) -> Result<()> {
-        let storage = self.chain.active().storage();
-        let alloc = &qcow2.metadata.alloc;
         let old = image.header.read().index().copied();
-        let mut released = alloc.append_area(area).await?;
-        released.extend(alloc.write_structure().await?);
-        alloc.write_blocks().await?;
-        storage.flush().await?;
-        let mut at = built.extension.area_offset.get();
-        for piece in built.bytes.chunks(PIECE) {
-            storage.write_at(at, IoBuf::copy_of(piece)).await?;
-            at += piece.len() as u64;
-        }
-        storage.flush().await?;
+        let released = qcow2.write_index(area, &built.bytes).await?;
         self.point_to(image, Some(&built.extension)).await?;
-        alloc.release(&released).await?;
+        qcow2.release_clusters(&released).await?;
         match old {
             Some(old) => self.free_area(qcow2, image, &old).await,
             None => Ok(()),
@@ -222,30 +208,17 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
-    /// Frees the area of an index that nothing refers to, and zeroes it as it was before.
+    /// Frees the area of an index that nothing refers to.
     async fn free_area(
         &self,
         qcow2: &Qcow2Writer<H::File>,
         image: &Qcow2,
         index: &IndexExtension,
     ) -> Result<()> {
-        let Some(area) = clusters(image, index) else { return Ok(()) };
-        let alloc = &qcow2.metadata.alloc;
-        if !alloc.is_kept(&area).await {
-            return Ok(());
+        match clusters(image, index) {
+            Some(area) => qcow2.free_index(area).await,
+            None => Ok(()),
         }
-        let storage = self.chain.active().storage();
-        let size = image.geometry.cluster_size();
-        let zero = ZeroMode { may_unmap: true, only_fast: false };
-        // QEMU may have taken some of it for data.
-        for cluster in area.clone() {
-            if alloc.refcount(HostCluster::new(cluster)).await? == 0 {
-                storage.write_zeroes(cluster * size, size, zero).await?;
-            }
-        }
-        storage.flush().await?;
-        alloc.forget_area(&area).await;
-        Ok(())
     }
 }
 

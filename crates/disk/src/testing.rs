@@ -62,8 +62,12 @@ fn make(host: &MemoryHost, name: &str, new: &NewDisk) -> Disk<MemoryHost> {
 
 /// Opens an image for writing.
 pub(crate) fn open(host: &MemoryHost, name: &str) -> Disk<MemoryHost> {
-    let options = OpenOptions::new().writable(true);
-    block_on(Box::pin(Disk::open(host.clone(), Path::new(name), &options))).unwrap()
+    open_as(host, name, &OpenOptions::new().writable(true))
+}
+
+/// Opens an image with other options.
+pub(crate) fn open_as(host: &MemoryHost, name: &str, options: &OpenOptions) -> Disk<MemoryHost> {
+    block_on(Box::pin(Disk::open(host.clone(), Path::new(name), options))).unwrap()
 }
 
 /// The disk with a chain that can change.

@@ -6,7 +6,7 @@
 use isobath_disk::{LiveDisk, OpenOptions};
 use isobath_export::fuse::{Mount, Options};
 use isobath_ring::{Config, Executor, Signals, Worker, spawn};
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::error::Error;
 use std::path::Path;
 

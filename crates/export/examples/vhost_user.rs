@@ -7,7 +7,7 @@
 use isobath_disk::{LiveDisk, OpenOptions};
 use isobath_export::vhost_user::{Options, Server};
 use isobath_ring::{Config, Executor, Signals, Worker, spawn};
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::error::Error;
 use std::fs;
 use std::os::unix::net::UnixListener;

@@ -1,6 +1,8 @@
 //! What tests of invariants share.
 
+use crate::{DiskError, Result};
 use isobath_sync::Invariants;
+use std::fmt::Debug;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// A structure is sound, and after a change it violates the invariant `what`.
@@ -16,4 +18,13 @@ pub(crate) fn assert_violated<T: Invariants>(
     let panic = checked.expect_err(what);
     let text = panic.downcast_ref::<String>().unwrap();
     assert!(text.contains(what), "{what}: {text}");
+}
+
+/// Fails unless a request violates the invariant `what`, and returns it as its error.
+#[track_caller]
+pub(crate) fn must_violate<T: Debug>(done: Result<T>, what: &str) {
+    match done {
+        Err(DiskError::Internal { violated, .. }) => assert_eq!(violated, what),
+        other => panic!("{other:?} although not: {what}"),
+    }
 }

@@ -1,9 +1,9 @@
 //! One qcow2 image in use.
 //!
-//! A [`Layer`](layer::Layer) is an open image; a [`Writer`](writer::Writer) changes one. Below them are the image's
-//! [tables], the [allocation](alloc) of its clusters, and [what makes changes durable](durability): the log and its
-//! commit. [`recover`](recovery::recover) repairs an image after a crash, and [`check`](offline::check) finds and
-//! repairs inconsistencies.
+//! A [`Layer`](layer::Layer) is an open image; a [`Writer`](writer::Writer) changes one: guest data [in
+//! place](guest_io), or in [new places](placement). Below them are the image's tables, the allocation of its clusters,
+//! and [what makes changes durable](durability): the log and its commit. Opening an image repairs it after a crash, and
+//! [`check`](offline::check) finds and repairs inconsistencies.
 //!
 //! This crate knows nothing of chains. It is a part of `isobath`, and its interface is not stable.
 
@@ -11,7 +11,7 @@
 #![allow(clippy::trivially_copy_pass_by_ref)]
 #![allow(clippy::missing_errors_doc, reason = "errors are those of the storage and of the format")]
 
-pub mod alloc;
+mod alloc;
 pub mod amend;
 mod bitmap_bits;
 pub mod bitmaps;
@@ -19,34 +19,36 @@ pub mod bitmaps;
 mod broken;
 mod change;
 pub mod check;
-pub mod checksummed;
+mod checksummed;
 pub mod durability;
 pub mod encryption;
 pub mod entries;
 pub mod error;
+pub mod guest_io;
 pub mod ids;
 pub mod index_area;
 pub mod keys;
 pub mod layer;
-pub mod lsn;
+mod lsn;
 pub mod name;
 pub mod offline;
 pub mod open;
 pub mod options;
 pub mod per_thread;
-pub mod pieces;
+mod pieces;
+pub mod placement;
 pub mod probe;
 pub mod range_lock;
 pub mod reader_epoch;
 pub mod readers;
-pub mod recovery;
+mod recovery;
 pub mod references;
-pub mod replayed;
-pub mod restart_log;
+mod replayed;
+mod restart_log;
 pub mod sabotage;
 pub mod snapshot_table;
 pub mod snapshots;
-pub mod tables;
+mod tables;
 pub mod writer;
 
 pub(crate) use error::MOST_CHECKED;

@@ -18,7 +18,7 @@ pub struct JournaledWrite {
 
 /// Pieces by offset; they do not overlap. Each has a mark: the record that contains it.
 #[derive(Default)]
-pub struct Pieces(BTreeMap<u64, Piece>);
+pub(crate) struct Pieces(BTreeMap<u64, Piece>);
 
 #[derive(Clone)]
 struct Piece {
@@ -42,13 +42,13 @@ impl Invariants for Pieces {
         let mut end = 0;
         for (&at, piece) in self.0.iter().take(MOST_CHECKED) {
             if at < end {
-                violated("kept pieces do not overlap");
+                violated("journaled pieces do not overlap");
             }
             if piece.part.is_empty() {
-                violated("a kept piece has bytes");
+                violated("a journaled piece has bytes");
             }
             if piece.part.end > piece.bytes.len() {
-                violated("a kept piece is a part of what was kept");
+                violated("a journaled piece is a part of what was written");
             }
             end = at + piece.length();
         }
@@ -57,17 +57,17 @@ impl Invariants for Pieces {
 
 impl Pieces {
     /// The number of pieces.
-    pub fn count(&self) -> usize {
+    pub(crate) fn count(&self) -> usize {
         self.0.len()
     }
 
     /// Their bytes in total.
-    pub fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.0.values().map(Piece::length).sum()
     }
 
     /// Adds a piece, replacing existing pieces in its range.
-    pub fn put(&mut self, at: u64, bytes: Arc<[u8]>, mark: Lsn) {
+    pub(crate) fn put(&mut self, at: u64, bytes: Arc<[u8]>, mark: Lsn) {
         let part = 0..bytes.len();
         self.put_piece(at, Piece { bytes, part, mark });
     }
@@ -78,14 +78,14 @@ impl Pieces {
     }
 
     /// Adds all of `newer`, replacing existing pieces in their ranges.
-    pub fn put_all(&mut self, newer: Self) {
+    pub(crate) fn put_all(&mut self, newer: Self) {
         for (at, piece) in newer.0 {
             self.put_piece(at, piece);
         }
     }
 
     /// Sets the mark of everything in a range, or everywhere.
-    pub fn mark(&mut self, range: Option<&Range<u64>>, mark: Lsn) {
+    pub(crate) fn mark(&mut self, range: Option<&Range<u64>>, mark: Lsn) {
         if let Some(range) = range {
             self.split(range.start);
             self.split(range.end);
@@ -96,36 +96,36 @@ impl Pieces {
     }
 
     /// Drops pieces whose mark does not satisfy `keep`.
-    pub fn retain(&mut self, keep: impl Fn(Lsn) -> bool) {
+    pub(crate) fn retain(&mut self, keep: impl Fn(Lsn) -> bool) {
         self.0.retain(|_, piece| keep(piece.mark));
     }
 
     /// Whether any piece has such a mark.
-    pub fn any(&self, wanted: impl Fn(Lsn) -> bool) -> bool {
+    pub(crate) fn any(&self, wanted: impl Fn(Lsn) -> bool) -> bool {
         self.0.values().any(|piece| wanted(piece.mark))
     }
 
     /// Copies of the pieces whose mark is `wanted`.
-    pub fn list(&self, wanted: impl Fn(Lsn) -> bool) -> Vec<JournaledWrite> {
+    pub(crate) fn list(&self, wanted: impl Fn(Lsn) -> bool) -> Vec<JournaledWrite> {
         let pieces = self.0.iter().filter(|(_, piece)| wanted(piece.mark));
         pieces.map(|(&at, piece)| JournaledWrite { at, bytes: piece.bytes().to_vec() }).collect()
     }
 
     /// Drops a piece if it is unchanged.
-    pub fn remove(&mut self, piece: &JournaledWrite) {
+    pub(crate) fn remove(&mut self, piece: &JournaledWrite) {
         if self.0.get(&piece.at).is_some_and(|found| found.bytes() == piece.bytes) {
             self.0.remove(&piece.at);
         }
     }
 
     /// The parts of a range that are covered by pieces.
-    pub fn parts_of(&self, range: &Range<u64>) -> impl Iterator<Item = Range<u64>> {
+    pub(crate) fn parts_of(&self, range: &Range<u64>) -> impl Iterator<Item = Range<u64>> {
         let parts = self.overlapping(range).into_iter();
         parts.map(|(at, piece)| at.max(range.start)..(at + piece.length()).min(range.end))
     }
 
     /// Copies of the pieces, or parts of them, in a range.
-    pub fn copies_of(&self, range: &Range<u64>) -> impl Iterator<Item = JournaledWrite> {
+    pub(crate) fn copies_of(&self, range: &Range<u64>) -> impl Iterator<Item = JournaledWrite> {
         let found = self.overlapping(range).into_iter();
         found.map(|(at, piece)| {
             let (start, end) = (at.max(range.start), range.end.min(at + piece.length()));
@@ -142,7 +142,7 @@ impl Pieces {
     }
 
     /// Drops the pieces in a range; the parts of pieces outside it stay.
-    pub fn cut_out(&mut self, range: &Range<u64>) {
+    pub(crate) fn cut_out(&mut self, range: &Range<u64>) {
         self.split(range.start);
         self.split(range.end);
         let inside: Vec<u64> = self.0.range(range.clone()).map(|(at, _)| *at).collect();
@@ -206,8 +206,8 @@ mod tests {
             assert_eq!(found, model);
             let asked = random(200)..256;
             let mut bytes = vec![None; 256];
-            for kept in pieces.copies_of(&asked) {
-                for (place, byte) in (kept.at as usize..).zip(kept.bytes) {
+            for copy in pieces.copies_of(&asked) {
+                for (place, byte) in (copy.at as usize..).zip(copy.bytes) {
                     bytes[place] = Some(byte);
                 }
             }
@@ -235,6 +235,6 @@ mod tests {
         };
         assert_violated("do not overlap", pieces(), of(4, 0..8));
         assert_violated("has bytes", pieces(), of(16, 3..3));
-        assert_violated("is a part of what was kept", pieces(), of(16, 0..9));
+        assert_violated("is a part of what was written", pieces(), of(16, 0..9));
     }
 }

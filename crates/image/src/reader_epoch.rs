@@ -30,7 +30,7 @@ pub struct ReaderEpoch {
 
 /// A request's stay; ends when dropped.
 pub struct Pass<'a> {
-    gate: &'a ReaderEpoch,
+    readers: &'a ReaderEpoch,
     inside: &'a AtomicU64,
     epoch: u64,
 }
@@ -43,7 +43,7 @@ impl ReaderEpoch {
             let epoch = self.epoch.load(Ordering::SeqCst);
             let inside = &sides[(epoch & 1) as usize];
             inside.fetch_add(1, Ordering::SeqCst);
-            let pass = Pass { gate: self, inside, epoch };
+            let pass = Pass { readers: self, inside, epoch };
             // A drain that began in between may not have counted this request: retry in the new epoch.
             if self.epoch.load(Ordering::SeqCst) == epoch {
                 return pass;
@@ -82,8 +82,8 @@ impl Drop for Pass<'_> {
         }
         let last = inside == 1;
         // A drain that begins after this load sees the current count.
-        if last && self.gate.epoch.load(Ordering::SeqCst) != self.epoch {
-            self.gate.left.changed();
+        if last && self.readers.epoch.load(Ordering::SeqCst) != self.epoch {
+            self.readers.left.changed();
         }
     }
 }
@@ -97,12 +97,12 @@ mod tests {
 
     #[test]
     fn a_drain_waits_for_those_inside_and_not_for_later_ones() {
-        let gate = ReaderEpoch::default();
+        let readers = ReaderEpoch::default();
         let mut context = Context::from_waker(Waker::noop());
-        let early = gate.enter();
-        let mut drain = pin!(gate.drain());
+        let early = readers.enter();
+        let mut drain = pin!(readers.drain());
         assert_eq!(drain.as_mut().poll(&mut context), Poll::Pending);
-        let _late = gate.enter();
+        let _late = readers.enter();
         assert_eq!(drain.as_mut().poll(&mut context), Poll::Pending);
         drop(early);
         assert_eq!(drain.as_mut().poll(&mut context), Poll::Ready(()));
@@ -110,13 +110,13 @@ mod tests {
 
     #[test]
     fn a_drain_beside_another_waits_for_all_that_were_inside_before_it() {
-        let gate = ReaderEpoch::default();
+        let readers = ReaderEpoch::default();
         let mut context = Context::from_waker(Waker::noop());
-        let early = gate.enter();
-        let mut first = pin!(gate.drain());
+        let early = readers.enter();
+        let mut first = pin!(readers.drain());
         assert_eq!(first.as_mut().poll(&mut context), Poll::Pending);
-        let late = gate.enter();
-        let mut second = pin!(gate.drain());
+        let late = readers.enter();
+        let mut second = pin!(readers.drain());
         assert_eq!(second.as_mut().poll(&mut context), Poll::Pending);
         drop(late);
         // The early one has not left.
@@ -129,25 +129,25 @@ mod tests {
 
     #[test]
     fn a_drain_after_one_that_was_given_up_waits_for_the_same_requests() {
-        let gate = ReaderEpoch::default();
+        let readers = ReaderEpoch::default();
         let mut context = Context::from_waker(Waker::noop());
-        let early = gate.enter();
+        let early = readers.enter();
         {
-            let mut given_up = pin!(gate.drain());
+            let mut given_up = pin!(readers.drain());
             assert_eq!(given_up.as_mut().poll(&mut context), Poll::Pending);
         }
-        let mut drain = pin!(gate.drain());
+        let mut drain = pin!(readers.drain());
         assert_eq!(drain.as_mut().poll(&mut context), Poll::Pending);
         drop(early);
         assert_eq!(drain.as_mut().poll(&mut context), Poll::Ready(()));
     }
 
     #[test]
-    fn an_empty_gate_drains_at_once() {
-        let gate = ReaderEpoch::default();
+    fn an_empty_epoch_drains_at_once() {
+        let readers = ReaderEpoch::default();
         for _ in 0..3 {
-            drop(gate.enter());
-            let mut drain = pin!(gate.drain());
+            drop(readers.enter());
+            let mut drain = pin!(readers.drain());
             let polled = drain.as_mut().poll(&mut Context::from_waker(Waker::noop()));
             assert_eq!(polled, Poll::Ready(()));
         }
@@ -156,8 +156,8 @@ mod tests {
     #[test]
     #[should_panic(expected = "a request leaves where it entered")]
     fn a_request_that_leaves_elsewhere_is_noticed() {
-        let (gate, elsewhere) = (ReaderEpoch::default(), AtomicU64::new(0));
-        drop(Pass { gate: &gate, inside: &elsewhere, epoch: 0 });
+        let (readers, elsewhere) = (ReaderEpoch::default(), AtomicU64::new(0));
+        drop(Pass { readers: &readers, inside: &elsewhere, epoch: 0 });
     }
 }
 
@@ -174,18 +174,18 @@ mod interleavings {
     }
 
     struct Disk {
-        gate: ReaderEpoch,
+        readers: ReaderEpoch,
         clusters: [Cluster; 2],
     }
 
     fn disk() -> Disk {
         let cluster = || Cluster { mapped: AtomicU64::new(1), content: Cell::new(0) };
-        Disk { gate: ReaderEpoch::default(), clusters: [cluster(), cluster()] }
+        Disk { readers: ReaderEpoch::default(), clusters: [cluster(), cluster()] }
     }
 
     /// A request reads a cluster that it finds mapped.
     fn read(disk: &Disk, number: usize) {
-        let _pass = disk.gate.enter();
+        let _pass = disk.readers.enter();
         let Cluster { mapped, content } = &disk.clusters[number];
         if mapped.load(Ordering::Acquire) == 1 {
             assert_eq!(content.get(), 0, "the cluster belongs to somebody else");
@@ -196,7 +196,7 @@ mod interleavings {
     fn reuse(disk: &Disk, number: usize) {
         let Cluster { mapped, content } = &disk.clusters[number];
         mapped.store(0, Ordering::Release);
-        wait(disk.gate.drain());
+        wait(disk.readers.drain());
         content.set(1);
     }
 
@@ -238,7 +238,7 @@ mod interleavings {
             |disk| {
                 let Cluster { mapped, content } = &disk.clusters[0];
                 mapped.store(0, Ordering::Release);
-                if disk.gate.drain().now_or_never().is_some() {
+                if disk.readers.drain().now_or_never().is_some() {
                     content.set(1);
                 }
             },

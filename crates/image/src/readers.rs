@@ -46,7 +46,7 @@ impl ClusterCache {
 #[derive(Default)]
 pub struct Readers {
     /// Requests that may use a mapping that was replaced.
-    pub gate: ReaderEpoch,
+    pub epoch: ReaderEpoch,
     decompressed: ClusterCache,
 }
 
@@ -54,7 +54,7 @@ impl Readers {
     /// Waits until no request uses a mapping that was replaced before the call, and drops decompressed clusters: then
     /// host space can be reused.
     pub async fn drain(&self) {
-        self.gate.drain().await;
+        self.epoch.drain().await;
         self.decompressed.clear();
     }
     /// The contents of a compressed cluster of a qcow2 layer, from memory or from its file.

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Bytes read or written at once.
-pub const PIECE: u64 = 1 << 20;
+pub(crate) const PIECE: u64 = 1 << 20;
 /// Ranges with less between them are written together.
 const NEAR: u64 = 4096;
 

@@ -104,7 +104,7 @@ sabotages! {
     LateRestartLog => "late-restart-log",
     /// A restart log is applied to an image restored to an earlier state.
     ForeignLog => "foreign-log",
-    /// Drains of the read gate do not take turns, nor wait for the epoch that a cancelled one left behind.
+    /// Drains of the reader epoch do not take turns, nor wait for the epoch that a cancelled one left behind.
     DrainsAtOnce => "drains-at-once",
     /// Cloning clusters does not mark the bitmaps that track writes.
     UnmarkedClone => "unmarked-clone",

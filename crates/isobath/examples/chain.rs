@@ -5,9 +5,10 @@
 //! cargo run --release -p isobath --example chain -- /var/tmp/chain
 //! ```
 
+use isobath::file::FileHost;
 use isobath::jobs::{JobOptions, StreamOptions};
-use isobath::ring::{Config, Executor, IoBuf};
-use isobath::storage::file::FileHost;
+use isobath::ring::{Config, Executor};
+use isobath::storage::IoBuf;
 use isobath::{Disk, NewDisk, OpenOptions, create};
 use std::error::Error;
 use std::path::Path;

@@ -6,8 +6,9 @@
 //! cargo run --release -p isobath --example embed -- disk.qcow2 overlay.qcow2
 //! ```
 
-use isobath::ring::{Config, IoBuf, Worker, spawn};
-use isobath::storage::file::FileHost;
+use isobath::file::FileHost;
+use isobath::ring::{Config, Worker, spawn};
+use isobath::storage::IoBuf;
 use isobath::{Disk, DiskError, OpenOptions, Overlay, Result};
 use std::error::Error;
 use std::path::PathBuf;

@@ -24,11 +24,12 @@ use crate::{
     CheckOptions, CheckReport, DiskError, ImageInfo, InfoOptions, IoStats, LayerInfo, NewDisk,
     OpenOptions, Overlay, Preallocation, Result, ZeroFlags,
 };
+use isobath_buf::loan;
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{JobError, JobOptions, StreamOptions};
-use isobath_ring::{Config, Worker, loan, spawn};
-use isobath_storage::file::FileHost;
+use isobath_ring::{Config, Worker, spawn};
 use isobath_storage::{FileId, Operation, StorageError};
+use isobath_storage_file::FileHost;
 use std::fmt;
 use std::io::{IoSlice, IoSliceMut};
 use std::path::Path;

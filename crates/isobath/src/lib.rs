@@ -6,7 +6,7 @@
 //!   an executor.
 //! - [`create()`], [`info()`], [`check()`], [`measure()`] and [`seal()`] are for images that nobody has open.
 //! - Files are reached only through [`Host`](storage::Host) and [`Storage`](storage::Storage), and the futures run on
-//!   any executor. On that of [`ring`], a [`FileHost`](storage::file::FileHost) uses io_uring.
+//!   any executor. On that of [`ring`], a [`FileHost`](file::FileHost) uses io_uring.
 //! - A method's errors are named in its documentation; [`DiskError`] says what each of them means.
 
 pub mod blocking;
@@ -25,6 +25,7 @@ pub use isobath_disk::{
 pub use isobath_qcow2::{CompressionType, FormatError, Snapshot};
 pub use isobath_ring as ring;
 pub use isobath_storage as storage;
+pub use isobath_storage_file as file;
 pub use layer::LayerInfo;
 
 /// The secrets of encrypted images, and how new ones are encrypted.
@@ -50,6 +51,7 @@ pub use layer::LayerInfo;
 /// # Ok::<(), isobath::DiskError>(())
 /// # }).unwrap();
 /// ```
+#[cfg(feature = "encryption")]
 pub mod encryption {
     pub use isobath_disk::encryption::{
         CipherAlgorithm, CipherMode, CreateOptions, Hash, Info, IvGenerator, MAX_SECRET, Secret,

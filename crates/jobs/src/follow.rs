@@ -170,7 +170,7 @@ impl<H: Host> Follow<H> {
         if range.start >= end {
             return Ok(pulled);
         }
-        let _pass = disk.readers.gate.enter();
+        let _pass = disk.readers.epoch.enter();
         let extents = disk.extents(range.start..end).await?;
         let need = |extent: &Extent| match extent.source {
             Source::Absent | Source::Zero(_) if whole => Need::Zeroes,

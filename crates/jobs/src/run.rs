@@ -2,17 +2,18 @@
 
 use super::job::{Job, JobEvent, JobStatus, LOOK_AGAIN, OnError};
 use super::pace::{Pacer, Pacing, Step, Work};
+use futures_util::future::select;
 use futures_util::stream::{FuturesUnordered, StreamExt};
-use futures_util::{FutureExt, select_biased};
 use isobath_disk::live::{Claim, LiveDisk};
 use isobath_disk::write::Pulled;
 use isobath_image::{DiskError, Result, violated};
 use isobath_storage::{Host, Operation};
 use std::collections::VecDeque;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::ops::Range;
 use std::pin::pin;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 /// Work that consists of pieces of a disk.
@@ -46,7 +47,7 @@ pub(super) trait Task {
 }
 
 /// Runs a job to its end.
-pub(super) async fn run<H: Host>(job: Arc<Job>, mut task: impl Task, mut claim: Claim<H>) {
+pub(super) async fn run(job: Arc<Job>, mut task: impl Task, mut claim: Claim) {
     claim.begin();
     job.go_to(JobStatus::Running);
     let mut result = task.work(&job).await;
@@ -179,13 +180,19 @@ impl<'a, H: Host> Driver<'a, H> {
                             Ok(Some(range))
                         } else {
                             // Pieces in flight may hold locks that this waits for.
-                            let mut next = pin!(pieces.next(bytes).fuse());
-                            loop {
-                                select_biased! {
-                                    found = next => break found,
-                                    done = under_way.select_next_some() => done_with.push(done),
+                            let mut next = pin!(pieces.next(bytes));
+                            poll_fn(|context| {
+                                loop {
+                                    if let Poll::Ready(found) = next.as_mut().poll(context) {
+                                        return Poll::Ready(found);
+                                    }
+                                    match under_way.poll_next_unpin(context) {
+                                        Poll::Ready(Some(done)) => done_with.push(done),
+                                        _ => return Poll::Pending,
+                                    }
                                 }
-                            }
+                            })
+                            .await
                         };
                         let (current, total) = pieces.progress();
                         self.job.set_progress(current, total);
@@ -214,13 +221,19 @@ impl<'a, H: Host> Driver<'a, H> {
                 }
             }
             if done_with.is_empty() {
-                let mut sleep = clock.sleep_until(until).fuse();
-                let mut changed = self.job.changed().fuse();
-                select_biased! {
-                    done = under_way.select_next_some() => done_with.push(done),
-                    () = changed => {},
-                    () = sleep => {},
-                }
+                let mut sleep = clock.sleep_until(until);
+                let mut changed = pin!(self.job.changed());
+                let done = poll_fn(|context| {
+                    if let Poll::Ready(Some(done)) = under_way.poll_next_unpin(context) {
+                        return Poll::Ready(Some(done));
+                    }
+                    let changed = changed.as_mut().poll(context).is_ready();
+                    if changed || sleep.as_mut().poll(context).is_ready() {
+                        return Poll::Ready(None);
+                    }
+                    Poll::Pending
+                });
+                done_with.extend(done.await);
             }
             for (range, done, start) in done_with.drain(..) {
                 let bytes = range.end - range.start;
@@ -273,12 +286,8 @@ enum Verdict {
 /// Waits briefly before a ready job checks for changes again.
 pub(super) async fn look_again<H: Host>(live: &LiveDisk<H>, job: &Job) {
     let clock = live.clock();
-    let mut sleep = clock.sleep_until(clock.now() + READY_STEP).fuse();
-    let mut changed = job.changed().fuse();
-    select_biased! {
-        () = changed => {},
-        () = sleep => {},
-    }
+    let sleep = clock.sleep_until(clock.now() + READY_STEP);
+    select(pin!(job.changed()), sleep).await;
 }
 
 /// The interval at which a ready job checks for changes.

@@ -4,6 +4,9 @@ use crate::error::{Error, Result};
 use std::fmt;
 use std::str::FromStr;
 
+/// The length of a sector in bytes: what has an initialization vector of its own.
+pub const SECTOR: usize = 512;
+
 /// Makes an enum of names with `FromStr` and `Display`.
 macro_rules! named {
     ($(#[$doc:meta])* $name:ident, $option:literal, {

@@ -1,6 +1,6 @@
 //! Errors of LUKS headers and key slots.
 
-use std::fmt;
+use std::{fmt, io};
 
 /// The result of an operation on a LUKS header.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -40,7 +40,10 @@ pub enum Error {
     KeySlot(String),
     /// The system has no random bytes.
     #[error("no random bytes from the system: {0}")]
-    Random(#[from] getrandom::Error),
+    Random(#[source] io::Error),
+    /// This build has no ciphers.
+    #[error("this program was built without encryption (the feature 'encryption')")]
+    Absent,
 }
 
 impl Error {

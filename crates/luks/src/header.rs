@@ -1,12 +1,11 @@
 //! The header and its key slots (the specification's section 2).
 
 use crate::af::{self, STRIPES};
-use crate::algorithms::{CipherAlgorithm, CipherMode, CipherSpec, Hash, IvGenerator};
-use crate::cipher::{Cipher, SECTOR};
+use crate::algorithms::{CipherAlgorithm, CipherMode, CipherSpec, Hash, IvGenerator, SECTOR};
+use crate::ciphers::{Cipher, Zeroizing, derive};
 use crate::error::{Error, Result};
 use crate::kdf::{self, DIGEST, MAX_STEPS};
 use crate::secret::{MasterKey, Random, Secret};
-use zeroize::Zeroizing;
 
 /// The length of a header with its key slots, without their key material, in bytes.
 pub const HEADER_LENGTH: usize = 592;
@@ -266,7 +265,7 @@ impl Header {
             uuid,
             slots: std::array::from_fn(|number| Slot::empty(start(number))),
         };
-        header.digest = array(&header.digest_of(key.bytes()), 0);
+        header.digest = array(&header.digest_of(key.bytes())?, 0);
         Ok(header)
     }
 
@@ -311,8 +310,8 @@ impl Header {
         let mut stripes = Zeroizing::new(material.to_vec());
         let cipher = self.slot_cipher(&self.slots[number], secret)?;
         cipher.decrypt(0, &mut stripes);
-        let key = af::merge(self.hash, &stripes, self.spec.key_bytes());
-        let right = *self.digest_of(&key) == self.digest;
+        let key = af::merge(self.hash, &stripes, self.spec.key_bytes())?;
+        let right = *self.digest_of(&key)? == self.digest;
         Ok(right.then(|| MasterKey::new(key)))
     }
 
@@ -331,12 +330,12 @@ impl Header {
 
     fn slot_cipher(&self, slot: &Slot, secret: &Secret) -> Result<Cipher> {
         let length = self.spec.key_bytes();
-        let key = kdf::derive(self.hash, secret.bytes(), &slot.salt, slot.iterations, length);
+        let key = derive(self.hash, secret.bytes(), &slot.salt, slot.iterations, length)?;
         Cipher::new(self.spec, &key)
     }
 
-    fn digest_of(&self, key: &[u8]) -> Zeroizing<Vec<u8>> {
-        kdf::derive(self.hash, key, &self.digest_salt, self.digest_iterations, DIGEST)
+    fn digest_of(&self, key: &[u8]) -> Result<Zeroizing<Vec<u8>>> {
+        derive(self.hash, key, &self.digest_salt, self.digest_iterations, DIGEST)
     }
 
     /// Where a slot's key material begins and ends in the header area, in bytes.

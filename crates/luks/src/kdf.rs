@@ -1,10 +1,9 @@
 //! PBKDF2, and how many iterations take a given time.
 
 use crate::algorithms::Hash;
+use crate::ciphers::derive;
 use crate::error::{Error, Result};
-use pbkdf2::pbkdf2_hmac;
 use std::time::{Duration, Instant};
-use zeroize::Zeroizing;
 
 /// Steps of PBKDF2 (two hashes each) that it may take to try a secret on all key slots of a header.
 ///
@@ -23,27 +22,6 @@ pub(crate) const DIGEST: usize = 20;
 /// Iterations at least, of key slots and of the master key's digest.
 const MIN_ITERATIONS: u64 = 1000;
 
-/// PBKDF2 with HMAC (RFC 8018, section 5.2). `iterations` is 1 at least.
-pub(crate) fn derive(
-    hash: Hash,
-    secret: &[u8],
-    salt: &[u8],
-    iterations: u32,
-    length: usize,
-) -> Zeroizing<Vec<u8>> {
-    let mut key = Zeroizing::new(vec![0; length]);
-    let function = match hash {
-        Hash::Sha1 => pbkdf2_hmac::<sha1::Sha1>,
-        Hash::Sha224 => pbkdf2_hmac::<sha2::Sha224>,
-        Hash::Sha256 => pbkdf2_hmac::<sha2::Sha256>,
-        Hash::Sha384 => pbkdf2_hmac::<sha2::Sha384>,
-        Hash::Sha512 => pbkdf2_hmac::<sha2::Sha512>,
-        Hash::Ripemd160 => pbkdf2_hmac::<ripemd::Ripemd160>,
-    };
-    function(secret, salt, iterations, &mut key);
-    key
-}
-
 /// How often PBKDF2 hashes per iteration for a key of `length` bytes, in pairs: once for each part of a hash's length.
 pub(crate) fn steps_per_iteration(hash: Hash, length: usize) -> u64 {
     length.div_ceil(hash.length()) as u64
@@ -51,7 +29,7 @@ pub(crate) fn steps_per_iteration(hash: Hash, length: usize) -> u64 {
 
 /// The iterations that take `time` on this machine for a key of `length` bytes, at least 1000.
 pub(crate) fn iterations(hash: Hash, length: usize, time: Duration) -> Result<u32> {
-    let per_second = if time.is_zero() { 0.0 } else { rate(hash, length) };
+    let per_second = if time.is_zero() { 0.0 } else { rate(hash, length)? };
     scaled(per_second, time, steps_per_iteration(hash, length))
 }
 
@@ -73,21 +51,21 @@ fn scaled(per_second: f64, time: Duration, steps: u64) -> Result<u32> {
 }
 
 /// Iterations per second. The fastest of a few short runs: others are slower only because of what else runs here.
-fn rate(hash: Hash, length: usize) -> f64 {
+fn rate(hash: Hash, length: usize) -> Result<f64> {
     const RUN: Duration = Duration::from_millis(5);
     const RUNS: u32 = 5;
     let run = |count: u32| {
         let start = Instant::now();
-        derive(hash, b"password", &[0x5a; 32], count, length);
-        start.elapsed()
+        derive(hash, b"password", &[0x5a; 32], count, length)?;
+        Ok::<_, Error>(start.elapsed())
     };
     let (mut count, mut fastest) = (500, Duration::ZERO);
     while fastest < RUN && count < 1 << 24 {
         count *= 2;
-        fastest = run(count);
+        fastest = run(count)?;
     }
     for _ in 1..RUNS {
-        fastest = fastest.min(run(count));
+        fastest = fastest.min(run(count)?);
     }
-    f64::from(count) / fastest.as_secs_f64().max(1e-9)
+    Ok(f64::from(count) / fastest.as_secs_f64().max(1e-9))
 }

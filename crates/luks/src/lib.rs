@@ -20,20 +20,28 @@
 //! | hash | SHA-1, SHA-224, SHA-256, SHA-384, SHA-512, RIPEMD-160 |
 //!
 //! Secrets and keys are zeroized when dropped, and not shown by `Debug`.
+//!
+//! The ciphers and hashes are the feature `ciphers`. Without it headers are parsed, and nothing is unlocked or made
+//! ([`Error::Absent`]).
 
 mod af;
 mod algorithms;
 mod amend;
-mod cipher;
+// So that its test runs in every build.
+#[cfg(all(test, feature = "ciphers"))]
+#[allow(dead_code, unreachable_pub)]
+mod absent;
+#[cfg_attr(not(feature = "ciphers"), path = "absent.rs")]
+mod ciphers;
 mod create;
 mod error;
 mod header;
 mod kdf;
 mod secret;
 
-pub use algorithms::{CipherAlgorithm, CipherMode, Hash, IvGenerator};
+pub use algorithms::{CipherAlgorithm, CipherMode, Hash, IvGenerator, SECTOR};
 pub use amend::{Amend, Change, SlotState, Write};
-pub use cipher::{Cipher, SECTOR};
+pub use ciphers::Cipher;
 pub use create::{CreateOptions, Created};
 pub use error::{Error, Result};
 pub use header::{HEADER_LENGTH, Header, Info, SLOTS, SlotInfo};

@@ -1,8 +1,8 @@
 //! Secrets, keys and random bytes.
 
+use crate::ciphers::{Zeroize, Zeroizing, fill_random};
 use crate::error::{Error, Result};
 use std::fmt;
-use zeroize::{Zeroize, Zeroizing};
 
 /// Bytes of a [`Secret`] at most.
 pub const MAX_SECRET: usize = 64 << 10;
@@ -65,10 +65,7 @@ pub type Random<'a> = dyn FnMut(&mut [u8]) -> Result<()> + 'a;
 /// # Errors
 /// If the kernel gives none.
 pub fn system_random(buffer: &mut [u8]) -> Result<()> {
-    getrandom::fill(buffer).map_err(|error| {
-        buffer.zeroize();
-        error.into()
-    })
+    fill_random(buffer).inspect_err(|_| buffer.zeroize())
 }
 
 /// Random bytes that are a secret.

@@ -39,10 +39,12 @@ pub mod text;
 
 mod bit_set;
 mod bytes;
+mod checksum;
 mod lsn;
 mod table_entry;
 
 pub use bitmap::{Bitmap, BitmapCluster, BitmapFlags};
+pub use checksum::Crc32c;
 pub use compress::CompressionType;
 pub use create::{NewImage, Plan};
 pub use error::{FormatError, FormatErrorKind};

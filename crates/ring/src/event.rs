@@ -1,8 +1,8 @@
 //! Eventfds on the ring.
 
-use crate::buf::IoBuf;
 use crate::runtime::required;
 use crate::runtime::{Keep, Op, ops};
+use isobath_buf::IoBuf;
 use std::fmt;
 use std::future::Future;
 use std::io;

@@ -18,24 +18,21 @@
 //! future passed to `block_on` unwinds through it.
 //!
 //! Higher-level crates handle files: they start [operations](ops) on descriptors and pass ownership of buffers
-//! ([`IoBuf`]).
+//! ([`IoBuf`](isobath_buf::IoBuf)).
 
-pub mod buf;
 mod device;
 mod event;
 mod first;
-pub mod loan;
 pub mod net;
 mod runtime;
 mod signal;
 
-pub use buf::IoBuf;
 pub use device::Device;
 pub use event::Event;
 pub use first::first;
 pub use net::Readiness;
 pub use runtime::{
-    Config, Elapsed, Executor, Handle, Held, JoinError, JoinHandle, Lease, Local, RemoteJoin,
+    Config, Elapsed, Executor, Handle, JoinError, JoinHandle, Lease, Leased, Local, RemoteJoin,
     Sleep, Vectored, Worker, block_on, current, handle, is_running, may_go_on, ops, sleep,
     sleep_until, spawn, timeout, unblock, yield_now,
 };

@@ -1,7 +1,7 @@
 //! Sockets on the ring.
 
-use crate::buf::IoBuf;
 use crate::runtime::{ops, required, sleep};
+use isobath_buf::IoBuf;
 use std::fs;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};

@@ -4,7 +4,7 @@
 //! plan and the same operations give the same faults.
 
 use crate::give_way;
-use crate::pass_through::{Hooks, HostHooks, HostRequest, PassThrough, Request};
+use crate::pass_through::{Call, Hooks, HostCall, HostHooks, PassThrough};
 use isobath_storage::{Host, IoBuf, Operation, Result, Storage, StorageError};
 use parking_lot::Mutex;
 use std::io;
@@ -175,16 +175,16 @@ impl HostHooks for Plan {
     type File = Self;
     type Begun = ();
 
-    async fn begin(&self, request: HostRequest, name: &Path) -> Result<()> {
+    async fn begin(&self, request: HostCall, name: &Path) -> Result<()> {
         let operation = match request {
-            HostRequest::Open => Operation::Open,
-            HostRequest::Create => Operation::Create,
-            HostRequest::Remove => Operation::Remove,
+            HostCall::Open => Operation::Open,
+            HostCall::Create => Operation::Create,
+            HostCall::Remove => Operation::Remove,
         };
         self.apply(operation, name).await
     }
 
-    fn end(&self, _request: HostRequest, _name: &Path, (): ()) {}
+    fn end(&self, _request: HostCall, _name: &Path, (): ()) {}
 
     fn file(&self, _file: &impl Storage) -> Self {
         self.clone()
@@ -194,23 +194,23 @@ impl HostHooks for Plan {
 impl Hooks for Plan {
     type Begun = ();
 
-    async fn begin(&self, file: &impl Storage, request: Request<'_>) -> Result<()> {
+    async fn begin(&self, file: &impl Storage, request: Call<'_>) -> Result<()> {
         let operation = match request {
-            Request::Read { .. } => Operation::Read,
-            Request::Write { offset, bufs } => return self.tear(file, offset, bufs).await,
-            Request::WriteZeroes { .. } => Operation::WriteZeroes,
-            Request::Discard { .. } => Operation::Discard,
-            Request::Flush => Operation::Flush,
-            Request::SetLength(_) => Operation::SetLength,
-            Request::Query => Operation::Query,
-            Request::Clone { .. } => Operation::Clone,
-            Request::Retire => Operation::Retire,
-            Request::AdmitWriter => Operation::Lock,
+            Call::Read { .. } => Operation::Read,
+            Call::Write { offset, bufs } => return self.tear(file, offset, bufs).await,
+            Call::WriteZeroes { .. } => Operation::WriteZeroes,
+            Call::Discard { .. } => Operation::Discard,
+            Call::Flush => Operation::Flush,
+            Call::SetLength(_) => Operation::SetLength,
+            Call::Query => Operation::Query,
+            Call::Clone { .. } => Operation::Clone,
+            Call::Retire => Operation::Retire,
+            Call::AdmitWriter => Operation::Lock,
         };
         self.apply(operation, file.name()).await
     }
 
-    async fn end(&self, _: &impl Storage, (): (), _: Option<Request<'_>>) -> Result<()> {
+    async fn end(&self, _: &impl Storage, (): (), _: Option<Call<'_>>) -> Result<()> {
         Ok(())
     }
 }

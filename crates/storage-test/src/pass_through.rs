@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 /// An operation of a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HostRequest {
+pub enum HostCall {
     /// [`Host::open`].
     Open,
     /// [`Host::create`].
@@ -20,7 +20,7 @@ pub enum HostRequest {
 
 /// An operation of a file. Offsets and lengths are in bytes.
 #[derive(Clone, Copy, Debug)]
-pub enum Request<'a> {
+pub enum Call<'a> {
     /// [`Storage::read_at`].
     Read {
         /// Where.
@@ -78,7 +78,7 @@ pub trait Hooks: Send + Sync + 'static {
     fn begin(
         &self,
         file: &impl Storage,
-        request: Request<'_>,
+        request: Call<'_>,
     ) -> impl Future<Output = Result<Self::Begun>>;
 
     /// Called after an operation: `done` is the request, if it succeeded and had an effect. An error replaces its
@@ -87,7 +87,7 @@ pub trait Hooks: Send + Sync + 'static {
         &self,
         file: &impl Storage,
         begun: Self::Begun,
-        done: Option<Request<'_>>,
+        done: Option<Call<'_>>,
     ) -> impl Future<Output = Result<()>>;
 
     /// The file's capabilities, given the wrapped file's.
@@ -104,11 +104,10 @@ pub trait HostHooks: Send + Sync + 'static {
     type Begun;
 
     /// Called before an operation. On an error, the operation fails with it and is not executed.
-    fn begin(&self, request: HostRequest, name: &Path)
-    -> impl Future<Output = Result<Self::Begun>>;
+    fn begin(&self, request: HostCall, name: &Path) -> impl Future<Output = Result<Self::Begun>>;
 
     /// Called after a successful operation.
-    fn end(&self, request: HostRequest, name: &Path, begun: Self::Begun);
+    fn end(&self, request: HostCall, name: &Path, begun: Self::Begun);
 
     /// The hooks of a file that was opened or created.
     fn file(&self, file: &impl Storage) -> Self::File;
@@ -147,23 +146,23 @@ impl<H: Host, K: HostHooks> Host for PassThrough<H, K> {
     type File = PassThroughFile<H::File, K::File>;
 
     async fn open(&self, name: &Path, mode: OpenMode) -> Result<Self::File> {
-        let begun = self.hooks.begin(HostRequest::Open, name).await?;
+        let begun = self.hooks.begin(HostCall::Open, name).await?;
         let file = self.wrap(self.inner.open(name, mode).await?);
-        self.hooks.end(HostRequest::Open, name, begun);
+        self.hooks.end(HostCall::Open, name, begun);
         Ok(file)
     }
 
     async fn create(&self, name: &Path, mode: OpenMode) -> Result<Self::File> {
-        let begun = self.hooks.begin(HostRequest::Create, name).await?;
+        let begun = self.hooks.begin(HostCall::Create, name).await?;
         let file = self.wrap(self.inner.create(name, mode).await?);
-        self.hooks.end(HostRequest::Create, name, begun);
+        self.hooks.end(HostCall::Create, name, begun);
         Ok(file)
     }
 
     async fn remove(&self, name: &Path) -> Result<()> {
-        let begun = self.hooks.begin(HostRequest::Remove, name).await?;
+        let begun = self.hooks.begin(HostCall::Remove, name).await?;
         self.inner.remove(name).await?;
-        self.hooks.end(HostRequest::Remove, name, begun);
+        self.hooks.end(HostCall::Remove, name, begun);
         Ok(())
     }
 
@@ -187,7 +186,7 @@ impl<S: Storage, K: Hooks> PassThroughFile<S, K> {
     /// Runs an operation between the hooks.
     async fn around<T>(
         &self,
-        request: Request<'_>,
+        request: Call<'_>,
         operation: impl Future<Output = Result<T>>,
     ) -> Result<T> {
         let begun = self.hooks.begin(&self.inner, request).await?;
@@ -219,43 +218,43 @@ impl<S: Storage, K: Hooks> Storage for PassThroughFile<S, K> {
     }
 
     async fn read_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
-        let request = Request::Read { offset, length: buf.len() as u64 };
+        let request = Call::Read { offset, length: buf.len() as u64 };
         self.around(request, self.inner.read_at(offset, buf)).await
     }
 
     async fn write_vectored_at(&self, offset: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
-        let request = Request::Write { offset, bufs: &bufs };
+        let request = Call::Write { offset, bufs: &bufs };
         let begun = self.hooks.begin(&self.inner, request).await?;
         let result = self.inner.write_vectored_at(offset, bufs).await;
-        let done = result.as_ref().ok().map(|bufs| Request::Write { offset, bufs });
+        let done = result.as_ref().ok().map(|bufs| Call::Write { offset, bufs });
         self.hooks.end(&self.inner, begun, done).await?;
         result
     }
 
     async fn write_zeroes(&self, offset: u64, length: u64, mode: ZeroMode) -> Result<()> {
-        let request = Request::WriteZeroes { offset, length };
+        let request = Call::WriteZeroes { offset, length };
         self.around(request, self.inner.write_zeroes(offset, length, mode)).await
     }
 
     async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        let request = Request::Discard { offset, length };
+        let request = Call::Discard { offset, length };
         self.around(request, self.inner.discard(offset, length)).await
     }
 
     async fn flush(&self) -> Result<()> {
-        self.around(Request::Flush, self.inner.flush()).await
+        self.around(Call::Flush, self.inner.flush()).await
     }
 
     async fn len(&self) -> Result<u64> {
-        self.around(Request::Query, self.inner.len()).await
+        self.around(Call::Query, self.inner.len()).await
     }
 
     async fn set_len(&self, length: u64) -> Result<()> {
-        self.around(Request::SetLength(length), self.inner.set_len(length)).await
+        self.around(Call::SetLength(length), self.inner.set_len(length)).await
     }
 
     async fn allocation(&self, offset: u64) -> Result<Allocation> {
-        self.around(Request::Query, self.inner.allocation(offset)).await
+        self.around(Call::Query, self.inner.allocation(offset)).await
     }
 }
 
@@ -268,7 +267,7 @@ impl<S: Storage, K: Hooks> Reflink<Self> for PassThroughFile<S, K> {
         length: u64,
     ) -> BoxFuture<'a, Result<bool>> {
         Box::pin(async move {
-            let request = Request::Clone { offset: to_offset, length };
+            let request = Call::Clone { offset: to_offset, length };
             let begun = self.hooks.begin(&self.inner, request).await?;
             let from = &from.inner;
             let result = self.inner.clone_range(from, from_offset, to_offset, length).await;
@@ -281,20 +280,20 @@ impl<S: Storage, K: Hooks> Reflink<Self> for PassThroughFile<S, K> {
 
 impl<S: Storage, K: Hooks> Roles for PassThroughFile<S, K> {
     fn retire(&self) -> BoxFuture<'_, Result<()>> {
-        Box::pin(self.around(Request::Retire, self.inner.retire()))
+        Box::pin(self.around(Call::Retire, self.inner.retire()))
     }
 
     fn admit_writer(&self, admit: bool) -> BoxFuture<'_, Result<()>> {
-        Box::pin(self.around(Request::AdmitWriter, self.inner.admit_writer(admit)))
+        Box::pin(self.around(Call::AdmitWriter, self.inner.admit_writer(admit)))
     }
 }
 
 impl<S: Storage, K: Hooks> Stamps for PassThroughFile<S, K> {
     fn stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>> {
-        Box::pin(self.around(Request::Query, self.inner.stamp()))
+        Box::pin(self.around(Call::Query, self.inner.stamp()))
     }
 
     fn settled_stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>> {
-        Box::pin(self.around(Request::Query, self.inner.settled_stamp()))
+        Box::pin(self.around(Call::Query, self.inner.settled_stamp()))
     }
 }

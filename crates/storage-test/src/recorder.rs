@@ -4,7 +4,7 @@
 //! crash keeps flushed changes and any subset of later ones, whole or torn; [`Record::replay`] builds the files that it
 //! leaves.
 
-use crate::pass_through::{Hooks, HostHooks, HostRequest, PassThrough, Request};
+use crate::pass_through::{Call, Hooks, HostCall, HostHooks, PassThrough};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Capabilities, Host, IoBuf, OpenMode, Result, Storage, ZeroMode};
 use parking_lot::Mutex;
@@ -186,15 +186,15 @@ impl HostHooks for Recorder {
     /// The length of the record.
     type Begun = usize;
 
-    async fn begin(&self, _request: HostRequest, _name: &Path) -> Result<usize> {
+    async fn begin(&self, _request: HostCall, _name: &Path) -> Result<usize> {
         Ok(self.record.len())
     }
 
-    fn end(&self, request: HostRequest, name: &Path, asked: usize) {
+    fn end(&self, request: HostCall, name: &Path, asked: usize) {
         match request {
-            HostRequest::Open => {}
-            HostRequest::Create => self.record.add(&name.into(), asked, Change::Create),
-            HostRequest::Remove => self.record.add(&name.into(), asked, Change::Remove),
+            HostCall::Open => {}
+            HostCall::Create => self.record.add(&name.into(), asked, Change::Create),
+            HostCall::Remove => self.record.add(&name.into(), asked, Change::Remove),
         }
     }
 
@@ -213,27 +213,22 @@ impl Hooks for FileRecorder {
     /// The length of the record.
     type Begun = usize;
 
-    async fn begin(&self, _file: &impl Storage, _request: Request<'_>) -> Result<usize> {
+    async fn begin(&self, _file: &impl Storage, _request: Call<'_>) -> Result<usize> {
         Ok(self.recorder.record.len())
     }
 
-    async fn end(
-        &self,
-        file: &impl Storage,
-        asked: usize,
-        done: Option<Request<'_>>,
-    ) -> Result<()> {
+    async fn end(&self, file: &impl Storage, asked: usize, done: Option<Call<'_>>) -> Result<()> {
         let change = match done {
-            Some(Request::Write { offset, bufs }) => {
+            Some(Call::Write { offset, bufs }) => {
                 let parts: Vec<&[u8]> = bufs.iter().map(|buf| &buf[..]).collect();
                 Change::Write(offset, parts.concat().into())
             }
-            Some(Request::WriteZeroes { offset, length }) => Change::Zero(offset..offset + length),
-            Some(Request::Discard { offset, length }) => Change::Discard(offset..offset + length),
-            Some(Request::Flush | Request::Retire) => Change::Flush { started: asked },
-            Some(Request::SetLength(length)) => Change::SetLength(length),
+            Some(Call::WriteZeroes { offset, length }) => Change::Zero(offset..offset + length),
+            Some(Call::Discard { offset, length }) => Change::Discard(offset..offset + length),
+            Some(Call::Flush | Call::Retire) => Change::Flush { started: asked },
+            Some(Call::SetLength(length)) => Change::SetLength(length),
             // Recorded as the writes that it replaces.
-            Some(Request::Clone { offset, length }) => {
+            Some(Call::Clone { offset, length }) => {
                 let mut done = 0;
                 while done < length {
                     let part = (length - done).min(CLONED);
@@ -244,7 +239,7 @@ impl Hooks for FileRecorder {
                 }
                 return Ok(());
             }
-            Some(Request::Read { .. } | Request::Query | Request::AdmitWriter) | None => {
+            Some(Call::Read { .. } | Call::Query | Call::AdmitWriter) | None => {
                 return Ok(());
             }
         };

@@ -1,9 +1,8 @@
 //! Storage for the bytes of images.
 //!
 //! The engine above this crate sees only two traits: [`Host`] opens and creates files by name, and [`Storage`] reads,
-//! writes and flushes one of them. Files on Linux go through io_uring ([`file::FileHost`] on a
-//! [`isobath_ring::Executor`]); tests keep bytes in memory ([`memory::MemoryHost`]) and may inject faults, record
-//! operations, or slow them down.
+//! writes and flushes one of them. The crate `isobath-storage-file` has those for files on Linux; tests keep bytes in
+//! memory ([`memory::MemoryHost`]) and may inject faults, record operations, or slow them down.
 //!
 //! Futures returned here need no particular runtime. They are not `Send`: a future stays on the
 //! thread that first polled it, since that thread's ring holds its operation.
@@ -11,8 +10,7 @@
 pub mod either;
 pub mod error;
 pub mod extension;
-pub mod file;
-mod lock;
+pub mod lock;
 pub mod memory;
 pub mod restart_memory;
 
@@ -21,7 +19,7 @@ pub use extension::{
     BoxFuture, Extensions, Hints, Reflink, RestartMemories, Roles, Stamps, StorageExt, Usage,
 };
 /// The buffers of every operation.
-pub use isobath_ring::IoBuf;
+pub use isobath_buf::IoBuf;
 pub use restart_memory::{MemoryUse, RestartMemory};
 
 use std::future::Future;
@@ -29,7 +27,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 /// Bytes that every device writes atomically.
-const SECTOR: u64 = 512;
+pub const SECTOR: u64 = 512;
 
 /// The result of a storage operation.
 pub type Result<T> = std::result::Result<T, StorageError>;

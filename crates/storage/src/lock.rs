@@ -1,43 +1,12 @@
-//! Image locks as QEMU takes them.
-//!
-//! A user of an image holds shared locks, bound to the open file (`F_OFD_SETLK`), on single bytes of it: byte 100 + n
-//! for each permission n that it uses, and 200 + n for each that it denies to others. After taking them it checks
-//! whether anyone denies what it uses or uses what it denies. QEMU 7.2 was observed to hold these (permission 0 is
-//! "consistent read", 1 "write", 3 "resize"):
-//!
-//! | image | uses | denies |
-//! |---|---|---|
-//! | qcow2, writable | 100 101 103 | 201 203 |
-//! | qcow2, read-only or a backing file | 100 | 201 203 |
-//! | raw, writable / read-only (`qemu-io`) | 100 101 / 100 | |
-//! | any, `-U` (`force-share`), read-only | 100 | |
-//!
-//! Here every image is locked like a qcow2 file. One that is to be deleted is locked like a writable one, and 200 is
-//! denied, too: nobody can begin to use it. A program that takes no lock at all is not kept out: `qemu-img create -b`
-//! reads the backing file so.
+//! Conflicts between users of an image, in QEMU's words.
 
 use crate::error::{Operation, StorageError};
-use crate::{Locking, OpenMode};
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
-use std::sync::Arc;
-
-/// The first byte for permissions in use.
-const USED: i64 = 100;
-/// The first byte for permissions denied to others.
-const DENIED: i64 = 200;
-
-/// A permission's number and QEMU's name for it.
-type Permission = (i64, &'static str);
-
-const READ: Permission = (0, "consistent read");
-const WRITE: Permission = (1, "write");
-const RESIZE: Permission = (3, "resize");
 
 /// A conflict with another user of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Conflict {
+pub struct Conflict {
     permission: &'static str,
     /// If `true`, the permission is denied to others here and used by one of them; otherwise it is wanted here and
     /// denied by another.
@@ -45,14 +14,24 @@ pub(crate) struct Conflict {
 }
 
 impl Conflict {
+    /// A permission of QEMU's name is wanted here, and denied by another user.
+    pub const fn wanted(permission: &'static str) -> Self {
+        Self { permission, shared: false }
+    }
+
+    /// A permission of QEMU's name is denied to others here, and used by one of them.
+    pub const fn denied(permission: &'static str) -> Self {
+        Self { permission, shared: true }
+    }
+
     /// Writing is wanted here and denied by another user.
-    pub(crate) const WRITE: Self = Self { permission: WRITE.1, shared: false };
+    pub const WRITE: Self = Self::wanted("write");
     /// Writing is denied to others here and used by one of them.
-    pub(crate) const SHARED_WRITE: Self = Self { permission: WRITE.1, shared: true };
+    pub const SHARED_WRITE: Self = Self::denied("write");
 }
 
 /// The error of an image that another user holds, in QEMU's words.
-pub(crate) fn busy(name: &Path, conflict: Conflict) -> StorageError {
+pub fn busy(name: &Path, conflict: Conflict) -> StorageError {
     let shared = if conflict.shared { "shared " } else { "" };
     let message = format!(
         "Failed to get {shared}\"{}\" lock. Is another process using the image [{}]? \
@@ -62,196 +41,4 @@ pub(crate) fn busy(name: &Path, conflict: Conflict) -> StorageError {
     );
     let source = io::Error::new(io::ErrorKind::ResourceBusy, message);
     StorageError::new(Operation::Lock, name, source)
-}
-
-/// The locks of an open image, which are released when dropped.
-///
-/// Closing the file would release them as well, but not while a child of this process has the file open between its
-/// fork and its exec.
-pub(crate) struct Locks(Arc<OwnedFd>);
-
-impl Drop for Locks {
-    fn drop(&mut self) {
-        let _ = call(&self.0, libc::F_OFD_SETLK, libc::F_UNLCK, 0, 0);
-    }
-}
-
-/// The locks of a kind of user, by ascending numbers.
-#[derive(Clone, Copy)]
-pub(crate) struct Wanted {
-    used: &'static [Permission],
-    denied: &'static [Permission],
-}
-
-impl Wanted {
-    /// Those of a reader, and of a backing file.
-    pub(crate) const READER: Self = Self { used: &[READ], denied: &[WRITE, RESIZE] };
-
-    /// The locks that a mode takes; `None` if it takes none.
-    pub(crate) fn of(mode: OpenMode) -> Option<Self> {
-        const ALL: &[Permission] = &[READ, WRITE, RESIZE];
-        let writer = Self { used: ALL, ..Self::READER };
-        match mode.locking {
-            Locking::Unlocked => None,
-            Locking::Present => Some(Self { used: &[READ], denied: &[] }),
-            Locking::Alone if mode.writable => Some(Self { denied: ALL, ..writer }),
-            _ if mode.writable => Some(writer),
-            _ => Some(Self::READER),
-        }
-    }
-
-    /// Whether it is a writer.
-    pub(crate) fn writes(self) -> bool {
-        self.used.len() > 1
-    }
-
-    fn bytes(self) -> impl Iterator<Item = i64> {
-        let used = self.used.iter().map(|(number, _)| USED + number);
-        used.chain(self.denied.iter().map(|(number, _)| DENIED + number))
-    }
-}
-
-/// Takes the locks of an image.
-///
-/// # Errors
-/// Another user's locks conflict ([`io::ErrorKind::ResourceBusy`]), or the file system has no locks.
-pub(crate) fn take(
-    file: &Arc<OwnedFd>,
-    name: &Path,
-    wanted: Wanted,
-) -> Result<Locks, StorageError> {
-    let locks = set(file, name, wanted)?;
-    look(file, name, wanted)?;
-    Ok(locks)
-}
-
-/// Takes the locks of a reader for another descriptor of a file whose writer's locks this process holds: nobody else
-/// can hold conflicting ones, and the process's own do not count.
-///
-/// # Errors
-/// The file system has no locks.
-pub(crate) fn join(file: &Arc<OwnedFd>, name: &Path) -> Result<Locks, StorageError> {
-    set(file, name, Wanted::READER)
-}
-
-/// Gives up a reader's locks.
-///
-/// # Errors
-/// The file system reported an error.
-pub(crate) fn give_up(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
-    for byte in Wanted::READER.bytes() {
-        call(file, libc::F_OFD_SETLK, libc::F_UNLCK, byte, 1)
-            .map_err(|source| StorageError::new(Operation::Lock, name, source))?;
-    }
-    Ok(())
-}
-
-/// Takes a reader's locks again, which [`give_up`] released, while another descriptor of this process holds them:
-/// nobody else can have begun to write.
-///
-/// # Errors
-/// The file system reported an error.
-pub(crate) fn join_again(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
-    for byte in Wanted::READER.bytes() {
-        call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte, 1)
-            .map_err(|source| StorageError::new(Operation::Lock, name, source))?;
-    }
-    Ok(())
-}
-
-/// Takes a reader's locks again, which [`give_up`] released.
-///
-/// # Errors
-/// Another user writes ([`io::ErrorKind::ResourceBusy`]); then nothing has changed.
-pub(crate) fn take_again(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
-    join_again(file, name)?;
-    let free = look(file, name, Wanted::READER);
-    if free.is_err() {
-        give_up(file, name)?;
-    }
-    free
-}
-
-/// Takes locks without checking those of others: [`look`] does.
-///
-/// # Errors
-/// As [`take`].
-pub(crate) fn set(file: &Arc<OwnedFd>, name: &Path, wanted: Wanted) -> Result<Locks, StorageError> {
-    let locks = Locks(file.clone());
-    for byte in wanted.bytes() {
-        match call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte, 1) {
-            Ok(_) => {}
-            Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
-                let conflict =
-                    if wanted.writes() { Conflict::WRITE } else { Conflict::SHARED_WRITE };
-                return Err(busy(name, conflict));
-            }
-            Err(error) => {
-                let text = format!(
-                    "the file system refuses image locks: {error}; \
-                     -U (--force-share) reads the image without them"
-                );
-                let source = io::Error::new(error.kind(), text);
-                return Err(StorageError::new(Operation::Lock, name, source));
-            }
-        }
-    }
-    Ok(locks)
-}
-
-/// Checks whether another user's locks conflict with those that this open would take or has taken.
-///
-/// # Errors
-/// As [`take`].
-pub(crate) fn look(file: &OwnedFd, name: &Path, wanted: Wanted) -> Result<(), StorageError> {
-    let taken = |first: i64, last: i64| {
-        let taken = call(file, libc::F_OFD_GETLK, libc::F_WRLCK, first, last - first + 1);
-        taken.map_err(|source| StorageError::new(Operation::Lock, name, source))
-    };
-    // Tests the whole relevant range at once: if there are only readers, nobody holds anything there.
-    let first = wanted.denied.first().map_or(DENIED, |(number, _)| USED + number);
-    let last = DENIED + wanted.used.last().map_or(0, |(number, _)| *number);
-    if !taken(first, last)? {
-        return Ok(());
-    }
-    for (number, permission) in wanted.used {
-        if taken(DENIED + number, DENIED + number)? {
-            return Err(busy(name, Conflict { permission, shared: false }));
-        }
-    }
-    for (number, permission) in wanted.denied {
-        if taken(USED + number, USED + number)? {
-            return Err(busy(name, Conflict { permission, shared: true }));
-        }
-    }
-    Ok(())
-}
-
-/// Sets or tests a lock on `length` bytes (0: to the end); returns whether another user's lock conflicts with the one
-/// tested.
-fn call(
-    file: &OwnedFd,
-    command: libc::c_int,
-    kind: libc::c_int,
-    start: i64,
-    length: i64,
-) -> io::Result<bool> {
-    // SAFETY: a description of zeroes is valid, and open file description locks require the process id to be 0.
-    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
-    lock.l_type = kind as libc::c_short;
-    lock.l_whence = libc::SEEK_SET as libc::c_short;
-    lock.l_start = start;
-    lock.l_len = length;
-    loop {
-        // SAFETY: the kernel reads and writes the description, which is live.
-        if unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut lock) } == 0 {
-            return Ok(
-                command == libc::F_OFD_GETLK && lock.l_type != libc::F_UNLCK as libc::c_short
-            );
-        }
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
-        }
-    }
 }

@@ -24,7 +24,7 @@ mod walk;
 pub use chain::{Advice, ChainRow, SortBy};
 pub use name::{exact, shown};
 pub use problem::{MAX_PROBLEMS, Problem, Problems, Trouble};
-pub use report::{Clusters, Counts, Held, Report};
+pub use report::{Clusters, Counts, Report, SpaceUsed};
 pub use statistics::{Bin, LengthShare, Lengths, Spread, Timeline};
 
 use fleet::Fleet;

@@ -84,7 +84,7 @@ impl Counts {
 
 /// Bytes that files occupy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Held {
+pub struct SpaceUsed {
     /// The total size of the disks.
     pub disk_bytes: u64,
     /// All files in chains, each counted once.
@@ -124,7 +124,7 @@ pub struct Report {
     /// The lengths of chains.
     pub lengths: Lengths,
     /// The space used by files.
-    pub held: Held,
+    pub held: SpaceUsed,
     /// The counts from tables, if they were read.
     pub clusters: Option<Clusters>,
     /// The time between the creation of a layer and of the layer above it. Clones, several overlays of one layer, are
@@ -243,7 +243,7 @@ impl Survey {
 /// Sums over files.
 #[derive(Default)]
 struct Layers {
-    held: Held,
+    held: SpaceUsed,
     intervals: Vec<u32>,
     ages: Vec<u32>,
     out_of_order: u64,

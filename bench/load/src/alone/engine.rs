@@ -5,7 +5,7 @@ use crate::Result;
 use isobath_disk::{LiveDisk, OpenOptions};
 use isobath_ring::{Config, Executor};
 use isobath_storage::IoBuf;
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use serde_json::Value;

@@ -9,7 +9,7 @@
 use isobath_disk::{Disk, MapStats, OpenOptions};
 use isobath_ring::block_on;
 use isobath_storage::IoBuf;
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::error::Error;
 use std::ffi::OsStr;
 use std::path::Path;

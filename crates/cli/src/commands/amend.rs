@@ -6,7 +6,7 @@ use crate::image_name::{Image, Naming, Objects, reason};
 use crate::{options, runtime, size};
 use isobath_disk::encryption::SlotState;
 use isobath_disk::{Amend, ImageFormat, KeyChange, Preallocation, amend, change_keys};
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;

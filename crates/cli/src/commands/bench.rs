@@ -7,7 +7,7 @@ use crate::{options, runtime, size, workers};
 use isobath_disk::{Disk, DiskError, ImageFormat};
 use isobath_ring::spawn;
 use isobath_storage::IoBuf;
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use isobath_sync::Semaphore;
 use std::cell::Cell;
 use std::io::Write;

@@ -6,7 +6,7 @@ use crate::{options, runtime, size};
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches};
 use isobath_disk::{BitmapAction, BitmapEditor, DiskError, ImageFormat, OpenOptions, read_bitmap};
 use isobath_storage::Locking;
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::ffi::OsString;
 use std::io::Write;
 use std::path::{Path, PathBuf};

@@ -9,8 +9,8 @@ use isobath_disk::{
     CheckEvent, CheckOptions, CheckReport, DiskError, ImageFormat, OpenOptions, Repair, check,
 };
 use isobath_qcow2::text::Shown;
-use isobath_storage::file::{FileHost, FileStorage};
 use isobath_storage::{Host, OpenMode, StorageExt};
+use isobath_storage_file::{FileHost, FileStorage};
 use serde_json::{Map, Value, json};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};

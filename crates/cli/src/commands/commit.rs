@@ -9,7 +9,7 @@ use isobath_image::sabotage::{self, Sabotage};
 use isobath_jobs::CommitOptions;
 use isobath_ring::Signals;
 use isobath_storage::StorageExt;
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
 

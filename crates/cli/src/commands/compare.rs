@@ -6,7 +6,7 @@ use crate::image_name::Naming;
 use crate::workers::{self, Progress};
 use crate::{options, runtime};
 use isobath_disk::{Compare, CompareError, Difference, Disk, ImageFormat};
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -6,7 +6,7 @@ use crate::{options, runtime, size};
 use isobath_disk::encryption::{CreateOptions, IvGenerator};
 use isobath_disk::{DiskError, ImageFormat, NewDisk, NewEncryption, Preallocation, create};
 use isobath_qcow2::CompressionType;
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::fmt::Write as _;
 use std::io::Write;
 use std::path::PathBuf;

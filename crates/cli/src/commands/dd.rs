@@ -6,7 +6,7 @@ use crate::image_name::Naming;
 use crate::{messages, options, runtime, size};
 use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, create_held};
 use isobath_storage::IoBuf;
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::ops::Range;
 use std::path::Path;

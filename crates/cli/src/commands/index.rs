@@ -5,7 +5,7 @@ use crate::size::human;
 use crate::workers::Progress;
 use crate::{options, runtime};
 use isobath_disk::{Disk, ImageFormat, IndexProgress, OpenOptions, Secrets};
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::cell::Cell;
 use std::io::Write;
 use std::path::PathBuf;
@@ -63,9 +63,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             let state = Rc::clone(&state);
             move || state.get()
         });
-        let told = |now: IndexProgress| state.set((now.done, now.total));
+        let show = |now: IndexProgress| state.set((now.done, now.total));
         if args.verify {
-            let verified = disk.verify_index(told).await;
+            let verified = disk.verify_index(show).await;
             progress.end(verified.is_ok());
             return match verified? {
                 Err(reason) => Err(Failure::new(format_args!(
@@ -91,7 +91,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
                 }
             };
         }
-        let written = disk.write_index(told).await;
+        let written = disk.write_index(show).await;
         progress.end(written.is_ok());
         let info = written?;
         disk.close().await?;

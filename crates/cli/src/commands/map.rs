@@ -6,7 +6,7 @@ use crate::options::{self, OutputFormat, printable};
 use crate::{runtime, size};
 use isobath_disk::{Disk, ImageFormat, MapEntry};
 use isobath_storage::IoBuf;
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
 

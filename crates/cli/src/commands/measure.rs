@@ -6,7 +6,7 @@ use crate::image_name::Naming;
 use crate::options::{self, OutputFormat};
 use crate::{json, runtime, size};
 use isobath_disk::{ImageFormat, NewDisk, SnapshotChoice, measure};
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use serde_json::{Map, Value};
 use std::io::Write;
 use std::path::PathBuf;

@@ -4,7 +4,7 @@ use crate::failure::Outcome;
 use crate::options;
 use crate::runtime;
 use isobath_disk::{Disk, ImageFormat, OpenOptions, Secrets};
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
 

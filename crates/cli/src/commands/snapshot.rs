@@ -6,7 +6,7 @@ use crate::image_name::{Naming, reason};
 use crate::options::printable;
 use crate::{options, runtime};
 use isobath_disk::{DiskError, ImageFormat, apply_snapshot, create_snapshot, delete_snapshot};
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};

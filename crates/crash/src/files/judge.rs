@@ -6,7 +6,7 @@ use isobath_disk::{CheckOptions, Disk, MetadataMode, OpenOptions, Repair, check}
 use isobath_qcow2::IncompatibleFeatures;
 use isobath_ring::{Config, Executor};
 use isobath_storage::IoBuf;
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use isobath_storage_test::any::ToAny;
 use isobath_testkit::bytes::first_difference;
 use isobath_testkit::qemu;

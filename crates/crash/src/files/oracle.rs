@@ -51,7 +51,7 @@ pub enum What {
 
 /// A completed request.
 #[derive(Clone, Debug)]
-pub struct Request {
+pub struct Completed {
     /// Its kind.
     pub what: What,
     /// The first sector.
@@ -104,7 +104,7 @@ fn number(sector: &[u8], place: usize) -> Option<u64> {
 
 /// All requests, and what follows from them.
 pub struct Sectors {
-    requests: Vec<Request>,
+    requests: Vec<Completed>,
     /// For each sector, the requests that change it, in the order in which they were sent.
     of: Vec<Vec<u32>>,
     /// Whether the disk was filled with [`BEFORE`]; with zeroes otherwise.
@@ -113,7 +113,7 @@ pub struct Sectors {
 
 impl Sectors {
     /// From the requests of all clients.
-    pub fn new(mut requests: Vec<Request>, sectors: usize, filled: bool) -> Self {
+    pub fn new(mut requests: Vec<Completed>, sectors: usize, filled: bool) -> Self {
         requests.sort_by_key(|request| request.sent.order);
         let mut of = vec![Vec::new(); sectors];
         for (index, request) in requests.iter().enumerate() {
@@ -147,7 +147,7 @@ impl Sectors {
                 .filter(|one| one.what != What::Discard && one.answered.order < flushed)
                 .map(|one| one.sent.order)
                 .max();
-            let may_be = |one: &&Request| {
+            let may_be = |one: &&Completed| {
                 one.sent.position <= position && promised.is_none_or(|by| one.answered.order >= by)
             };
             let mut allowed = requests().filter(may_be);
@@ -179,7 +179,7 @@ impl Sectors {
     }
 }
 
-impl Request {
+impl Completed {
     fn tell(&self) -> String {
         format!(
             "{:?} sent {} (entry {}) answered {} (entry {})",
@@ -211,7 +211,7 @@ mod tests {
     #[test]
     fn flushed_writes_and_later_ones_are_allowed() {
         let request =
-            |what, count, sent, answered| Request { what, sector: 0, count, sent, answered };
+            |what, count, sent, answered| Completed { what, sector: 0, count, sent, answered };
         let requests = vec![
             request(What::Write(2), 2, moment(0, 0), moment(1, 1)),
             request(What::Flush, 0, moment(2, 1), moment(3, 3)),

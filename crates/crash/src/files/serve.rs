@@ -4,7 +4,7 @@ use isobath_disk::{Disk, OpenOptions};
 use isobath_export::nbd::{Export, Limits, Server};
 use isobath_ring::net::Listener;
 use isobath_ring::{Config, Executor, Worker, spawn};
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::recorder::{Entry, Record, RecorderHost};
 use std::fmt::Display;

@@ -1,7 +1,7 @@
 //! The clients' workloads while changes are recorded.
 
 use super::client::Client;
-use super::oracle::{BEFORE, Clock, Request, SECTOR, Sectors, What, fill};
+use super::oracle::{BEFORE, Clock, Completed, SECTOR, Sectors, What, fill};
 use super::serve::Frontend;
 use isobath_export::nbd::wire::command;
 use isobath_testkit::qemu;
@@ -124,7 +124,7 @@ struct Writer<'a> {
     /// The next write's number.
     next: &'a AtomicU64,
     rng: SmallRng,
-    requests: Vec<Request>,
+    requests: Vec<Completed>,
 }
 
 impl Writer<'_> {
@@ -144,7 +144,7 @@ impl Writer<'_> {
         let sent = self.clock.now();
         self.client.ask(command, offset as u64, length as u32, &data)?;
         let answered = self.clock.now();
-        self.requests.push(Request { what, sector, count: length / SECTOR, sent, answered });
+        self.requests.push(Completed { what, sector, count: length / SECTOR, sent, answered });
         Ok(())
     }
 

@@ -1,11 +1,11 @@
 //! Campaigns of server histories.
 
 use super::history::{Happened, happen};
-use super::judge::{Crashed, Death, file, judge};
+use super::judge::{Crashed, Death, judge};
 use super::kind::Kind;
 use crate::host::Memories;
 use crate::outcome::{Failure, Settings, Totals, device, guarded, panicked};
-use crate::record::{Files, NEVER, Tick};
+use crate::record::{Files, NEVER, Tick, file};
 use crate::recover::Way;
 use crate::state::{Fate, Replay, random_grain};
 use crate::trace;

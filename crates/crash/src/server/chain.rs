@@ -1,7 +1,6 @@
 //! The initial images of a server: layers that have much in common, as snapshots do.
 
 use super::bitmaps;
-use super::judge::file;
 use super::kind::Kind;
 use crate::content::Content;
 use crate::executor::run;
@@ -9,7 +8,7 @@ use crate::host::{Conduct, SimHost};
 use crate::image::{IMAGE, Start};
 use crate::look::look;
 use crate::mode::Mode;
-use crate::record::Files;
+use crate::record::{Files, file};
 use crate::recover::{header_of, leaks};
 use crate::value::{Sort, Value};
 use isobath_disk::{Disk, ImageFormat, MetadataMode, NewDisk, OpenOptions, ZeroFlags, create};

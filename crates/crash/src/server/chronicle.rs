@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 /// The contents of a frozen image.
 #[derive(Clone, Debug)]
-pub enum Held {
+pub enum FrozenContent {
     /// These bytes.
     Bytes(Arc<Content>),
     /// The disk's contents when it became a backing file, between these moments.
@@ -23,7 +23,7 @@ pub struct Frozen {
     /// The files that it needs, its own among them.
     pub needs: Vec<PathBuf>,
     /// Its contents.
-    pub held: Held,
+    pub held: FrozenContent,
     /// The end of the time for which this applies.
     pub until: Tick,
 }
@@ -108,7 +108,7 @@ impl Chronicle {
     /// The contents that an image that became a backing file may have after a crash at `now`; `None` for one that was a
     /// backing file from the beginning.
     pub fn oracle_of(&self, frozen: &Frozen, log: &Arc<Log>, now: Tick) -> Option<Oracle> {
-        let Held::Moment(began, ended) = frozen.held else { return None };
+        let FrozenContent::Moment(began, ended) = frozen.held else { return None };
         let mut log = (**log).clone();
         log.flushed.retain(|(_, flushed)| *flushed < began);
         if ended < now {
@@ -128,8 +128,8 @@ impl Chronicle {
         let active = self.chain_at(now).first();
         self.frozen.iter().filter(move |frozen| {
             let begun = match frozen.held {
-                Held::Bytes(_) => true,
-                Held::Moment(began, _) => began < now,
+                FrozenContent::Bytes(_) => true,
+                FrozenContent::Moment(began, _) => began < now,
             };
             begun && now <= frozen.until && Some(&frozen.name) != active
         })

@@ -1,7 +1,7 @@
 //! One history of a server.
 
 use super::chain::{self, Begin};
-use super::chronicle::{Chronicle, Frozen, Held};
+use super::chronicle::{Chronicle, Frozen, FrozenContent};
 use super::faults;
 use super::kind::Kind;
 use super::operator::{NEW_IMAGES, Operator, names, new_image};
@@ -184,7 +184,7 @@ fn first_chronicle(begin: &Begin) -> Chronicle {
     let frozen = begin.images.iter().take(below).map(|image| Frozen {
         name: image.name.clone(),
         needs: image.needs.clone(),
-        held: Held::Bytes(Arc::clone(&image.content)),
+        held: FrozenContent::Bytes(Arc::clone(&image.content)),
         until: NEVER,
     });
     Chronicle::new(chain, frozen.collect())

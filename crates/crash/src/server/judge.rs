@@ -1,7 +1,7 @@
 //! Checks of a server's chain after a crash.
 
 use super::bitmaps;
-use super::chronicle::{Frozen, Held};
+use super::chronicle::{Frozen, FrozenContent};
 use super::history::Happened;
 use super::schedule::Schedule;
 use crate::clock::SimClock;
@@ -11,7 +11,7 @@ use crate::host::{Access, Conduct, Memories, SimHost};
 use crate::image::{Kind as ImageKind, Start};
 use crate::look::look;
 use crate::mode::Mode;
-use crate::record::{Files, Tick};
+use crate::record::{Files, Tick, file};
 use crate::recover::{Case, Passed, Way, examine, recover, recover_wild, sound};
 use isobath_disk::{Disk, LiveDisk, OpenOptions, Repair};
 use isobath_jobs::pace::Pacing;
@@ -162,10 +162,6 @@ async fn denied(
     Ok(host.files())
 }
 
-pub(super) fn file<'a>(files: &'a Files, name: &Path) -> Option<&'a crate::content::Content> {
-    files.iter().find(|(own, _)| own == name).map(|(_, content)| &**content)
-}
-
 async fn read(
     happened: &Happened,
     files: &Files,
@@ -224,11 +220,11 @@ async fn below(
         let look = read(happened, &state.files, &frozen.name, case, &interest).await?;
         let same = match (&oracle, &frozen.held) {
             (Some(oracle), _) => oracle.check(&look),
-            (None, Held::Bytes(content)) => match look.content.first_difference(content) {
+            (None, FrozenContent::Bytes(content)) => match look.content.first_difference(content) {
                 None => Ok(()),
                 Some(at) => Err(format!("it has changed at byte {at}")),
             },
-            (None, Held::Moment(..)) => Ok(()),
+            (None, FrozenContent::Moment(..)) => Ok(()),
         };
         same.map_err(|error| format!("{}, below the disk: {error}", frozen.name.display()))?;
     }

@@ -1,7 +1,7 @@
 //! The operator, who changes the chain: snapshots, jobs and their control, resizes.
 
 use super::chain::Begin;
-use super::chronicle::{Chronicle, Frozen, Held};
+use super::chronicle::{Chronicle, Frozen, FrozenContent};
 use super::kind::Kind;
 use super::schedule::{Patience, endure};
 use crate::clock::SimClock;
@@ -199,7 +199,7 @@ impl Operator<'_> {
             chronicle.frozen.push(Frozen {
                 name: active,
                 needs: former,
-                held: Held::Moment(began, NEVER),
+                held: FrozenContent::Moment(began, NEVER),
                 until: NEVER,
             });
             (began, chronicle.frozen.len() - 1)
@@ -215,7 +215,7 @@ impl Operator<'_> {
         let mut chronicle = self.chronicle.borrow_mut();
         let ended = chronicle.acts.get(act).map_or(NEVER, |act| act.ended);
         match (done, self.chain().first() == Some(&path)) {
-            (Some(()), _) => chronicle.frozen[frozen].held = Held::Moment(began, ended),
+            (Some(()), _) => chronicle.frozen[frozen].held = FrozenContent::Moment(began, ended),
             // It is in use, but the image below was not reported as durable.
             (None, true) => {}
             (None, false) => chronicle.frozen[frozen].until = began,

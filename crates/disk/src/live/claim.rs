@@ -1,6 +1,5 @@
 //! One job at a time on a disk, as in QEMU.
 
-use super::LiveDisk;
 use crate::disk::Disk;
 use isobath_image::{Result, violated};
 use isobath_storage::Host;
@@ -22,8 +21,8 @@ pub trait Occupant: Send + Sync {
 }
 
 /// The job that uses a disk.
-#[derive(Default)]
-pub(super) struct Claims(Mutex<Use>);
+#[derive(Clone, Default)]
+pub(super) struct Claims(Arc<Mutex<Use>>);
 
 #[derive(Default)]
 enum Use {
@@ -39,14 +38,14 @@ enum Use {
 }
 
 /// A job's use of a disk.
-pub struct Claim<H: Host> {
-    live: Arc<LiveDisk<H>>,
+pub struct Claim {
+    claims: Claims,
     job: Arc<dyn Occupant>,
     began: bool,
     doubtful: bool,
 }
 
-impl<H: Host> Claim<H> {
+impl Claim {
     /// The job begins. From here on it must [end](Self::end).
     pub fn begin(&mut self) {
         self.began = true;
@@ -61,10 +60,10 @@ impl<H: Host> Claim<H> {
     }
 }
 
-impl<H: Host> Drop for Claim<H> {
+impl Drop for Claim {
     fn drop(&mut self) {
         let job = Arc::clone(&self.job);
-        let mut claimed = self.live.claims.0.lock();
+        let mut claimed = self.claims.0.lock();
         if !claimed.is_of(&job) {
             violated("a job gives up the disk that it has claimed");
         }
@@ -81,6 +80,15 @@ impl<H: Host> Drop for Claim<H> {
 }
 
 impl Claims {
+    /// Takes the disk for a job.
+    pub(super) fn claim<H: Host>(&self, disk: &Disk<H>, job: Arc<dyn Occupant>) -> Result<Claim> {
+        let mut claimed = self.0.lock();
+        claimed.check(disk)?;
+        claimed.check_layers(disk)?;
+        *claimed = Use::Job(Arc::clone(&job));
+        Ok(Claim { claims: self.clone(), job, began: false, doubtful: false })
+    }
+
     /// Refuses operations that exclude a job.
     pub(super) fn check<H: Host>(&self, disk: &Disk<H>) -> Result<()> {
         self.0.lock().check(disk)
@@ -125,21 +133,6 @@ impl Use {
             job.describe()
         );
         Err(disk.refused(reason))
-    }
-}
-
-impl<H: Host> LiveDisk<H> {
-    /// Takes the disk for a job.
-    ///
-    /// # Errors
-    /// If another job has it, or has left it in a state that excludes other jobs.
-    pub fn claim(self: &Arc<Self>, job: Arc<dyn Occupant>) -> Result<Claim<H>> {
-        let mut claimed = self.claims.0.lock();
-        claimed.check(&self.current())?;
-        claimed.check_layers(&self.current())?;
-        *claimed = Use::Job(Arc::clone(&job));
-        drop(claimed);
-        Ok(Claim { live: Arc::clone(self), job, began: false, doubtful: false })
     }
 }
 

@@ -142,7 +142,7 @@ pub(super) struct Counts {
 }
 
 /// A request in flight.
-pub(super) struct Request<'a> {
+pub(super) struct InFlight<'a> {
     counts: &'a Counts,
     /// The thread's counters for it.
     here: &'a OfThread,
@@ -165,13 +165,13 @@ impl Drop for Copying<'_> {
 }
 
 impl Counts {
-    pub(super) fn begin(&self, kind: Kind, bytes: u64, now: Duration) -> Request<'_> {
+    pub(super) fn begin(&self, kind: Kind, bytes: u64, now: Duration) -> InFlight<'_> {
         let (_, here) = self.threads.mine();
         here.in_flight.fetch_add(1, Ordering::Relaxed);
         here.last_activity.store(now.as_nanos() as u64, Ordering::Relaxed);
         let alone = self.copies.load(Ordering::Relaxed) == 0;
         let begun = alone.then(|| self.begun.load(Ordering::Relaxed));
-        Request { counts: self, here, kind, bytes, start: now, begun }
+        InFlight { counts: self, here, kind, bytes, start: now, begun }
     }
 
     fn in_flight(&self) -> u32 {
@@ -237,7 +237,7 @@ impl Counts {
     }
 }
 
-impl Request<'_> {
+impl InFlight<'_> {
     /// The request has ended.
     pub(super) fn end(self, succeeded: bool, now: Duration) {
         let here = self.here;
@@ -263,7 +263,7 @@ impl Request<'_> {
     }
 }
 
-impl Drop for Request<'_> {
+impl Drop for InFlight<'_> {
     fn drop(&mut self) {
         if self.here.in_flight.fetch_sub(1, Ordering::Relaxed) == 0 {
             violated("a request that ends is in flight");
@@ -307,7 +307,7 @@ mod tests {
     fn a_request_ends_once() {
         let (counts, here) = (Counts::default(), OfThread::default());
         let (kind, bytes, start, begun) = (Kind::Read, 1, MS, None);
-        drop(Request { counts: &counts, here: &here, kind, bytes, start, begun });
+        drop(InFlight { counts: &counts, here: &here, kind, bytes, start, begun });
     }
 
     #[test]

@@ -27,8 +27,7 @@ use claim::Claims;
 use counts::{Counts, Kind};
 use event_listener::Event;
 use failure::Failures;
-use futures_util::future::{Either, select};
-use futures_util::join;
+use futures_util::future::{Either, join, select};
 use gate::Gate;
 use isobath_chain::create::Preallocation;
 use isobath_chain::map::MapStats;
@@ -173,6 +172,14 @@ impl<H: Host> LiveDisk<H> {
         Ok(())
     }
 
+    /// Takes the disk for a job.
+    ///
+    /// # Errors
+    /// If another job has it, or has left it in a state that excludes other jobs.
+    pub fn claim(&self, job: Arc<dyn Occupant>) -> Result<Claim> {
+        self.claims.claim(&self.current(), job)
+    }
+
     /// Changes the disk's size, as [`Disk::resize`] does.
     ///
     /// # Errors
@@ -215,14 +222,12 @@ impl<H: Host> LiveDisk<H> {
             };
             let Some(writer) = writer else { return Ok(()) };
             let known = Arc::downgrade(&writer);
-            let work = async {
-                let attended = async {
-                    // Dropped with this.
-                    let writer = writer;
-                    writer.attend(&readers).await
-                };
-                join!(attended, self.tidy_when_quiet(&known, &readers))
+            let attended = async {
+                // Dropped with this.
+                let writer = writer;
+                writer.attend(&readers).await
             };
+            let work = join(attended, self.tidy_when_quiet(&known, &readers));
             let (attended, tidied) = match select(pin!(work), pin!(self.watch(&known))).await {
                 Either::Left((done, _)) => done,
                 Either::Right((never, _)) => match never {},

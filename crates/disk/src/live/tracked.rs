@@ -30,7 +30,8 @@ impl Invariants for Marks {
         if self.hand > 0 && self.hand >= self.words.len() {
             violated("the search for a mark goes on in the map");
         }
-        let marked = |words: &[u64]| words.iter().map(|word| u64::from(word.count_ones())).sum();
+        let marked =
+            |words: &[u64]| words.iter().map(|word| u64::from(word.count_ones())).sum::<u64>();
         let is_small = self.words.len() <= MOST_CHECKED;
         if is_small && self.count != marked(&self.words) {
             violated("the parts that are counted are those that are marked");

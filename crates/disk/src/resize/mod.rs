@@ -10,27 +10,20 @@ mod preallocate;
 
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
-use crate::write::check_place;
 use isobath_chain::create::Preallocation;
 use isobath_chain::map::Source;
-use isobath_image::alloc::TailCut;
 use isobath_image::layer::{Layer, Qcow2};
-use isobath_image::references::referenced;
 use isobath_image::sabotage::{self, Sabotage};
-use isobath_image::tables::References;
 use isobath_image::writer::{Qcow2Writer, Writer};
-use isobath_image::{DiskError, Result, always, invariant};
+use isobath_image::{DiskError, Result, invariant};
 use isobath_qcow2::header::field;
-use isobath_qcow2::{ClusterIndex, ClusterKind, GuestOffset, HostCluster, L1Entry, L2Entry};
-use isobath_storage::{Host, IoBuf, Storage, StorageExt, ZeroMode};
+use isobath_qcow2::{ClusterKind, GuestOffset, L1Entry};
+use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
 use std::cmp::Ordering;
 use std::ops::Range;
-use std::path::Path;
 
 /// Guest bytes examined at once.
 const WINDOW: u64 = 64 << 20;
-/// Released references that accumulate before they are committed.
-const RELEASES_AT_ONCE: usize = 64 << 10;
 
 impl<H: Host> Disk<H> {
     /// Changes the disk's size to `size` bytes, durably. The new part reads as zeroes, except for what a raw data file
@@ -155,7 +148,7 @@ impl<H: Host> Disk<H> {
         new: Range<u64>,
         preallocation: Preallocation,
     ) -> Result<()> {
-        self.grow_l1(writer, qcow2, image, image.geometry.l1_size_for(new.end)).await?;
+        writer.grow_l1(&self.readers, image.geometry.l1_size_for(new.end)).await?;
         let layer = self.chain.active();
         let mut kept = 0;
         if image.geometry.has_data_file() {
@@ -191,67 +184,6 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
-    /// Ensures that the L1 table has at least `entries` entries.
-    async fn grow_l1(
-        &self,
-        writer: &Writer<H::File>,
-        qcow2: &Qcow2Writer<H::File>,
-        image: &Qcow2,
-        entries: u64,
-    ) -> Result<()> {
-        let geometry = image.geometry;
-        let (old_size, old_offset) = {
-            let header = image.header.read();
-            (u64::from(header.l1_size), header.l1_table_offset)
-        };
-        if entries <= old_size {
-            return Ok(());
-        }
-        let alloc = &qcow2.metadata.alloc;
-        let needed = geometry.clusters_for(entries * 8);
-        let run = alloc.allocate_adjacent(needed).await?;
-        invariant(run.count == needed, self.name(), "an L1 table gets the clusters that it needs")?;
-        let Some(offset) = geometry.host_cluster_start(run.start) else {
-            return Err(self.refused(format!("host cluster {} has no offset", run.start)));
-        };
-        let mut claim = qcow2.metadata.tables.claim();
-        claim.add_run(&run);
-        let storage = self.chain.active().storage();
-        writer
-            .exclusively(|| async {
-                alloc.publish(claim.clusters()).await?;
-                claim.keep();
-                alloc.mark_metadata(run.start.get()..run.start.get() + run.count);
-                // This covers the new table's refcounts, and every L1 entry that will be copied.
-                writer.commit_alone(&self.readers).await?;
-                let length = (run.count << geometry.cluster_bits()) as usize;
-                let table = table_of(&image.l1.read(), length, self.name())?;
-                let table = storage.write_at(offset.get(), table).await?;
-                storage.flush().await?;
-                let mut fields = IoBuf::zeroed(12);
-                fields[..4].copy_from_slice(&(entries as u32).to_be_bytes());
-                fields[4..].copy_from_slice(&offset.get().to_be_bytes());
-                storage.write_at(field::L1_SIZE as u64, fields).await?;
-                storage.flush().await?;
-                check_same(&image.l1.read(), &table, self.name())?;
-                let mut header = image.header.write();
-                let replaced = (u64::from(header.l1_size), header.l1_table_offset);
-                let stayed = replaced == (old_size, old_offset);
-                invariant(stayed, self.name(), "an L1 table stays until a longer one replaces it")?;
-                header.l1_size = entries as u32;
-                header.l1_table_offset = offset;
-                image.l1.write().resize(entries as usize, L1Entry::unallocated());
-                Ok(())
-            })
-            .await?;
-        let first = geometry.host_cluster_of(old_offset).get();
-        let old = first..first + geometry.clusters_for(old_size * 8);
-        alloc.unmark_metadata(old.clone());
-        let old: Vec<_> = old.map(HostCluster::new).collect();
-        alloc.release(&old).await?;
-        Ok(())
-    }
-
     /// Zeroes whatever is not zero in the new part: data that the active layer kept from before it was shrunk, and data
     /// of the backing file that the smaller size hid.
     async fn clear_new_part(&self, image: &Qcow2, new: Range<u64>) -> Result<()> {
@@ -283,7 +215,7 @@ impl<H: Host> Disk<H> {
         while at < range.end {
             let next = range.end.min(at - at % WINDOW + WINDOW);
             let extents = {
-                let _pass = self.readers.gate.enter();
+                let _pass = self.readers.epoch.enter();
                 self.extents(at..next).await?
             };
             for extent in extents {
@@ -312,7 +244,7 @@ impl<H: Host> Disk<H> {
                 self.readers.drain().await;
                 writer.commit_alone(&self.readers).await?;
                 write_size(layer, image, size).await?;
-                self.drop_past(writer, qcow2, image, size).await?;
+                writer.drop_past(&self.readers, size).await?;
                 writer.commit_alone(&self.readers).await?;
                 // This writes the refcounts of the released clusters.
                 writer.commit_alone(&self.readers).await?;
@@ -320,74 +252,10 @@ impl<H: Host> Disk<H> {
                     layer.data().set_len(size).await?;
                     layer.data().flush().await?;
                 }
-                qcow2.metadata.alloc.cut_tail(TailCut::AllFree).await
+                writer.cut_tail().await
             })
             .await?;
         self.clear_last_cluster(writer, qcow2, size).await
-    }
-
-    /// Releases the clusters that are entirely past the end, and the tables that describe no others.
-    async fn drop_past(
-        &self,
-        writer: &Writer<H::File>,
-        qcow2: &Qcow2Writer<H::File>,
-        image: &Qcow2,
-        size: u64,
-    ) -> Result<()> {
-        let geometry = image.geometry;
-        let ends = image.header.read().size == size && self.chain.active().visible() <= size;
-        invariant(ends, self.name(), "a disk ends before what is past its end is dropped")?;
-        let tables = &qcow2.metadata.tables;
-        let end = geometry.clusters_for(size);
-        let (first_table, _) = geometry.table_position(ClusterIndex::new(end));
-        let l1_size = image.l1.read().len() as u64;
-        for l1_index in first_table..l1_size {
-            let Some((table, owned)) = tables.table(l1_index)? else { continue };
-            let Some(first) = geometry.first_cluster_of_l1(l1_index) else { break };
-            let start = end.max(first.get());
-            let count = first.get() + geometry.l2_entries() - start;
-            let entries = tables.entries(ClusterIndex::new(start), count).await?;
-            let mut releases = Vec::new();
-            for (step, entry) in (0..).zip(&entries) {
-                match entry.kind(&geometry) {
-                    Ok(kind) if start == first.get() => {
-                        releases.extend(referenced(&geometry, &kind));
-                    }
-                    Ok(ClusterKind::Unallocated) => {}
-                    Ok(kind) => {
-                        let cluster = start + step;
-                        qcow2.ensure_tables(cluster..cluster + 1).await?;
-                        let releases = referenced(&geometry, &kind);
-                        qcow2.check_releases(&releases)?;
-                        let none = L2Entry::unallocated();
-                        let references = References::to_nothing_new(&releases);
-                        tables.record(ClusterIndex::new(cluster), none, references)?;
-                    }
-                    // Its meaning is unknown: its space, if any, stays allocated.
-                    Err(error) => {
-                        let what = "an invalid L2 entry past the end of the disk is left as it is";
-                        tracing::warn!(%error, "{what}");
-                    }
-                }
-            }
-            if start == first.get() {
-                qcow2.check_releases(&releases)?;
-                releases.push(geometry.host_cluster_of(table));
-                if owned {
-                    let cluster = geometry.host_cluster_of(table).get();
-                    qcow2.metadata.alloc.unmark_metadata(cluster..cluster + 1);
-                }
-                let described = geometry.cluster_start(first);
-                let past = described.is_none_or(|first| first.get() >= size);
-                invariant(past, self.name(), "a table that is dropped lies past the disk's end")?;
-                tables.drop_table(l1_index, &releases);
-            }
-            tables.mark_discarded();
-            if tables.pending() > RELEASES_AT_ONCE {
-                writer.commit_alone(&self.readers).await?;
-            }
-        }
-        Ok(())
     }
 
     /// Zeroes the rest of the cluster in which the disk ends: a program that grows the disk later may expose it.
@@ -400,15 +268,13 @@ impl<H: Host> Disk<H> {
         let size = qcow2.geometry().cluster_size();
         let start = end / size * size;
         let _range = writer.ranges.lock(start..start + size).await;
-        let _pass = self.readers.gate.enter();
+        let _pass = self.readers.epoch.enter();
         let rest = Box::pin(self.end_within_cluster(qcow2, end)).await?;
         let Some(rest) = rest else { return Ok(()) };
         let length = rest.end - rest.start;
-        let metadata = &qcow2.metadata;
-        let elsewhere = !metadata.data_journal.kept_in(&rest).is_empty()
-            || !metadata.zones.leads_in(&rest).is_empty();
-        if elsewhere || self.chain.active().is_encrypted() {
-            metadata.write(rest.start, IoBuf::zeroed(length as usize)).await?;
+        let data = qcow2.metadata.guest_io();
+        if !data.is_stored_plain(&rest) || self.chain.active().is_encrypted() {
+            data.write(rest.start, IoBuf::zeroed(length as usize)).await?;
             return Ok(());
         }
         let mode = ZeroMode { may_unmap: true, only_fast: false };
@@ -430,7 +296,7 @@ impl<H: Host> Disk<H> {
             return Ok(None);
         }
         let cluster = geometry.cluster_of(GuestOffset::new(end));
-        let entry = qcow2.metadata.tables.entry(cluster).await?;
+        let entry = qcow2.entry(cluster).await?;
         let Ok(
             ClusterKind::Data { offset: host, copied: true }
             | ClusterKind::Subclusters { offset: Some(host), copied: true, .. },
@@ -438,7 +304,7 @@ impl<H: Host> Disk<H> {
         else {
             return Ok(None);
         };
-        check_place(qcow2, end - within, host)?;
+        qcow2.check_place(end - within, host)?;
         Ok(Some(host.get() + within..host.get() + size))
     }
 
@@ -483,26 +349,6 @@ impl<H: Host> Disk<H> {
     }
 }
 
-/// The bytes of an L1 table in a place of `length` bytes.
-fn table_of(entries: &[L1Entry], length: usize, name: &Path) -> Result<IoBuf> {
-    let mut table = IoBuf::zeroed(length);
-    for (index, entry) in entries.iter().enumerate() {
-        let written = entry.write(&mut table, index);
-        always(written, name, "a longer L1 table has a place for each entry")?;
-    }
-    Ok(table)
-}
-
-/// Checks that a longer L1 table has the entries that are in use now.
-fn check_same(entries: &[L1Entry], table: &[u8], name: &Path) -> Result<()> {
-    if cfg!(debug_assertions) {
-        let mut now = entries.iter().enumerate();
-        let same = now.all(|(index, entry)| L1Entry::read(table, index) == Some(*entry));
-        invariant(same, name, "the L1 table does not change while a longer one is written")?;
-    }
-    Ok(())
-}
-
 /// Changes the header's `size`, durably.
 async fn write_size<S: Storage>(layer: &Layer<S>, image: &Qcow2, size: u64) -> Result<()> {
     let storage = layer.storage();
@@ -514,7 +360,6 @@ async fn write_size<S: Storage>(layer: &Layer<S>, image: &Qcow2, size: u64) -> R
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::testing::{CLUSTER, SIZE, disk, must_violate, writers};
     use futures_executor::block_on;
 
@@ -537,31 +382,11 @@ mod tests {
     }
 
     #[test]
-    fn a_longer_table_has_every_entry() {
-        let name = Path::new("disk");
-        let entries = [L1Entry::from_raw(1 << 16), L1Entry::from_raw(2 << 16)];
-        let table = table_of(&entries, 24, name).unwrap();
-        check_same(&entries, &table, name).unwrap();
-        let place = "a longer L1 table has a place for each entry";
-        must_violate(table_of(&entries, 8, name).map(drop), place);
-    }
-
-    #[test]
-    #[cfg(debug_assertions)]
-    fn a_table_that_changes_meanwhile_is_found() {
-        let (name, entry) = (Path::new("disk"), L1Entry::from_raw(1 << 16));
-        let table = table_of(&[entry], 16, name).unwrap();
-        let same = "the L1 table does not change while a longer one is written";
-        must_violate(check_same(&[L1Entry::unallocated()], &table, name), same);
-        must_violate(check_same(&[entry, entry], &table, name), same);
-    }
-
-    #[test]
     fn nothing_is_dropped_before_the_disk_ends() {
         let disk = disk();
-        let (writer, qcow2) = writers(&disk);
+        let (writer, _) = writers(&disk);
         let image = disk.active_qcow2().unwrap();
-        let drop_past = |size| block_on(Box::pin(disk.drop_past(writer, qcow2, image, size)));
+        let drop_past = |size| block_on(Box::pin(writer.drop_past(&disk.readers, size)));
         let ends = "a disk ends before what is past its end is dropped";
         must_violate(drop_past(SIZE - CLUSTER), ends);
         image.header.write().size = SIZE - CLUSTER;

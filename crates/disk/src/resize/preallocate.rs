@@ -2,9 +2,8 @@
 
 use crate::disk::Disk;
 use isobath_chain::create::Preallocation;
-use isobath_image::alloc::write_zeroes;
+use isobath_image::placement::{References, write_zeroes};
 use isobath_image::references::{data_place, referenced};
-use isobath_image::tables::References;
 use isobath_image::writer::{Qcow2Writer, Writer};
 use isobath_image::{Result, invariant};
 use isobath_qcow2::{ClusterIndex, ClusterKind, HostOffset, L2Entry};
@@ -55,10 +54,9 @@ impl<H: Host> Disk<H> {
         let bytes = clusters.start * size..clusters.end * size;
         let count = clusters.end - clusters.start;
         let _range = writer.ranges.lock(bytes.clone()).await;
-        let _pass = self.readers.gate.enter();
+        let _pass = self.readers.epoch.enter();
         qcow2.ensure_tables(clusters.clone()).await?;
-        let entries =
-            qcow2.metadata.tables.entries(ClusterIndex::new(clusters.start), count).await?;
+        let entries = qcow2.entries(clusters.clone()).await?;
         let all = entries.len() as u64 == count;
         invariant(all, self.name(), "there is an entry for each cluster to be preallocated")?;
         let mut wanted = Vec::new();
@@ -71,12 +69,11 @@ impl<H: Host> Disk<H> {
         if wanted.is_empty() {
             return Ok(());
         }
-        let mut claim = qcow2.metadata.tables.claim();
+        let mut placement = qcow2.metadata.placement();
         let host = if geometry.has_data_file() {
             bytes.start..bytes.end.min(self.chain.active().visible())
         } else {
-            let run = qcow2.metadata.alloc.allocate_adjacent(wanted.len() as u64).await?;
-            claim.add_run(&run);
+            let run = placement.allocate_adjacent(wanted.len() as u64).await?;
             let each = run.count == wanted.len() as u64;
             invariant(each, self.name(), "each preallocated cluster gets a place")?;
             let start = run.start.get() << geometry.cluster_bits();
@@ -92,8 +89,7 @@ impl<H: Host> Disk<H> {
             invariant(filled, self.name(), "a preallocated cluster lies in what was filled")?;
             qcow2.check_releases(&referenced(&geometry, kind))?;
         }
-        claim.keep();
-        let data = qcow2.metadata.data_journal.add_unchecked(vec![host.clone()]);
+        let placed = placement.placed_unchecked(vec![host.clone()]);
         for (step, (cluster, kind)) in (0..).zip(wanted) {
             let host = HostOffset::new(place(step, cluster));
             // Zeroes in the file are not zeroes for the guest if the image is encrypted.
@@ -109,7 +105,7 @@ impl<H: Host> Disk<H> {
             let made = entry.kind(&geometry).map_err(|e| qcow2.metadata.layer.format_error(e))?;
             // Zeroes at the start of a data file have no place: their entry is that of zeroes without one.
             let references = match data_place(&geometry, &made) {
-                Some(_) => References::to_data(taken, &releases, &data, false),
+                Some(_) => placed.references(taken, &releases, false),
                 None => References::to_nothing_new(&releases),
             };
             self.record(qcow2, ClusterIndex::new(cluster), entry, references)?;

@@ -1,60 +1,23 @@
 //! Writes that need new clusters, and their copy-on-write.
 
-use super::embed::Embedding;
 use super::plan::Plan;
-use super::{check_place, entries_of, finish_writes};
+use super::target::{CopiedPart, Target, reads_zero};
+use super::{entries_of, finish_writes};
 use crate::disk::Disk;
 use futures_util::future::try_join_all;
-use isobath_chain::map::{Extent, Source, Unit};
-use isobath_image::checksummed::Checksummed;
-use isobath_image::durability::Destination;
+use isobath_chain::map::Unit;
+use isobath_image::guest_io::{Destination, Written};
+use isobath_image::placement::{Placement, References};
 use isobath_image::sabotage::{self, Sabotage};
-use isobath_image::tables::{Claim, References};
 use isobath_image::writer::{Qcow2Writer, Writer};
 use isobath_image::{DiskError, Result, always, invariant, violated};
 use isobath_qcow2::{ClusterIndex, ClusterKind, HostCluster, HostOffset, L2Entry};
-use isobath_storage::{Host, IoBuf, Storage};
+use isobath_storage::{Host, IoBuf};
 use std::collections::BTreeSet;
-use std::ops::Range;
 use std::path::Path;
 
 /// Buffers in one vectored write; the kernel takes 1024.
 const MAX_VECTOR: usize = 512;
-
-/// One cluster of a write.
-pub(super) struct Target {
-    pub(super) cluster: ClusterIndex,
-    /// The written part, from the cluster's start.
-    pub(super) written: Range<u64>,
-    pub(super) plan: Plan,
-    /// The host cluster for the data; `None` until there is one.
-    host: Option<HostOffset>,
-    /// The host cluster is new and known to hold zeroes.
-    zeroed: bool,
-    /// It is past the end of the file.
-    beyond: bool,
-    /// The mapping is embedded in the data.
-    embedding: Option<Embedding>,
-}
-
-impl Target {
-    /// The host cluster that was assigned to it.
-    fn placed<S: Storage>(&self, qcow2: &Qcow2Writer<S>) -> Result<HostOffset> {
-        always(self.host, qcow2.metadata.layer.name(), "a cluster that is written has a place")
-    }
-
-    fn destination(&self) -> Destination {
-        if let Some(embedding) = &self.embedding {
-            return Destination::Embedded { checked: embedding.is_checked() };
-        }
-        match (self.plan.changes, self.beyond, self.zeroed) {
-            (false, ..) => Destination::InUse,
-            (true, true, _) => Destination::Beyond,
-            (true, false, true) => Destination::Prepared,
-            (true, false, false) => Destination::New,
-        }
-    }
-}
 
 /// Adjacent pieces, written together.
 struct Run {
@@ -62,15 +25,6 @@ struct Run {
     end: u64,
     destination: Destination,
     bufs: Vec<IoBuf>,
-}
-
-/// What must be written besides a target's own data.
-pub(super) struct CopiedPart {
-    /// From the cluster's start.
-    pub(super) at: u64,
-    pub(super) length: u64,
-    /// `None` for zeroes.
-    pub(super) bytes: Option<IoBuf>,
 }
 
 /// Bytes for one place in the data file.
@@ -114,14 +68,14 @@ impl<H: Host> Disk<H> {
         let end = offset + buf.len() as u64;
         let clusters = offset / size..end.div_ceil(size);
         let _range = writer.ranges.lock(clusters.start * size..clusters.end * size).await;
-        let _pass = self.readers.gate.enter();
+        let _pass = self.readers.epoch.enter();
         self.check_visible(offset..end)?;
         let written = self.write_clusters(qcow2, offset, buf).await?;
         Ok(shared.unwrap_or(written))
     }
 
     /// As [`write_allocating`](Self::write_allocating), for a caller that holds the range in whole clusters, is inside
-    /// the gate, and has checked that the range is within the disk.
+    /// the epoch, and has checked that the range is within the disk.
     pub(super) async fn write_clusters(
         &self,
         qcow2: &Qcow2Writer<H::File>,
@@ -143,7 +97,7 @@ impl<H: Host> Disk<H> {
             planned = start + written.end;
             let plan = Plan::new(&qcow2.metadata.layer, &geometry, entry, &written)?;
             if let Some(host) = plan.host {
-                check_place(qcow2, start, host)?;
+                qcow2.check_place(start, host)?;
             }
             // In an external data file every cluster has a fixed place.
             let host = plan.host.or(geometry.has_data_file().then_some(HostOffset::new(start)));
@@ -153,23 +107,18 @@ impl<H: Host> Disk<H> {
         }
         invariant(planned == end, self.name(), "the parts of a write make it up")?;
         // An embedded mapping to a cluster no longer counts once a record releases the cluster.
-        let mut claim = qcow2.metadata.tables.claim();
-        let filled = self.fill_targets(qcow2, offset, &mut targets, &mut claim, buf).await;
+        let mut placement = qcow2.metadata.placement();
+        let filled = self.fill_targets(qcow2, offset, &mut targets, &mut placement, buf).await;
         if filled.is_err() && sabotage::is(Sabotage::EarlyUnclaim) {
-            qcow2.metadata.alloc.publish(claim.clusters()).await?;
-            qcow2.metadata.alloc.release(claim.clusters()).await?;
-            claim.keep();
+            placement.release_early().await?;
             return filled.map(|(buf, _)| buf);
         }
-        let (buf, data) = filled?;
+        let (buf, written) = filled?;
         for target in &targets {
             qcow2.check_releases(&target.plan.releases)?;
         }
-        claim.keep();
+        let placed = placement.placed(written);
         for target in &targets {
-            if let Some(Embedding { taken, embedded, .. }) = &target.embedding {
-                qcow2.metadata.zones.written(taken, *embedded);
-            }
             if target.plan.changes {
                 let host = target.placed(qcow2)?;
                 let entry = target.plan.entry(host);
@@ -177,7 +126,7 @@ impl<H: Host> Disk<H> {
                 let new = target.plan.host.is_none() && !geometry.has_data_file();
                 let taken: &[_] = if new { &taken } else { &[] };
                 let embedded = target.embedding.is_some();
-                let references = References::to_data(taken, &target.plan.releases, &data, embedded);
+                let references = placed.references(taken, &target.plan.releases, embedded);
                 self.record(qcow2, target.cluster, entry, references)?;
             }
         }
@@ -190,9 +139,9 @@ impl<H: Host> Disk<H> {
         qcow2: &Qcow2Writer<H::File>,
         offset: u64,
         targets: &mut [Target],
-        claim: &mut Claim<'_, H::File>,
+        placement: &mut Placement<'_, H::File>,
         buf: IoBuf,
-    ) -> Result<(IoBuf, Checksummed)> {
+    ) -> Result<(IoBuf, Vec<Written>)> {
         let geometry = qcow2.geometry();
         let size = geometry.cluster_size();
         let copies = try_join_all(targets.iter().map(|target| self.copies(target, size))).await?;
@@ -202,11 +151,7 @@ impl<H: Host> Disk<H> {
             for (target, copies) in homeless {
                 let from = (target.cluster.get() * size + target.written.start - offset) as usize;
                 let own = &buf[from..from + (target.written.end - target.written.start) as usize];
-                if let Some(embedding) = self.embed(qcow2, target, copies, own).await? {
-                    claim.add(embedding.taken.host);
-                    target.host = geometry.host_cluster_start(embedding.taken.host);
-                    target.zeroed = !embedding.is_checked();
-                    target.embedding = Some(embedding);
+                if self.embed(qcow2, placement, target, copies, own).await? {
                     embedded += 1;
                 }
             }
@@ -217,8 +162,7 @@ impl<H: Host> Disk<H> {
             let name = qcow2.metadata.layer.name();
             let mut next = 0;
             while next < homeless.len() {
-                let run = qcow2.metadata.alloc.allocate((homeless.len() - next) as u64).await?;
-                claim.add_run(&run);
+                let run = placement.allocate((homeless.len() - next) as u64).await?;
                 for cluster in run.clusters() {
                     let target = always(
                         homeless.get_mut(next),
@@ -232,12 +176,12 @@ impl<H: Host> Disk<H> {
                     next += 1;
                 }
             }
-            let claimed = claim.clusters().len() == embedded + homeless.len();
+            let claimed = placement.clusters().len() == embedded + homeless.len();
             invariant(claimed, name, "a write claims as many clusters as it needs")?;
             if cfg!(debug_assertions) {
                 let places = targets.iter().filter(|t| t.plan.host.is_none()).map(|t| t.host);
                 let places = places.flatten().map(|host| geometry.host_cluster_of(host));
-                check_places(places, claim.clusters(), name)?;
+                check_places(places, placement.clusters(), name)?;
             }
         }
         let mut pieces: Vec<Piece> = Vec::new();
@@ -269,14 +213,14 @@ impl<H: Host> Disk<H> {
         Ok(copies)
     }
 
-    /// Writes the pieces concurrently, adjacent ones together; returns the request's buffer, and the proof needed to
-    /// record entries that refer to the data.
+    /// Writes the pieces concurrently, adjacent ones together; returns the request's buffer, and what was written
+    /// where.
     async fn write_pieces(
         &self,
         qcow2: &Qcow2Writer<H::File>,
         pieces: Vec<Piece>,
         mut buf: IoBuf,
-    ) -> Result<(IoBuf, Checksummed)> {
+    ) -> Result<(IoBuf, Vec<Written>)> {
         let (name, length) = (self.name(), buf.len());
         let mut own = |length: u64| {
             let there = length <= buf.len() as u64;
@@ -320,15 +264,14 @@ impl<H: Host> Disk<H> {
             }
         }
         invariant(buf.is_empty(), name, "the pieces of a write have all of its bytes")?;
-        let data = &qcow2.metadata;
+        let data = qcow2.metadata.guest_io();
+        let data = &data;
         let writes = writes
             .into_iter()
             .map(|run| async move { data.write_to(run.destination, run.start, run.bufs).await });
         let (bufs, written): (Vec<_>, Vec<_>) = finish_writes(writes).await?.into_iter().unzip();
-        let checksummed = data.data_journal.add_checksums(written);
-        let mut written = bufs.into_iter().flatten();
-        let mut next =
-            || always(written.next(), data.layer.name(), "a write gives back every buffer");
+        let mut bufs = bufs.into_iter().flatten();
+        let mut next = || always(bufs.next(), name, "a write gives back every buffer");
         let mut whole = IoBuf::empty();
         for give in gives {
             match give {
@@ -338,7 +281,7 @@ impl<H: Host> Disk<H> {
             }
         }
         invariant(whole.len() == length, name, "a write gives back its request's buffer")?;
-        Ok((whole, checksummed))
+        Ok((whole, written))
     }
 
     /// Records a cluster's new entry and shows it to readers.
@@ -352,19 +295,18 @@ impl<H: Host> Disk<H> {
         let geometry = qcow2.geometry();
         let kind =
             entry.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
-        qcow2.check_releases(references.released())?;
         let layer = self.active_index();
         let size = geometry.cluster_size();
         let unit_bits = self.map.unit_bits();
         if let Some(host) = kind.host_cluster() {
             // One that the image has given may be past what the map can hold.
             if Unit::data(layer, host.get() + size - 1, unit_bits, false).is_none() {
-                return Err(qcow2.metadata.alloc.corrupt(format!(
+                return Err(qcow2.corrupt(format!(
                     "guest cluster {cluster} is mapped to host offset {host}, which is too large"
                 )));
             }
         }
-        qcow2.metadata.tables.record(cluster, entry, references)?;
+        qcow2.record(cluster, entry, references)?;
         if sabotage::is(Sabotage::StaleMap) {
             return Ok(());
         }
@@ -419,11 +361,6 @@ fn check_places(
         invariant(taken, name, "a new cluster of a write has a claimed place of its own")?;
     }
     Ok(())
-}
-
-/// Whether there are only zeroes.
-pub(super) fn reads_zero(extents: &[Extent]) -> bool {
-    extents.iter().all(|extent| matches!(extent.source, Source::Absent | Source::Zero(_)))
 }
 
 /// Adds a target's pieces in the order of their places; its own data is merged with the data before it if the places

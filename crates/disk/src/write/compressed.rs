@@ -2,12 +2,11 @@
 
 use super::Qcow2Writer;
 use crate::disk::Disk;
-use isobath_image::durability::Destination;
+use isobath_image::guest_io::Destination;
 use isobath_image::references::referenced;
-use isobath_image::tables::References;
 use isobath_image::{DiskError, Result, always, invariant};
 use isobath_qcow2::compress::compress;
-use isobath_qcow2::{ClusterIndex, ClusterKind, Geometry, HostCluster, HostOffset, L2Entry};
+use isobath_qcow2::{ClusterIndex, ClusterKind, Geometry, HostCluster, L2Entry};
 use isobath_storage::{Host, IoBuf};
 use std::ops::Range;
 use std::path::Path;
@@ -64,7 +63,7 @@ impl<H: Host> Disk<H> {
         writer.commit_if_much(&self.readers).await?;
         let cluster = ClusterIndex::new(offset / size);
         let range = writer.ranges.lock(offset..offset + size).await;
-        let pass = self.readers.gate.enter();
+        let pass = self.readers.epoch.enter();
         let end = offset + buf.len() as u64;
         self.check_visible(offset..end)?;
         if end < offset + size && end != self.chain.active().visible() {
@@ -73,28 +72,24 @@ impl<H: Host> Disk<H> {
             return self.write_range(offset, buf).await;
         }
         qcow2.ensure_tables(cluster.get()..cluster.get() + 1).await?;
-        let old = qcow2.metadata.tables.entry(cluster).await?;
+        let old = qcow2.entry(cluster).await?;
         let kind = old.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
         let length = packed.len() as u64;
         let smaller = length > 0 && length < size;
         invariant(smaller, self.name(), "compressed data is smaller than its cluster")?;
         let released = &referenced(&geometry, &kind);
         qcow2.check_releases(released)?;
-        let host = qcow2.metadata.alloc.allocate_packed(length).await?;
-        let mut claim = qcow2.metadata.tables.claim();
-        let first = geometry.host_cluster_of(host).get();
-        let last = geometry.host_cluster_of(HostOffset::new(host.get() + length - 1)).get();
-        (first..=last).for_each(|cluster| claim.add(HostCluster::new(cluster)));
-        let taken = claim.clusters().to_vec();
+        let mut placement = qcow2.metadata.placement();
+        let host = placement.allocate_packed(length).await?;
+        let taken = placement.clusters().to_vec();
         let packed = vec![IoBuf::copy_of(&packed)];
-        let (_, written) = qcow2.metadata.write_to(Destination::New, host.get(), packed).await?;
+        let (_, written) =
+            qcow2.metadata.guest_io().write_to(Destination::New, host.get(), packed).await?;
         let entry = L2Entry::compressed(host, length, geometry.cluster_bits())
             .map_err(|error| qcow2.metadata.layer.format_error(error))?;
         check_claimed(&geometry, entry, &taken, self.name())?;
-        claim.keep();
-        let data = qcow2.metadata.data_journal.add_checksums([written]);
-        let references = References::to_data(&taken, released, &data, false);
-        self.record(qcow2, cluster, entry, references)?;
+        let placed = placement.placed([written]);
+        self.record(qcow2, cluster, entry, placed.references(&taken, released, false))?;
         Ok(buf)
     }
 
@@ -117,7 +112,7 @@ impl<H: Host> Disk<H> {
         let geometry = qcow2.geometry();
         let size = geometry.cluster_size();
         let index = ClusterIndex::new(cluster);
-        let old = qcow2.metadata.tables.entry(index).await?;
+        let old = qcow2.entry(index).await?;
         let kind = old.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
         let is_compressed = matches!(kind, ClusterKind::Compressed(_));
         invariant(is_compressed, self.name(), "only a compressed cluster is expanded")?;
@@ -126,23 +121,20 @@ impl<H: Host> Disk<H> {
         let bytes = self.read_extents(&extents, IoBuf::zeroed(size as usize)).await?;
         let released = &referenced(&geometry, &kind);
         qcow2.check_releases(released)?;
-        let run = qcow2.metadata.alloc.allocate(1).await?;
-        let mut claim = qcow2.metadata.tables.claim();
-        claim.add_run(&run);
+        let mut placement = qcow2.metadata.placement();
+        let run = placement.allocate(1).await?;
         let Some(host) = geometry.host_cluster_start(run.start) else {
             return Err(self.no_offset(run.start));
         };
         let (_, written) =
-            qcow2.metadata.write_to(Destination::New, host.get(), vec![bytes]).await?;
-        claim.keep();
-        let data = qcow2.metadata.data_journal.add_checksums([written]);
+            qcow2.metadata.guest_io().write_to(Destination::New, host.get(), vec![bytes]).await?;
+        let placed = placement.placed([written]);
         let sub = geometry.subcluster_size();
         let count = (zero.end - zero.start) / sub;
         let mask = (((1_u64 << count) - 1) << (zero.start / sub)) as u32;
         let entry = L2Entry::subclustered(Some(host), true, !mask, mask);
         let taken = [run.start];
-        let references = References::to_data(&taken, released, &data, false);
-        self.record(qcow2, index, entry, references)
+        self.record(qcow2, index, entry, placed.references(&taken, released, false))
     }
 }
 
@@ -164,6 +156,7 @@ mod tests {
     use crate::testing::{CLUSTER, SIZE, disk_of, must_violate, writers};
     use futures_executor::block_on;
     use isobath_chain::create::NewDisk;
+    use isobath_qcow2::HostOffset;
 
     #[test]
     fn compressed_data_lies_where_it_was_claimed() {

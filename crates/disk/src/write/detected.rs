@@ -16,7 +16,7 @@ use std::ops::Range;
 impl<H: Host> Disk<H> {
     /// Makes sure that a raw image whose format was detected is still detected as raw after a change of `range`, which
     /// gets these bytes, or zeroes. The change is made while the returned guard exists, so that two changes of parts of
-    /// the first sector cannot pass together. The caller is not inside the gate.
+    /// the first sector cannot pass together. The caller is not inside the epoch.
     ///
     /// # Errors
     /// [`DiskError::Disguise`] if it would be taken for anything else; if the storage fails.

@@ -4,9 +4,9 @@ use super::{Qcow2Writer, entries_of, warn_of_leak};
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
 use isobath_chain::map::Source;
+use isobath_image::placement::References;
 use isobath_image::references::referenced;
 use isobath_image::sabotage::{self, Sabotage};
-use isobath_image::tables::References;
 use isobath_image::{DiskError, Result, always, invariant};
 use isobath_qcow2::{ClusterIndex, Geometry, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage};
@@ -26,7 +26,7 @@ impl<H: Host> Disk<H> {
         let end = offset + length;
         let Some(qcow2) = writer.qcow2() else {
             let _start = self.keep_detected_raw(writer, offset..end, None).await?;
-            let _pass = self.readers.gate.enter();
+            let _pass = self.readers.epoch.enter();
             self.check_visible(offset..end)?;
             return Ok(self.chain.active().storage().discard(offset, length).await?);
         };
@@ -73,7 +73,7 @@ impl<H: Host> Disk<H> {
                 let size = qcow2.geometry().cluster_size();
                 writer.ranges.lock(at * size..next * size).await
             };
-            let _pass = self.readers.gate.enter();
+            let _pass = self.readers.epoch.enter();
             self.discard_entries(qcow2, at..next, L2Entry::unallocated()).await?;
             at = next;
         }
@@ -104,7 +104,7 @@ impl<H: Host> Disk<H> {
             writer.commit_if_much(&self.readers).await?;
             let mut zero = Vec::new();
             {
-                let _pass = self.readers.gate.enter();
+                let _pass = self.readers.epoch.enter();
                 for extent in self.extents(at..next).await? {
                     if matches!(extent.source, Source::Zero(layer) if layer == self.active_index())
                     {
@@ -120,7 +120,7 @@ impl<H: Host> Disk<H> {
                     let clusters = range.start / size..range.end.div_ceil(size);
                     let _range =
                         writer.ranges.lock(clusters.start * size..clusters.end * size).await;
-                    let _pass = self.readers.gate.enter();
+                    let _pass = self.readers.epoch.enter();
                     self.discard_entries(qcow2, clusters, L2Entry::unallocated()).await?;
                 } else {
                     self.write_zero_data(range).await?;
@@ -157,7 +157,7 @@ impl<H: Host> Disk<H> {
         let hides = geometry.version() >= 3 || qcow2.alone();
         invariant(hides, self.name(), "what is discarded still hides what is below")?;
         let _range = writer.ranges.lock(clusters.start * size..clusters.end * size).await;
-        let _pass = self.readers.gate.enter();
+        let _pass = self.readers.epoch.enter();
         self.check_visible(clusters.start * size..end.min(clusters.end * size))?;
         if clusters.end * size > end && self.chain.active().visible() > end {
             // The disk has grown meanwhile: the last cluster holds more.
@@ -169,7 +169,8 @@ impl<H: Host> Disk<H> {
         self.discard_entries(qcow2, clusters, discarded(&geometry, qcow2.alone())).await
     }
 
-    /// Gives whole clusters this entry, and their space back, for a caller that holds the range and is inside the gate.
+    /// Gives whole clusters this entry, and their space back, for a caller that holds the range and is inside the
+    /// epoch.
     async fn discard_entries(
         &self,
         qcow2: &Qcow2Writer<H::File>,
@@ -194,11 +195,11 @@ impl<H: Host> Disk<H> {
                 }
             };
             if sabotage::is(Sabotage::EarlyReuse) {
-                qcow2.metadata.alloc.release(&std::mem::take(&mut releases)).await?;
+                qcow2.release_early(&std::mem::take(&mut releases)).await?;
             }
             let references = References::to_nothing_new(&releases);
             self.record(qcow2, ClusterIndex::new(cluster), new, references)?;
-            qcow2.metadata.tables.mark_discarded();
+            qcow2.note_discard();
         }
         Ok(())
     }

@@ -8,26 +8,26 @@ mod embed;
 mod plan;
 mod pull;
 mod sectors;
+mod target;
 mod zero;
 
 use crate::disk::Disk;
 use futures_util::future::join_all;
 use isobath_chain::map::{Extent, Source};
-use isobath_image::durability::Metadata;
-use isobath_image::entries::ActiveEntries;
+use isobath_image::guest_io::GuestIo;
 use isobath_image::writer::Qcow2Writer;
 use isobath_image::{DiskError, Result, always, invariant};
 use isobath_qcow2::probe::PROBE_BYTES;
-use isobath_qcow2::{FormatError, HostOffset, L2Entry};
+use isobath_qcow2::{FormatError, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage, StorageExt};
 use std::future::Future;
 use std::ops::Range;
 
 pub use pull::{Need, Pulled, Surplus};
 
-/// Bytes of one write that may be kept for the next record.
-const MOST_KEPT: u64 = 256 << 10;
-/// The number of records after which no earlier data is guarded any more, unless it was written to meanwhile.
+/// Bytes of one write that may be journaled for the next record.
+const MOST_JOURNALED: u64 = 256 << 10;
+/// The number of records after which no earlier data is checksummed any more, unless it was written to meanwhile.
 const RECORDS: u32 = 3;
 
 /// The offset at which the extent may be written in place, if it may.
@@ -47,10 +47,10 @@ fn warn_of_leak<S: Storage>(qcow2: &Qcow2Writer<S>, cluster: u64, error: &Format
     );
 }
 
-/// Bytes of a write in place that would be kept.
-fn guarded<S: Storage>(qcow2: &Qcow2Writer<S>, extents: &[Extent]) -> u64 {
+/// Bytes of a write in place that would be journaled.
+fn to_journal<S: Storage>(qcow2: &Qcow2Writer<S>, extents: &[Extent]) -> u64 {
     let places = extents.iter().filter_map(|e| Some((in_place(e)?, e.length)));
-    places.map(|(host, length)| qcow2.metadata.data_journal.guarded(&(host..host + length))).sum()
+    places.map(|(host, length)| qcow2.metadata.guest_io().to_journal(&(host..host + length))).sum()
 }
 
 /// Waits for every write to end, even after one has failed: a cancelled write could still reach the file when its range
@@ -73,40 +73,6 @@ async fn entries_of<S: Storage>(
     Ok(clusters.zip(entries))
 }
 
-/// Checks that the cluster at `host`, to which an entry maps guest offset `start`, may be written to.
-///
-/// # Errors
-/// [`DiskError::Corrupt`] if it holds one of the image's own tables, is past the end of the file, or is another part of
-/// an external data file.
-pub(crate) fn check_place<S: Storage>(
-    qcow2: &Qcow2Writer<S>,
-    start: u64,
-    host: HostOffset,
-) -> Result<()> {
-    let Metadata { layer, alloc, .. } = &qcow2.metadata;
-    if qcow2.metadata.is_metadata(host) {
-        return Err(alloc.corrupt(format!(
-            "guest offset {start} is mapped to host offset {host}, which holds one of the image's own tables"
-        )));
-    }
-    if host.get() >= layer.data_end() {
-        return Err(DiskError::Corrupt {
-            image: layer.name().to_owned(),
-            reason: format!(
-                "guest offset {start} is mapped to host offset {host}, past the end of the file ({} bytes), which \
-                 may be truncated",
-                layer.file_length()
-            ),
-        });
-    }
-    if qcow2.geometry().has_data_file() && host.get() != start {
-        return Err(alloc.corrupt(format!(
-            "guest offset {start} is mapped to {host} of its external data file, which holds another part of the disk"
-        )));
-    }
-    Ok(())
-}
-
 impl<H: Host> Disk<H> {
     pub(crate) async fn write_range(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         let writer = self.writer()?;
@@ -119,7 +85,7 @@ impl<H: Host> Disk<H> {
             let judged = offset < PROBE_BYTES as u64 && writer.layer().is_detected_raw();
             let (buf, shared) = if judged { buf.into_stable() } else { (buf, None) };
             let _start = self.keep_detected_raw(writer, offset..end, Some(&buf)).await?;
-            let _pass = self.readers.gate.enter();
+            let _pass = self.readers.epoch.enter();
             self.check_visible(offset..end)?;
             let written = writer.layer().storage().write_at(offset, buf).await?;
             return Ok(shared.unwrap_or(written));
@@ -132,17 +98,18 @@ impl<H: Host> Disk<H> {
         loop {
             {
                 let _range = writer.ranges.lock(offset..end).await;
-                let _pass = self.readers.gate.enter();
+                let _pass = self.readers.epoch.enter();
                 self.check_visible(offset..end)?;
                 let extents = self.extents(offset..end).await?;
                 if extents.iter().any(|extent| in_place(extent).is_none()) {
                     break;
                 }
-                if records == RECORDS || guarded(qcow2, &extents) <= MOST_KEPT {
+                let few = end - offset <= MOST_JOURNALED || records == RECORDS;
+                if few || to_journal(qcow2, &extents) <= MOST_JOURNALED {
                     return self.write_in_place(qcow2, &extents, buf).await;
                 }
             }
-            // Much would be kept in memory: after one more record the place may change.
+            // Much would be journaled in memory: after one more record the place may change.
             records += 1;
             Box::pin(writer.commit_with_record(&self.readers)).await?;
         }
@@ -153,8 +120,8 @@ impl<H: Host> Disk<H> {
         .await
     }
 
-    /// Fails if the disk was shrunk since the request was admitted. The caller is inside the gate, which a shrink waits
-    /// for.
+    /// Fails if the disk was shrunk since the request was admitted. The caller is inside the epoch, which a shrink
+    /// waits for.
     fn check_visible(&self, range: Range<u64>) -> Result<()> {
         let size = self.chain.active().visible();
         if range.end > size {
@@ -170,18 +137,18 @@ impl<H: Host> Disk<H> {
         extents: &[Extent],
         buf: IoBuf,
     ) -> Result<IoBuf> {
-        let data = &qcow2.metadata;
+        let data = qcow2.metadata.guest_io();
         if let [Extent { source: Source::Data { layer, host, in_place }, .. }] = extents {
             let ours = *in_place && *layer == self.active_index();
             invariant(ours, self.name(), "a write in place goes to the active layer")?;
             return data.write(*host, buf).await;
         }
-        Box::pin(self.write_several(data, extents, buf)).await
+        Box::pin(self.write_several(&data, extents, buf)).await
     }
 
     async fn write_several(
         &self,
-        data: &Metadata<H::File>,
+        data: &GuestIo<'_, H::File>,
         extents: &[Extent],
         mut buf: IoBuf,
     ) -> Result<IoBuf> {

@@ -1,17 +1,16 @@
 //! Copying data of lower layers into the active layer, so that those layers are no longer needed.
 
 use super::plan::Plan;
-use super::{Qcow2Writer, check_place, entries_of};
+use super::{Qcow2Writer, entries_of};
 use crate::copy::is_zero;
 use crate::disk::Disk;
 use isobath_chain::chain::LayerIndex;
 use isobath_chain::map::{Extent, Source, guest_range};
+use isobath_image::placement::Placement;
 use isobath_image::sabotage::{self, Sabotage};
-use isobath_image::tables::{Claim, References};
 use isobath_image::{DiskError, Result, always, invariant};
 use isobath_qcow2::{ClusterIndex, HostOffset};
 use isobath_storage::{Host, IoBuf, StorageExt};
-use std::io;
 use std::ops::Range;
 use std::path::Path;
 
@@ -121,7 +120,7 @@ impl<H: Host> Disk<H> {
             }
             let next = end.min((at - at % WINDOW).saturating_add(WINDOW));
             let extents = {
-                let _pass = self.readers.gate.enter();
+                let _pass = self.readers.epoch.enter();
                 self.extents(at..next).await?
             };
             for extent in extents {
@@ -158,7 +157,7 @@ impl<H: Host> Disk<H> {
         invariant(whole, self.name(), "whole clusters are pulled")?;
         writer.commit_if_much(&self.readers).await?;
         let _range = writer.ranges.lock(range.clone()).await;
-        let _pass = self.readers.gate.enter();
+        let _pass = self.readers.epoch.enter();
         let end = range.end.min(self.chain.active().visible());
         let mut pulled = Pulled::default();
         if range.start >= end {
@@ -265,15 +264,11 @@ impl<H: Host> Disk<H> {
         if file.is_encrypted() {
             return None;
         }
-        let kept = self.writer_of(layer).is_some_and(|writer| {
-            writer.qcow2().is_some_and(|qcow2| {
-                let metadata = &qcow2.metadata;
-                !metadata.data_journal.kept_in(range).is_empty()
-                    || !metadata.zones.leads_in(range).is_empty()
-            })
+        let elsewhere = self.writer_of(layer).is_some_and(|writer| {
+            writer.qcow2().is_some_and(|qcow2| !qcow2.metadata.guest_io().is_stored_plain(range))
         });
         let newer = file.is_newer_than_data(range) && !sabotage::is(Sabotage::SharedOldData);
-        (!kept && !newer).then(|| &**file.data())
+        (!elsewhere && !newer).then(|| &**file.data())
     }
 
     /// Makes a range share the space of another file's bytes from `at` on; returns `false`, without changes, if that is
@@ -295,13 +290,13 @@ impl<H: Host> Disk<H> {
         let size = qcow2.geometry().cluster_size();
         let end = (offset + length).next_multiple_of(size);
         let _range = writer.ranges.lock(offset / size * size..end).await;
-        let _pass = self.readers.gate.enter();
+        let _pass = self.readers.epoch.enter();
         let cloned = self.clone_clusters(qcow2, offset, length, source, at).await;
         Box::pin(self.or_mark_corrupt(cloned)).await
     }
 
     /// As [`clone_in`](Self::clone_in), for a caller that holds the range in whole clusters and is inside
-    /// the gate.
+    /// the epoch.
     async fn clone_clusters(
         &self,
         qcow2: &Qcow2Writer<H::File>,
@@ -327,9 +322,9 @@ impl<H: Host> Disk<H> {
         for (cluster, entry) in entries_of(qcow2, clusters.clone()).await? {
             let plan = Plan::new(&qcow2.metadata.layer, &geometry, entry, &(0..size))?;
             if let Some(host) = plan.host {
-                check_place(qcow2, cluster * size, host)?;
+                qcow2.check_place(cluster * size, host)?;
             }
-            if plan.host.is_some() && qcow2.metadata.data_journal.is_active() {
+            if plan.host.is_some() && qcow2.metadata.guest_io().has_checksums() {
                 // A record may have checksums of the data there.
                 return Ok(false);
             }
@@ -338,17 +333,16 @@ impl<H: Host> Disk<H> {
         for plan in &plans {
             qcow2.check_releases(&plan.releases)?;
         }
-        let mut claim = qcow2.metadata.tables.claim();
-        let placed = self.clone_into_places(qcow2, &plans, &mut claim, source, at).await?;
-        let Some(hosts) = placed else { return Ok(false) };
-        claim.keep();
+        let mut placement = qcow2.metadata.placement();
+        let cloned = self.clone_into_places(qcow2, &plans, &mut placement, source, at).await?;
+        let Some(hosts) = cloned else { return Ok(false) };
         let places = hosts.iter().map(|host| host.get()..host.get() + size).collect();
-        let data = qcow2.metadata.data_journal.add_unchecked(places);
+        let placed = placement.placed_unchecked(places);
         for ((cluster, plan), host) in clusters.zip(&plans).zip(hosts) {
             if plan.changes {
                 let new = [geometry.host_cluster_of(host)];
                 let taken: &[_] = if plan.host.is_none() { &new } else { &[] };
-                let references = References::to_data(taken, &plan.releases, &data, false);
+                let references = placed.references(taken, &plan.releases, false);
                 self.record(qcow2, ClusterIndex::new(cluster), plan.entry(host), references)?;
             }
         }
@@ -360,7 +354,7 @@ impl<H: Host> Disk<H> {
         &self,
         qcow2: &Qcow2Writer<H::File>,
         plans: &[Plan],
-        claim: &mut Claim<'_, H::File>,
+        placement: &mut Placement<'_, H::File>,
         source: &H::File,
         at: u64,
     ) -> Result<Option<Vec<HostOffset>>> {
@@ -370,8 +364,7 @@ impl<H: Host> Disk<H> {
         let mut homeless = plans.iter().filter(|plan| plan.host.is_none()).count();
         let mut free: std::collections::VecDeque<HostOffset> = std::collections::VecDeque::new();
         while homeless > 0 {
-            let run = qcow2.metadata.alloc.allocate(homeless as u64).await?;
-            claim.add_run(&run);
+            let run = placement.allocate(homeless as u64).await?;
             free.extend(run.clusters().filter_map(|one| geometry.host_cluster_start(one)));
             let left = homeless.checked_sub(run.count as usize);
             homeless = always(left, self.name(), "no run of a clone is longer than was asked for")?;
@@ -389,15 +382,9 @@ impl<H: Host> Disk<H> {
             }
             let (to, length) = (hosts[first].get(), (last - first) as u64 * size);
             let from = at + first as u64 * size;
-            let place = to..to + length;
-            qcow2.metadata.check_place(&place)?;
-            match qcow2.metadata.layer.data().clone_range(source, from, to, length).await {
-                Ok(true) => {}
-                Ok(false) => return Ok(None),
-                Err(error) if error.kind() == io::ErrorKind::Unsupported => return Ok(None),
-                Err(error) => return Err(error.into()),
+            if !qcow2.metadata.guest_io().clone_range(source, from, to, length).await? {
+                return Ok(None);
             }
-            qcow2.metadata.check_place(&place)?;
             first = last;
         }
         Ok(Some(hosts))

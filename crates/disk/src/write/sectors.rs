@@ -25,7 +25,7 @@ impl<H: Host> Disk<H> {
         let size = qcow2.geometry().cluster_size();
         let end = offset + buf.len() as u64;
         let _range = writer.ranges.lock(offset / size * size..end.next_multiple_of(size)).await;
-        let _pass = self.readers.gate.enter();
+        let _pass = self.readers.epoch.enter();
         self.check_visible(offset..end)?;
         // The disk is a whole number of sectors.
         let sectors = offset / SECTOR * SECTOR..end.next_multiple_of(SECTOR);

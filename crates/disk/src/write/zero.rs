@@ -4,8 +4,8 @@ use super::{Qcow2Writer, entries_of};
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
 use isobath_chain::map::Source;
+use isobath_image::placement::References;
 use isobath_image::references::referenced;
-use isobath_image::tables::References;
 use isobath_image::{DiskError, Result, always, invariant, violated};
 use isobath_qcow2::{ClusterIndex, ClusterKind, Geometry, HostCluster, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
@@ -32,7 +32,7 @@ impl<H: Host> Disk<H> {
         let mode = ZeroMode { may_unmap: flags.may_unmap, only_fast: flags.only_fast };
         let Some(qcow2) = writer.qcow2() else {
             let _start = self.keep_detected_raw(writer, offset..offset + length, None).await?;
-            let _pass = self.readers.gate.enter();
+            let _pass = self.readers.epoch.enter();
             self.check_visible(offset..offset + length)?;
             return Ok(active.storage().write_zeroes(offset, length, mode).await?);
         };
@@ -72,7 +72,7 @@ impl<H: Host> Disk<H> {
         while at < range.end {
             let next = range.end.min(at + CHUNK);
             let extents = {
-                let _pass = self.readers.gate.enter();
+                let _pass = self.readers.epoch.enter();
                 self.extents(at..next).await?
             };
             for extent in extents {
@@ -100,7 +100,7 @@ impl<H: Host> Disk<H> {
         let size = geometry.cluster_size();
         let clusters = range.start / size..range.end.div_ceil(size);
         let _range = writer.ranges.lock(clusters.start * size..clusters.end * size).await;
-        let _pass = self.readers.gate.enter();
+        let _pass = self.readers.epoch.enter();
         let visible = self.chain.active().visible();
         self.check_visible(range.start..range.end.min(end))?;
         if range.end > end && visible > end {
@@ -115,7 +115,7 @@ impl<H: Host> Disk<H> {
     }
 
     /// As [`zero_entries`](Self::zero_entries), for a caller that holds the range in whole clusters, is inside the
-    /// gate, and has checked that nothing past the disk's end is affected.
+    /// epoch, and has checked that nothing past the disk's end is affected.
     pub(super) async fn zero_clusters(
         &self,
         qcow2: &Qcow2Writer<H::File>,
@@ -147,9 +147,9 @@ impl<H: Host> Disk<H> {
                 Err(error) => return Err(qcow2.metadata.layer.format_error(error)),
             };
             // The next write would go in place to a cluster of a zone with an embedded record.
-            let zones = &qcow2.metadata.zones;
+            let data = qcow2.metadata.guest_io();
             let in_zone = kind.host_cluster().map(|at| geometry.host_cluster_of(at));
-            let in_zone = in_zone.is_some_and(|cluster| zones.contain(cluster));
+            let in_zone = in_zone.is_some_and(|cluster| data.is_in_zone(cluster));
             let may_unmap = (may_unmap || in_zone) && !qcow2.data_file_raw();
             let (new, releases) = zeroed(&geometry, kind, &part, may_unmap);
             if cfg!(debug_assertions) {

@@ -17,7 +17,7 @@ pub(super) const DEVICE: &str = "/dev/fuse";
 pub(super) const MAX_WRITE: usize = 1 << 20;
 
 /// Where the payload of a write begins in a buffer: at a page boundary, as direct I/O requires.
-const PAYLOAD: usize = isobath_ring::buf::ALIGNMENT;
+const PAYLOAD: usize = isobath_buf::ALIGNMENT;
 /// Where a message begins in a buffer.
 const START: usize = PAYLOAD - WRITE_HEAD;
 

@@ -1,6 +1,7 @@
 //! FUSE as a [`Frontend`]: a mount for each export.
 
-use super::mount::{AllowOther, Mount, Options};
+use super::mount::Mount;
+use super::options::{AllowOther, Options};
 use crate::command_line::{absolute, quoted};
 use crate::frontend::{
     CommandLineOption, Export, ExportControl, ExportedDisk, Frontend, FrontendError, Parameter,

@@ -51,6 +51,7 @@ mod handshake;
 mod helper;
 mod memory;
 mod mount;
+mod options;
 mod place;
 mod request;
 mod serve;
@@ -59,6 +60,7 @@ mod wire;
 mod worker;
 
 pub use frontend::{FuseFrontend, PROTOCOL};
-pub use mount::{AllowOther, Mount, Options};
+pub use mount::Mount;
+pub use options::{AllowOther, Options};
 pub use place::MountError;
 pub use trial::{Answer, Trial};

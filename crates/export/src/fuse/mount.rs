@@ -3,6 +3,7 @@
 use super::channel::{Channel, NoMessage, clone_device};
 use super::file::Inode;
 use super::handshake::{TooOld, agree};
+use super::options::Options;
 use super::place::{self, MountError, Place};
 use super::request::{Message, Request};
 use super::serve::Export;
@@ -25,29 +26,6 @@ use zerocopy::IntoBytes;
 
 /// How long to wait for the kernel's first message, in milliseconds. It is already available once the file is mounted.
 const GREETING: i32 = 10_000;
-
-/// Which other users may access the file, as far as its permissions allow; QEMU's `FuseExportAllowOther`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum AllowOther {
-    /// Only the user who mounts it, not even root.
-    Off,
-    /// Everyone.
-    On,
-    /// Everyone if the system permits it, otherwise only the user who mounts it.
-    #[default]
-    Auto,
-}
-
-/// Options of the file.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Options {
-    /// Whether it is writable, provided that the disk is.
-    pub writable: bool,
-    /// Whether writes past its end, `truncate` and `fallocate` grow the disk.
-    pub growable: bool,
-    /// Who else may use it.
-    pub allow_other: AllowOther,
-}
 
 /// A disk mounted on a file. Dropping it unmounts.
 pub struct Mount<D> {
@@ -111,10 +89,10 @@ impl<D: BlockDevice> Mount<D> {
         let mut parts = pin!(async {
             let mut result = Ok(());
             for part in here {
-                result = result.and(self.told(part.await));
+                result = result.and(self.stop_after_failure(part.await));
             }
             for part in there {
-                result = result.and(self.told(part.await));
+                result = result.and(self.stop_after_failure(part.await));
             }
             result
         });
@@ -145,7 +123,7 @@ impl<D: BlockDevice> Mount<D> {
     }
 
     /// Handles the end of a worker. If it failed, the others stop too.
-    fn told(&self, done: Result<io::Result<()>, JoinError>) -> io::Result<()> {
+    fn stop_after_failure(&self, done: Result<io::Result<()>, JoinError>) -> io::Result<()> {
         let done = done.unwrap_or_else(|error| Err(io::Error::other(error.to_string())));
         done.inspect_err(|_| self.stop.request())
     }

@@ -2,7 +2,7 @@
 
 use super::channel::{DEVICE, open_device};
 use super::helper;
-use super::mount::AllowOther;
+use super::options::AllowOther;
 use parking_lot::Mutex;
 use std::ffi::CString;
 use std::fs;

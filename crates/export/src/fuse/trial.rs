@@ -3,7 +3,7 @@
 use super::channel::{Channel, NoMessage};
 use super::file::Inode;
 use super::handshake::agree;
-use super::mount::Options;
+use super::options::Options;
 use super::request::Request;
 use super::serve::{Export, Service};
 use crate::pool::Pool;

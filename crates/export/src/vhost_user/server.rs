@@ -1,7 +1,7 @@
 //! The server: one disk on one socket, one client at a time.
 
 use super::options::{Options, OptionsError};
-use super::session::Session;
+use super::session::{Served, Session};
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
 use isobath_ring::net::after_failed_accept;
@@ -19,9 +19,7 @@ use std::task::Poll;
 ///
 /// It can be shared between threads. See the [module](super) for an example.
 pub struct Server<D> {
-    pub(crate) device: Arc<D>,
-    pub(crate) options: Options,
-    pub(crate) stop: Stop,
+    served: Served<D>,
     connected: AtomicBool,
 }
 
@@ -33,7 +31,8 @@ impl<D: BlockDevice> Server<D> {
     pub fn new(device: Arc<D>, options: Options) -> Result<Arc<Self>, OptionsError> {
         options.check()?;
         let connected = AtomicBool::new(false);
-        Ok(Arc::new(Self { device, options, stop: Stop::default(), connected }))
+        let served = Served { device, options, stop: Stop::default() };
+        Ok(Arc::new(Self { served, connected }))
     }
 
     /// Serves clients, one after another, until [`stop`](Self::stop); the next one waits until the current one has
@@ -55,11 +54,11 @@ impl<D: BlockDevice> Server<D> {
         let ready = Readiness::from(OwnedFd::from(listener.try_clone()?));
         let own = [isobath_ring::handle()];
         let workers = if workers.is_empty() { &own } else { workers };
-        while !self.stop.is_requested() {
+        while !self.served.stop.is_requested() {
             match listener.accept() {
                 Ok((socket, _)) => {
                     self.connected.store(true, Ordering::Release);
-                    Session::new(self, workers).run(socket).await;
+                    Session::new(&self.served, workers).run(socket).await;
                     self.connected.store(false, Ordering::Release);
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -79,7 +78,7 @@ impl<D: BlockDevice> Server<D> {
     /// Shuts the server down: requests in flight are completed and shown to the guest, the queues are stopped, and the
     /// connection is closed. [`serve`](Self::serve) then returns. May be called from any thread, and more than once.
     pub fn stop(&self) {
-        self.stop.request();
+        self.served.stop.request();
     }
 
     /// Whether a client is connected.
@@ -88,8 +87,8 @@ impl<D: BlockDevice> Server<D> {
     }
 
     /// The future's output, or `None` once the server should stop.
-    pub(crate) async fn unless_stopped<F: Future>(&self, future: F) -> Option<F::Output> {
-        let mut stopped = pin!(self.stop.requested());
+    async fn unless_stopped<F: Future>(&self, future: F) -> Option<F::Output> {
+        let mut stopped = pin!(self.served.stop.requested());
         let mut future = pin!(future);
         poll_fn(|cx| {
             if stopped.as_mut().poll(cx).is_ready() {

@@ -4,14 +4,15 @@ use super::config::{self, EVENT_INDEX, FLUSH, PROTOCOL_FEATURES};
 use super::inflight::{self, Region};
 use super::memory::{MAX_REGIONS, Memory, RegionAt};
 use super::notify::check_eventfd;
+use super::options::Options;
 use super::request::ID_BYTES;
 use super::ring::Addresses;
-use super::server::Server;
 use super::vring::{Common, Vring};
 use super::wire::{
     ConfigPart, Connection, InFlightArea, MAX_BODY, MemoryRegion, Message, VringAddress,
     VringState, code, invalid, protocol,
 };
+use crate::stop::Stop;
 use isobath_disk::BlockDevice;
 use isobath_ring::Handle;
 use std::fs::File;
@@ -60,9 +61,16 @@ enum Event {
     Resized,
 }
 
+/// What a server serves to its clients.
+pub(crate) struct Served<D> {
+    pub(crate) device: Arc<D>,
+    pub(crate) options: Options,
+    pub(crate) stop: Stop,
+}
+
 /// A client and its queues.
 pub(crate) struct Session<'a, D> {
-    server: &'a Arc<Server<D>>,
+    served: &'a Served<D>,
     features: u64,
     protocol_features: u64,
     memory: Arc<Memory>,
@@ -76,17 +84,17 @@ pub(crate) struct Session<'a, D> {
 }
 
 impl<'a, D: BlockDevice> Session<'a, D> {
-    pub(crate) fn new(server: &'a Arc<Server<D>>, workers: &[Handle]) -> Self {
+    pub(crate) fn new(served: &'a Served<D>, workers: &[Handle]) -> Self {
         let vring = |(worker, index): (&Handle, u16)| Vring::new(index, worker.clone(), true);
         Self {
-            server,
+            served,
             features: 0,
             protocol_features: 0,
             memory: Arc::default(),
-            vrings: workers.iter().cycle().zip(0..server.options.queues).map(vring).collect(),
+            vrings: workers.iter().cycle().zip(0..served.options.queues).map(vring).collect(),
             in_flight: None,
             channel: None,
-            told_size: server.device.size(),
+            told_size: served.device.size(),
             status: 0,
         }
     }
@@ -121,8 +129,8 @@ impl<'a, D: BlockDevice> Session<'a, D> {
     }
 
     async fn next(&self, connection: &mut Connection) -> Event {
-        let device = &self.server.device;
-        let mut stopped = pin!(self.server.stop.requested());
+        let device = &self.served.device;
+        let mut stopped = pin!(self.served.stop.requested());
         let mut message = pin!(connection.receive());
         let mut resized = pin!(device.resized(self.told_size));
         let hears = self.channel.is_some();
@@ -181,7 +189,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
                 self.protocol_features = features;
                 Ok(Reply::Done)
             }
-            code::GET_QUEUE_NUM => Ok(Reply::number(u64::from(self.server.options.queues))),
+            code::GET_QUEUE_NUM => Ok(Reply::number(u64::from(self.served.options.queues))),
             code::GET_MAX_MEM_SLOTS => Ok(Reply::number(MAX_REGIONS as u64)),
             code::SET_MEM_TABLE => self.set_memory(message).await,
             code::ADD_MEM_REG => {
@@ -228,7 +236,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
     }
 
     fn offered(&self) -> u64 {
-        config::features(&*self.server.device, &self.server.options)
+        config::features(&*self.served.device, &self.served.options)
     }
 
     async fn set_features(&mut self, features: u64) -> io::Result<Reply> {
@@ -280,8 +288,8 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             // A reply without configuration bytes signals an error.
             return Ok(Reply::Body(ConfigPart { size: 0, ..part }.as_bytes().to_vec()));
         }
-        self.told_size = self.server.device.size();
-        let space = config::space(&*self.server.device, &self.server.options, self.told_size);
+        self.told_size = self.served.device.size();
+        let space = config::space(&*self.served.device, &self.served.options, self.told_size);
         let mut body = part.as_bytes().to_vec();
         body.extend(config::part(&space, part.offset, part.size));
         Ok(Reply::Body(body))
@@ -289,7 +297,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
 
     /// Notifies the client that the configuration space has changed. The client then reads it.
     async fn tell_size(&mut self) {
-        self.told_size = self.server.device.size();
+        self.told_size = self.served.device.size();
         if self.protocol_features & protocol::CONFIG == 0 {
             return;
         }
@@ -303,7 +311,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
 
     fn get_in_flight(&self, mut message: Message) -> io::Result<Reply> {
         let asked = in_flight_area(&mut message)?;
-        let options = &self.server.options;
+        let options = &self.served.options;
         if asked.queues > options.queues || asked.queue_size > options.queue_size {
             return Err(invalid("the list of requests in flight has too many or too large queues"));
         }
@@ -331,7 +339,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
     }
 
     async fn set_vring(&mut self, code: u32, state: VringState) -> io::Result<Reply> {
-        let most = u32::from(self.server.options.queue_size);
+        let most = u32::from(self.served.options.queue_size);
         let VringState { index, value } = state;
         let vring = self.vring(index)?;
         match code {
@@ -412,7 +420,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
     }
 
     fn common(&self) -> Common<D> {
-        let Server { device, options, .. } = &**self.server;
+        let Served { device, options, .. } = self.served;
         let mut serial = [0; ID_BYTES];
         for (place, byte) in serial.iter_mut().zip(options.serial.bytes()) {
             *place = byte;

@@ -5,7 +5,7 @@ use isobath_disk::{BlockDevice, LiveDisk, OpenOptions};
 use isobath_export::fuse::{Mount, Options};
 use isobath_ring::block_on;
 use isobath_ring::{Config, Executor, Worker};
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions as Open};
 use std::io::{self, Read};

@@ -5,7 +5,7 @@ use isobath_disk::{DiskError, LiveDisk, OpenOptions};
 use isobath_export::vhost_user::{Options, Server};
 use isobath_ring::{Config, Executor, Signals, Worker, sleep, spawn};
 use isobath_storage::Host;
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use isobath_storage_test::slow::{SlowDisk, SlowHost};
 use isobath_testkit::process::{Ready, Server as Process};
 use isobath_testkit::qemu;

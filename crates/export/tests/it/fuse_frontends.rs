@@ -7,7 +7,7 @@ use isobath_export::nbd::{Export, Limits, Server};
 use isobath_ring::block_on;
 use isobath_ring::net::Listener;
 use isobath_ring::{Config, Executor};
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};

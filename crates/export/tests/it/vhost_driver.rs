@@ -6,7 +6,7 @@ use crate::vhost_served::VhostServed;
 use isobath_disk::{BlockDevice, LiveDisk, OpenOptions};
 use isobath_export::vhost_user::Options;
 use isobath_ring::{Config, Executor};
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use isobath_testkit::qemu;
 use isobath_testkit::seed::Seed;
 use std::os::fd::AsRawFd;

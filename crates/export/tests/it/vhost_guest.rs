@@ -6,7 +6,7 @@ use crate::vhost_served::VhostServed;
 use isobath_disk::{LiveDisk, OpenOptions};
 use isobath_export::vhost_user::Options;
 use isobath_ring::{Config, Executor};
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use isobath_testkit::guest::{Guest, RunningGuest, until_a_line};
 use isobath_testkit::{qemu, until};
 use std::path::Path;

@@ -24,7 +24,7 @@ const PIECE: u64 = 1 << 20;
 
 /// How much to prepare, and when.
 #[derive(Debug)]
-pub struct Growth {
+pub(crate) struct Growth {
     step: u64,
     /// Commits since a step was prepared.
     commits: u32,
@@ -43,7 +43,7 @@ impl Default for Growth {
 impl Growth {
     /// Called at each commit, with the bytes newly used since the last one and the bytes still prepared. Returns how
     /// many more are wanted.
-    pub fn committed(&mut self, grown: u64, left: u64) -> Option<u64> {
+    pub(crate) fn committed(&mut self, grown: u64, left: u64) -> Option<u64> {
         self.commits = self.commits.saturating_add(1);
         self.average = (self.average * 7 + grown) / 8;
         if grown == 0 || self.exhausted || left >= self.step / 2 || self.average > MOST_BETWEEN {

@@ -16,9 +16,10 @@ mod marked;
 mod own;
 mod stage;
 
-pub use ahead::{Growth, write_zeroes};
-pub use cut::TailCut;
-pub use stage::{Staged, not_zero};
+pub(crate) use ahead::Growth;
+pub use ahead::write_zeroes;
+pub(crate) use cut::TailCut;
+pub(crate) use stage::{Staged, not_zero};
 
 use crate::layer::Qcow2Layer;
 use crate::{DiskError, MOST_CHECKED, Result, violated};

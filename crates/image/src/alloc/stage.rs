@@ -194,7 +194,7 @@ impl<S: Storage> Allocator<S> {
 }
 
 /// The parts of `bytes`, at offset `at`, that are not zero. Parts close to each other are merged.
-pub fn not_zero(at: u64, bytes: &[u8]) -> Vec<(u64, IoBuf)> {
+pub(crate) fn not_zero(at: u64, bytes: &[u8]) -> Vec<(u64, IoBuf)> {
     const STEP: usize = 64;
     let mut runs: Vec<Range<usize>> = Vec::new();
     for (number, piece) in bytes.chunks(STEP).enumerate() {

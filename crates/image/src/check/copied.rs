@@ -1,9 +1,9 @@
 //! The COPIED flags of the active tables: set exactly where the refcount is 1.
 
-use super::Repair;
 use super::image::Image;
 use super::log::Log;
 use super::refcounts::Refcounts;
+use super::report::Repair;
 use super::survey::{Survey, tables_at_once, write_entries, write_l1_entry};
 use crate::Result;
 use futures_util::future::try_join_all;

@@ -1,6 +1,6 @@
 //! Reporting of findings.
 
-use super::{CheckEvent, CheckReport};
+use super::report::{CheckEvent, CheckReport};
 use std::fmt::Display;
 
 /// The report in the making, and who is told meanwhile.

@@ -25,6 +25,8 @@ pub(crate) mod log;
 mod own;
 pub(crate) mod rebuild;
 pub(crate) mod refcounts;
+mod report;
+mod structure;
 pub(crate) mod survey;
 
 use crate::layer::ImageFormat;
@@ -38,17 +40,7 @@ use std::path::Path;
 use std::sync::Arc;
 use survey::Survey;
 
-/// What a check may change.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Repair {
-    /// Nothing; the image is opened read-only.
-    #[default]
-    None,
-    /// Refcounts that are too high (`-r leaks`).
-    Leaks,
-    /// Everything that can be repaired without guessing (`-r all`).
-    All,
-}
+pub use report::{CheckEvent, CheckReport, Repair};
 
 /// How to check an image.
 #[derive(Clone, Copy, Debug, Default)]
@@ -61,52 +53,6 @@ pub struct CheckOptions {
     pub direct: bool,
     /// The image's format; `None` probes.
     pub format: Option<ImageFormat>,
-}
-
-/// An event that a check reports while it runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CheckEvent<'a> {
-    /// Something is wrong, or is being repaired: one line for the user, as QEMU words it.
-    Finding(&'a str),
-    /// The number of L2 tables read so far, and the total.
-    Progress {
-        /// Tables read.
-        done: u64,
-        /// Tables to read.
-        total: u64,
-    },
-}
-
-/// What a check found. The numbers are those of `qemu-img check`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct CheckReport {
-    /// One past the last host cluster in use, in bytes.
-    pub image_end_offset: u64,
-    /// Guest clusters of the disk.
-    pub total_clusters: u64,
-    /// Guest clusters with data in the image.
-    pub allocated_clusters: u64,
-    /// Allocated guest clusters that do not follow their predecessor in the file.
-    pub fragmented_clusters: u64,
-    /// Allocated guest clusters that are compressed.
-    pub compressed_clusters: u64,
-    /// Errors that remain.
-    pub corruptions: u64,
-    /// Clusters that remain marked as in use although nothing refers to them.
-    pub leaks: u64,
-    /// Errors that were repaired.
-    pub corruptions_fixed: u64,
-    /// Leaked clusters that were freed.
-    pub leaks_fixed: u64,
-    /// Structures that could not be examined, so that the rest of the report is incomplete.
-    pub check_errors: u64,
-}
-
-impl CheckReport {
-    /// Whether nothing wrong remains.
-    pub fn is_clean(&self) -> bool {
-        self.corruptions == 0 && self.leaks == 0 && self.check_errors == 0
-    }
 }
 
 /// Corrects the refcounts of an image that was not closed (dirty bit), and clears the bit. The image has been

@@ -3,100 +3,16 @@
 use super::counts::{Counts, PAGE};
 use super::image::{Image, MAX_CLUSTERS};
 use super::log::Log;
+use super::rebuild;
+use super::report::Repair;
 use super::survey::{Survey, tables_at_once};
-use super::{Repair, rebuild};
 use crate::Result;
 use futures_util::future::try_join_all;
-use isobath_qcow2::RefcountTableEntry;
 use isobath_storage::Storage;
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// A repair looks at the refcounts of as many clusters past the end of the file as the file has, plus this many.
 const PAST_END: u64 = 1 << 16;
-
-/// The location of an image's refcounts.
-#[derive(Default)]
-pub(crate) struct Structure {
-    /// Refcount blocks that can be used: their offset by their place in the refcount table.
-    blocks: BTreeMap<u64, u64>,
-    /// The ranges of the file that the structure takes, offset and length, as they were counted.
-    pub(crate) ranges: Vec<(u64, u64)>,
-    /// Errors that only a new structure mends.
-    broken: u64,
-}
-
-impl Structure {
-    /// Reads the refcount table, and counts its references and those to it.
-    pub(crate) async fn load<S: Storage>(
-        image: &Image<S>,
-        survey: &mut Survey,
-        log: &mut Log<'_>,
-    ) -> Result<Self> {
-        let geometry = &image.geometry;
-        let cluster_size = geometry.cluster_size();
-        let mut structure = Self::default();
-        let at = image.header.refcount_table_offset.get();
-        let bytes = u64::from(image.header.refcount_table_clusters) << geometry.cluster_bits();
-        let before = log.report.corruptions;
-        if at == 0 || bytes == 0 {
-            log.corruption("ERROR the image has no refcount table");
-        } else {
-            structure.refer(image, survey, at, bytes, log);
-        }
-        let table = image.read_existing(at, if at == 0 { 0 } else { bytes }).await?;
-        for index in 0..table.len() / 8 {
-            let entry = RefcountTableEntry::read(&table, index).unwrap_or_default();
-            if entry.raw() == 0 {
-                continue;
-            }
-            if entry.reserved_bits() != 0 || entry.raw() >> 56 != 0 {
-                log.corruption(format_args!(
-                    "ERROR refcount table entry {index} has reserved bits set"
-                ));
-                continue;
-            }
-            let Ok(Some(offset)) = entry.offset(geometry) else {
-                log.corruption(format_args!(
-                    "ERROR refcount block {index} is not cluster aligned; refcount table entry \
-                     corrupted"
-                ));
-                continue;
-            };
-            if geometry.host_cluster_of(offset).get() >= image.clusters() {
-                log.corruption(format_args!("ERROR refcount block {index} is outside image"));
-                continue;
-            }
-            structure.refer(image, survey, offset.get(), cluster_size, log);
-            let count = survey.counts.get(geometry.host_cluster_of(offset).get());
-            if count != 1 {
-                log.corruption(format_args!("ERROR refcount block {index} refcount={count}"));
-                continue;
-            }
-            structure.blocks.insert(index as u64, offset.get());
-        }
-        // If two entries refer to one block, the first was considered correct.
-        let bits = geometry.cluster_bits();
-        structure.blocks.retain(|_, at| survey.counts.get(*at >> bits) == 1);
-        structure.broken = log.report.corruptions - before;
-        Ok(structure)
-    }
-
-    fn refer<S: Storage>(
-        &mut self,
-        image: &Image<S>,
-        survey: &mut Survey,
-        offset: u64,
-        length: u64,
-        log: &mut Log<'_>,
-    ) {
-        let lost = survey.lost;
-        let clusters = survey.refer(image, offset, length, 1, log);
-        // Errors in the structure itself say nothing about the data, unless one of the tables overlaps it.
-        survey.lost = lost | clusters.is_some_and(|clusters| survey.own.collide(clusters));
-        self.ranges.push((offset, length));
-    }
-}
 
 /// The refcounts in the file, as far as they differ from the references counted.
 pub(crate) struct Refcounts {

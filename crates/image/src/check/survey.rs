@@ -5,14 +5,15 @@ use super::entry::{Refers, inspect};
 use super::image::Image;
 use super::log::Log;
 use super::own::Own;
-use super::refcounts::Structure;
+use super::structure::Structure;
 use crate::Result;
 use futures_util::future::try_join_all;
 use isobath_qcow2::geometry::MAX_L1_BYTES;
 use isobath_qcow2::header::MAX_SNAPSHOTS;
 use isobath_qcow2::snapshot::{ENTRY_HEAD_BYTES, MAX_TABLE_BYTES};
 use isobath_qcow2::{
-    AutoclearFeatures, Bitmap, BitmapCluster, ClusterIndex, HostOffset, L1Entry, L2Entry, Snapshot,
+    AutoclearFeatures, Bitmap, BitmapCluster, ClusterIndex, HostOffset, L1Entry, L2Entry,
+    RefcountTableEntry, Snapshot,
 };
 use isobath_storage::Storage;
 use std::collections::{BTreeMap, BTreeSet};
@@ -124,12 +125,82 @@ impl Survey {
         survey.visit_bitmaps(image, log).await?;
         // Whatever refers to a table by mistake should refer to something else.
         survey.lost |= survey.own.dispute(&survey.counts);
-        survey.structure = Structure::load(image, &mut survey, log).await?;
+        survey.structure = survey.load_structure(image, log).await?;
         survey.l1_certain = survey.is_l1_certain(image);
         log.report.allocated_clusters = survey.allocated;
         log.report.fragmented_clusters = survey.fragmented;
         log.report.compressed_clusters = survey.compressed;
         Ok(Some(survey))
+    }
+
+    /// Reads the refcount table, and counts its references and those to it.
+    async fn load_structure<S: Storage>(
+        &mut self,
+        image: &Image<S>,
+        log: &mut Log<'_>,
+    ) -> Result<Structure> {
+        let geometry = &image.geometry;
+        let cluster_size = geometry.cluster_size();
+        let mut structure = Structure::default();
+        let at = image.header.refcount_table_offset.get();
+        let bytes = u64::from(image.header.refcount_table_clusters) << geometry.cluster_bits();
+        let before = log.report.corruptions;
+        if at == 0 || bytes == 0 {
+            log.corruption("ERROR the image has no refcount table");
+        } else {
+            self.refer_structure(image, &mut structure, at, bytes, log);
+        }
+        let table = image.read_existing(at, if at == 0 { 0 } else { bytes }).await?;
+        for index in 0..table.len() / 8 {
+            let entry = RefcountTableEntry::read(&table, index).unwrap_or_default();
+            if entry.raw() == 0 {
+                continue;
+            }
+            if entry.reserved_bits() != 0 || entry.raw() >> 56 != 0 {
+                log.corruption(format_args!(
+                    "ERROR refcount table entry {index} has reserved bits set"
+                ));
+                continue;
+            }
+            let Ok(Some(offset)) = entry.offset(geometry) else {
+                log.corruption(format_args!(
+                    "ERROR refcount block {index} is not cluster aligned; refcount table entry \
+                     corrupted"
+                ));
+                continue;
+            };
+            if geometry.host_cluster_of(offset).get() >= image.clusters() {
+                log.corruption(format_args!("ERROR refcount block {index} is outside image"));
+                continue;
+            }
+            self.refer_structure(image, &mut structure, offset.get(), cluster_size, log);
+            let count = self.counts.get(geometry.host_cluster_of(offset).get());
+            if count != 1 {
+                log.corruption(format_args!("ERROR refcount block {index} refcount={count}"));
+                continue;
+            }
+            structure.blocks.insert(index as u64, offset.get());
+        }
+        // If two entries refer to one block, the first was considered correct.
+        let bits = geometry.cluster_bits();
+        structure.blocks.retain(|_, at| self.counts.get(*at >> bits) == 1);
+        structure.broken = log.report.corruptions - before;
+        Ok(structure)
+    }
+
+    fn refer_structure<S: Storage>(
+        &mut self,
+        image: &Image<S>,
+        structure: &mut Structure,
+        offset: u64,
+        length: u64,
+        log: &mut Log<'_>,
+    ) {
+        let lost = self.lost;
+        let clusters = self.refer(image, offset, length, 1, log);
+        // Errors in the structure itself say nothing about the data, unless one of the tables overlaps it.
+        self.lost = lost | clusters.is_some_and(|clusters| self.own.collide(clusters));
+        structure.ranges.push((offset, length));
     }
 
     /// The references to a cluster, as far as a refcount can hold them.

@@ -262,12 +262,12 @@ mod interleavings {
     /// A change and a flush.
     fn flush(disk: &Disk, bit: u64) {
         change(disk, bit);
-        told(disk, bit, wait(disk.group.run(|| commit(disk))).is_ok());
+        check(disk, bit, wait(disk.group.run(|| commit(disk))).is_ok());
     }
 
-    fn told(disk: &Disk, bit: u64, durable: bool) {
+    fn check(disk: &Disk, bit: u64, durable: bool) {
         let is = disk.durable.load(Ordering::SeqCst) & bit != 0;
-        assert!(is || !durable, "told as durable, and is not");
+        assert!(is || !durable, "reported as durable, and is not");
     }
 
     #[test]
@@ -301,7 +301,7 @@ mod interleavings {
             |d| {
                 change(d, 2);
                 let result = d.group.run(|| commit(d)).now_or_never();
-                told(d, 2, result.is_some_and(|result| result.is_ok()));
+                check(d, 2, result.is_some_and(|result| result.is_ok()));
             },
         ];
         explore("GroupCommit, a flush and one given up", 3, Disk::default, tasks, |_| ());

@@ -1,16 +1,17 @@
 //! How changes of metadata reach the file.
 
 mod attend;
-pub mod data_journal;
+pub(crate) mod data_journal;
 mod group;
-pub mod journal;
+pub(crate) mod journal;
+mod leads;
 mod metadata;
 mod ordered;
 mod upkeep;
-pub mod zones;
+pub(crate) mod zones;
 
 pub use group::GroupCommit;
-pub use metadata::{Destination, Metadata};
+pub use metadata::Metadata;
 pub use ordered::Ordered;
 pub use upkeep::Upkeep;
 

@@ -34,7 +34,7 @@ impl Ordered {
         // Changes that a journal being set up collects from here on are not in this batch.
         let closed =
             metadata.data_journal.begin_commit(Lsn::default(), &[], metadata.cluster_size());
-        metadata.place(&closed.kept).await?;
+        metadata.place(&closed.writes).await?;
         finish(metadata, readers, batch, &[]).await?;
         metadata.data_journal.finish_plain_commit(closed.commit);
         Ok(())
@@ -42,8 +42,8 @@ impl Ordered {
 }
 
 /// Makes the closed batch, and all data written before, durable. Before the clusters in `freed`, which are among those
-/// that it releases, are released, their kept data is forgotten, and so is the restart log's, since their next contents
-/// might be in place by the time the log is replayed. Returns the clusters of zones that are still to be
+/// that it releases, are released, their journaled data is forgotten, and so is the restart log's, since their next
+/// contents might be in place by the time the log is replayed. Returns the clusters of zones that are still to be
 /// [discarded](discard): a recovery may find the mappings embedded in them, until a record says otherwise.
 pub(super) async fn finish<S: Storage>(
     metadata: &Metadata<S>,

@@ -22,7 +22,7 @@ pub struct Upkeep {
 
 impl Upkeep {
     /// Whether there will be space for deferred writes.
-    pub(super) fn has_room(&self) -> bool {
+    pub(crate) fn has_room(&self) -> bool {
         !self.short.load(Ordering::Relaxed)
     }
 }

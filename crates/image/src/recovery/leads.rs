@@ -4,10 +4,10 @@ use crate::replayed::Replayed;
 use crate::{DiskError, Result};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use isobath_qcow2::embedded::{LEAD, Lead, extract, find as find_record};
-use isobath_qcow2::journal::{Crc32c, Zone, Zones};
+use isobath_qcow2::journal::{Zone, Zones};
 use isobath_qcow2::{
-    ClusterKind, FormatError, Geometry, Header, HostCluster, HostOffset, L1Entry, L2Entry, Lsn,
-    RefcountTableEntry,
+    ClusterKind, Crc32c, FormatError, Geometry, Header, HostCluster, HostOffset, L1Entry, L2Entry,
+    Lsn, RefcountTableEntry,
 };
 use isobath_storage::{IoBuf, Storage};
 use std::collections::BTreeMap;

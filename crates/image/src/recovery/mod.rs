@@ -33,7 +33,7 @@ mod records;
 mod restart;
 mod verify;
 
-pub use restart::{finish, overlay};
+pub(crate) use restart::{finish, overlay};
 
 use crate::Result;
 use crate::replayed::Replayed;
@@ -47,7 +47,7 @@ const AT_ONCE: usize = 32;
 
 /// The purpose of a recovery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Purpose {
+pub(crate) enum Purpose {
     /// The image's tables are examined as they are in the file and its journal: it is not changed, and a restart log
     /// is left alone.
     Examine,
@@ -60,7 +60,7 @@ pub enum Purpose {
 
 /// The result of a recovery.
 #[derive(Default)]
-pub struct Recovered {
+pub(crate) struct Recovered {
     /// The overlay for everything that is read; `None` if the file has everything.
     pub view: Option<Replayed>,
     /// The restart log of a killed process. The image's writer must apply it with [`finish`]: until then the image's
@@ -75,7 +75,7 @@ pub struct Recovered {
 ///
 /// # Errors
 /// If the journal or a restart log is damaged, or the storage fails; recovery can then be tried again.
-pub async fn recover<S: Storage>(
+pub(crate) async fn recover<S: Storage>(
     storage: &S,
     name: &Path,
     header: &Header,

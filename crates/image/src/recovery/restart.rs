@@ -42,7 +42,7 @@ struct Change {
 ///
 /// # Errors
 /// If the storage fails; the image must then be opened again.
-pub async fn finish<S: Storage>(metadata: &Metadata<S>, found_log: &FoundLog) -> Result<()> {
+pub(crate) async fn finish<S: Storage>(metadata: &Metadata<S>, found_log: &FoundLog) -> Result<()> {
     let header = metadata.layer.header().ok_or(DiskError::ReadOnly)?;
     let area = area(metadata)?;
     metadata.alloc.set_aside(area.clone()).await;
@@ -51,7 +51,7 @@ pub async fn finish<S: Storage>(metadata: &Metadata<S>, found_log: &FoundLog) ->
             tracing::info!(
                 image = %isobath_storage::shown(metadata.layer.name()),
                 mappings = plan.changes.len(),
-                pieces = found_log.kept.len(),
+                pieces = found_log.writes.len(),
                 "replaying the writes acknowledged by a killed process"
             );
             found_log.set_unclean();
@@ -77,7 +77,7 @@ pub async fn finish<S: Storage>(metadata: &Metadata<S>, found_log: &FoundLog) ->
 ///
 /// # Errors
 /// If the storage fails, or the image's tables are not valid.
-pub async fn overlay<S: Storage>(layer: Layer<S>, found_log: &FoundLog) -> Result<Layer<S>> {
+pub(crate) async fn overlay<S: Storage>(layer: Layer<S>, found_log: &FoundLog) -> Result<Layer<S>> {
     let layer = Arc::new(layer);
     let name = layer.name().to_owned();
     let shown = shown(&layer, found_log).await?;
@@ -258,7 +258,7 @@ async fn plan<S: Storage>(
         }
     }
     let mut pieces = Pieces::default();
-    for JournaledWrite { at, bytes } in &found_log.kept {
+    for JournaledWrite { at, bytes } in &found_log.writes {
         let (mut at, mut rest) = (*at, bytes.as_slice());
         while !rest.is_empty() {
             let room = usize::try_from(size - at % size).unwrap_or(rest.len());

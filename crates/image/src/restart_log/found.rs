@@ -16,7 +16,7 @@ pub struct FoundLog {
     /// The last entry that each guest cluster got.
     pub entries: BTreeMap<u64, L2Entry>,
     /// Bytes by host offset, in the order in which they were written.
-    pub kept: Vec<JournaledWrite>,
+    pub writes: Vec<JournaledWrite>,
     memory: Arc<dyn RestartMemory>,
 }
 
@@ -52,7 +52,7 @@ impl FoundLog {
         if !belongs || load(words, at::SUM) != u64::from(sum(id, MAGIC, &[], &[])) {
             return Ok(None);
         }
-        let mut found = Self { entries: BTreeMap::new(), kept: Vec::new(), memory };
+        let mut found = Self { entries: BTreeMap::new(), writes: Vec::new(), memory };
         let damaged = found.read(id, &geometry).is_none();
         if damaged && sabotage::is(Sabotage::IgnoredDamage) {
             return Ok(None);
@@ -123,7 +123,7 @@ impl FoundLog {
                     }
                     place.checked_add(count as u64)?;
                     if position >= bytes && count > 0 {
-                        self.kept.push(JournaledWrite { at: *place, bytes: raw });
+                        self.writes.push(JournaledWrite { at: *place, bytes: raw });
                     }
                 }
                 _ => return None,
@@ -135,7 +135,7 @@ impl FoundLog {
 
     /// Whether there is nothing in it that the image lacks.
     pub fn is_empty(&self) -> bool {
-        self.entries.is_empty() && self.kept.is_empty()
+        self.entries.is_empty() && self.writes.is_empty()
     }
 
     /// Whether a change was in progress that may have left refcounts too high.

@@ -1,8 +1,8 @@
 //! The restart log: completed writes survive a kill of the process.
 //!
 //! Writes in place are in the kernel's page cache, which a killed process leaves behind. Changes that are only in
-//! memory until the next commit do not survive: new mappings, and small writes that are kept for a record. So both are
-//! also stored in [restart memory](isobath_storage::RestartMemory), a *log*, with plain stores before a request
+//! memory until the next commit do not survive: new mappings, and small writes that are journaled for a record. So both
+//! are also stored in [restart memory](isobath_storage::RestartMemory), a *log*, with plain stores before a request
 //! completes. The next program that opens the image applies the journal and then the log
 //! ([`recovery`](crate::recovery)).
 //!
@@ -10,18 +10,17 @@
 //!   it. It also contains the LSN of the journal's last record: an image whose last record is an earlier one was
 //!   restored to an earlier state, and the log is not applied to it. So a log is never applied to an image that has
 //!   changed since.
-//! - A durable commit drops what it closed: mappings before the log's position when their batch was closed, kept bytes
-//!   before its position when theirs was.
+//! - A durable commit drops what it closed: mappings before the log's position when their batch was closed, journaled
+//!   bytes before its position when theirs was.
 //! - A change that is not in the log (it is full, or there is no journal at the moment) is a *debt*: from then on every
 //!   request waits for a commit before it completes, until no debt is left.
 
 mod found;
 
-pub use found::FoundLog;
+pub(crate) use found::FoundLog;
 
 use crate::violated;
-use isobath_qcow2::Lsn;
-use isobath_qcow2::journal::Crc32c;
+use isobath_qcow2::{Crc32c, Lsn};
 use isobath_storage::restart_memory::RESTART_MEMORY_BYTES;
 use isobath_storage::{MemoryUse, RestartMemory, Storage};
 use isobath_sync::{CheckedMutex, Invariants};
@@ -227,8 +226,8 @@ impl RestartLog {
         self.tell(&state);
     }
 
-    /// Logs bytes that are kept for the next record. The caller keeps that record from being begun.
-    pub fn kept(&self, place: u64, bytes: &[u8]) {
+    /// Logs bytes that are journaled for the next record. The caller keeps that record from being begun.
+    pub fn journaled(&self, place: u64, bytes: &[u8]) {
         if !self.is_awake() {
             return;
         }
@@ -248,8 +247,8 @@ impl RestartLog {
         state.closing = state.lost;
     }
 
-    /// A commit closes the kept data.
-    pub fn close_kept(&self) {
+    /// A commit closes the journaled data.
+    pub fn close_writes(&self) {
         let state = &mut *self.state.lock();
         state.bytes.closing = state.end;
         state.bytes.logged = state.is_usable();

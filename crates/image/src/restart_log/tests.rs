@@ -65,11 +65,11 @@ impl World {
         futures_executor::block_on(found).ok().flatten()
     }
 
-    /// The guest clusters that are mapped, and the kept pieces' places and lengths.
+    /// The guest clusters that are mapped, and the journaled pieces' places and lengths.
     fn holds(&self) -> (Vec<u64>, Vec<(u64, usize)>) {
         let found = self.found().unwrap();
-        let kept = found.kept.iter().map(|kept| (kept.at, kept.bytes.len())).collect();
-        (found.entries.keys().copied().collect(), kept)
+        let writes = found.writes.iter().map(|write| (write.at, write.bytes.len())).collect();
+        (found.entries.keys().copied().collect(), writes)
     }
 }
 
@@ -78,16 +78,16 @@ fn a_commit_drops_what_it_closed_and_nothing_else() {
     let world = world();
     let log = &world.log;
     log.entry(1, entry(1));
-    log.kept(4096, &[1; 513]);
+    log.journaled(4096, &[1; 513]);
     log.close_entries();
     log.entry(2, entry(2));
-    log.kept(8192, &[2; 512]);
-    log.close_kept();
-    log.kept(12288, &[3; 1]);
+    log.journaled(8192, &[2; 512]);
+    log.close_writes();
+    log.journaled(12288, &[3; 1]);
     assert_eq!(world.holds(), (vec![1, 2], vec![(4096, 513), (8192, 512), (12288, 1)]));
     log.durable();
     assert_eq!(world.holds(), (vec![2], vec![(12288, 1)]));
-    assert_eq!(world.found().unwrap().kept[0].bytes, [3]);
+    assert_eq!(world.found().unwrap().writes[0].bytes, [3]);
     assert!(!log.must_sync());
 }
 
@@ -100,14 +100,14 @@ fn a_full_log_owes_a_commit_and_then_goes_on() {
         let mut count = 0;
         while !log.has_much() {
             log.entry(count, entry(round + count));
-            log.kept(count * 512, &[round as u8; 500]);
+            log.journaled(count * 512, &[round as u8; 500]);
             count += 1;
         }
-        let (entries, kept) = world.holds();
-        assert_eq!((entries.len() as u64, kept.len() as u64), (count, count), "round {round}");
+        let (entries, writes) = world.holds();
+        assert_eq!((entries.len() as u64, writes.len() as u64), (count, count), "round {round}");
         assert!(!log.must_sync());
         log.close_entries();
-        log.close_kept();
+        log.close_writes();
         log.durable();
         assert_eq!(world.holds(), (vec![], vec![]));
         assert!(!log.has_much());
@@ -118,20 +118,20 @@ fn a_full_log_owes_a_commit_and_then_goes_on() {
         count += 1;
     }
     // An item small enough for the space left would leave a gap.
-    log.kept(0, &[1]);
+    log.journaled(0, &[1]);
     log.entry(0, entry(7));
     assert_eq!(world.holds().0.len() as u64, count - 1);
     assert!(world.holds().1.is_empty());
     log.close_entries();
     log.entry(1, entry(1));
-    log.close_kept();
+    log.close_writes();
     assert!(log.must_sync(), "not durable yet");
     log.durable();
     // There was no room for the one in between.
     assert!(log.must_sync());
     log.close_entries();
     log.entry(2, entry(2));
-    log.close_kept();
+    log.close_writes();
     log.durable();
     assert!(!log.must_sync());
     assert_eq!(world.holds(), (vec![2], vec![]));
@@ -152,7 +152,7 @@ fn what_is_not_logged_is_owed_only_where_something_was_promised() {
     log.entry(2, entry(2));
     assert!(world.holds().0.is_empty(), "one is missing");
     log.close_entries();
-    log.close_kept();
+    log.close_writes();
     log.durable();
     assert!(!log.must_sync());
     log.entry(3, entry(3));
@@ -183,7 +183,7 @@ fn a_log_whose_memory_is_removed_goes_on_in_other_memory_or_owes_a_commit() {
     let world = world();
     let log = &world.log;
     log.entry(1, entry(1));
-    log.kept(4096, &[1; 513]);
+    log.journaled(4096, &[1; 513]);
     let (host, file) = (&world.host, &world.file);
     host.forget_restart_memories();
     assert!(world.found().is_none());
@@ -203,7 +203,7 @@ fn a_damaged_or_foreign_log_is_not_used() {
     let world = world();
     for n in 0..40 {
         world.log.entry(n, entry(n));
-        world.log.kept(n * 4096, &[n as u8; 100]);
+        world.log.journaled(n * 4096, &[n as u8; 100]);
     }
     let all = world.found().unwrap();
     let other = World { header: header(ID + 1), ..self::world() };
@@ -223,7 +223,10 @@ fn a_damaged_or_foreign_log_is_not_used() {
             // A start or end at another item omits some; nothing is ever added or changed.
             if let Some(found) = world.found() {
                 assert!(found.entries.iter().all(|(at, entry)| all.entries.get(at) == Some(entry)));
-                assert!(found.kept.iter().all(|kept| all.kept.contains(kept)), "word {place}");
+                assert!(
+                    found.writes.iter().all(|write| all.writes.contains(write)),
+                    "word {place}"
+                );
             }
         }
         word.store(value, Ordering::Relaxed);

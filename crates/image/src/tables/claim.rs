@@ -7,8 +7,8 @@ use isobath_qcow2::HostCluster;
 /// Clusters that were allocated for a change that is not recorded yet.
 ///
 /// If the change fails or is cancelled, the next commit releases them, like clusters that were replaced. They are not
-/// free before that: kept data of theirs may already be in a record, which must then be revoked, and a cancelled write
-/// may still reach the file.
+/// free before that: journaled data of theirs may already be in a record, which must then be revoked, and a cancelled
+/// write may still reach the file.
 pub struct Claim<'a, S> {
     tables: &'a Tables<S>,
     clusters: Vec<HostCluster>,

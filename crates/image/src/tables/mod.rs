@@ -11,8 +11,8 @@ mod l1;
 mod pages;
 mod stage;
 
-pub use claim::Claim;
-pub use stage::StagedTables;
+pub(crate) use claim::Claim;
+pub(crate) use stage::StagedTables;
 
 use crate::alloc::Allocator;
 use crate::checksummed::Checksummed;

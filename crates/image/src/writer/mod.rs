@@ -2,7 +2,9 @@
 
 mod bitmaps;
 mod corrupt;
+mod index;
 mod open;
+mod resize;
 
 pub use corrupt::StopOnPanic;
 
@@ -13,6 +15,7 @@ use crate::range_lock::RangeLocks;
 use crate::readers::Readers;
 use crate::restart_log::{RestartLog, Suspended};
 use crate::sabotage::{self, Sabotage};
+use crate::tables::References;
 use crate::{DiskError, Result, always};
 use isobath_qcow2::{AutoclearFeatures, ClusterIndex, Geometry, HostCluster, HostOffset, L2Entry};
 use isobath_storage::Storage;
@@ -133,7 +136,7 @@ impl<S: Storage> Writer<S> {
         self.group.exclusively(change).await
     }
 
-    /// Commits if there are many pending changes. The caller is not inside the gate and holds no range.
+    /// Commits if there are many pending changes. The caller is not inside the epoch and holds no range.
     pub async fn commit_if_much(&self, readers: &Readers) -> Result<()> {
         let Some(qcow2) = &self.qcow2 else { return Ok(()) };
         let pending = qcow2.metadata.tables.pending();
@@ -152,7 +155,7 @@ impl<S: Storage> Writer<S> {
     }
 
     /// Returns once completed changes survive a kill of this process, if that was requested. The caller is not inside
-    /// the gate and holds no range.
+    /// the epoch and holds no range.
     pub async fn outlive(&self, readers: &Readers) -> Result<()> {
         if self.log().is_some_and(|log| log.must_sync()) {
             self.commit(readers).await?;
@@ -362,6 +365,69 @@ impl<S: Storage> Qcow2Writer<S> {
             first += count;
         }
         Ok(entries)
+    }
+
+    /// The entry of a cluster.
+    pub async fn entry(&self, cluster: ClusterIndex) -> Result<L2Entry> {
+        self.metadata.tables.entry(cluster).await
+    }
+
+    /// Records a cluster's new entry, for a caller that has [ensured](Self::ensure_tables) that it has a table.
+    pub fn record(
+        &self,
+        cluster: ClusterIndex,
+        entry: L2Entry,
+        references: References<'_>,
+    ) -> Result<()> {
+        self.check_releases(references.released())?;
+        self.metadata.tables.record(cluster, entry, references)
+    }
+
+    /// Notes that guest clusters were discarded: the file may become shorter.
+    pub fn note_discard(&self) {
+        self.metadata.tables.mark_discarded();
+    }
+
+    /// For [`Sabotage::EarlyReuse`]: releases clusters at once.
+    #[doc(hidden)]
+    pub async fn release_early(&self, clusters: &[HostCluster]) -> Result<()> {
+        self.metadata.alloc.release(clusters).await
+    }
+
+    /// The error for an image that contradicts itself.
+    pub fn corrupt(&self, reason: String) -> DiskError {
+        self.metadata.alloc.corrupt(reason)
+    }
+
+    /// Checks that the cluster at `host`, to which an entry maps guest offset `start`, may be written to.
+    ///
+    /// # Errors
+    /// [`DiskError::Corrupt`] if it holds one of the image's own tables, is past the end of the file, or is another
+    /// part of an external data file.
+    pub fn check_place(&self, start: u64, host: HostOffset) -> Result<()> {
+        let layer = &self.metadata.layer;
+        if self.metadata.is_metadata(host) {
+            return Err(self.corrupt(format!(
+                "guest offset {start} is mapped to host offset {host}, which holds one of the image's own tables"
+            )));
+        }
+        if host.get() >= layer.data_end() {
+            return Err(DiskError::Corrupt {
+                image: layer.name().to_owned(),
+                reason: format!(
+                    "guest offset {start} is mapped to host offset {host}, past the end of the file ({} bytes), which \
+                     may be truncated",
+                    layer.file_length()
+                ),
+            });
+        }
+        if self.geometry().has_data_file() && host.get() != start {
+            return Err(self.corrupt(format!(
+                "guest offset {start} is mapped to {host} of its external data file, which holds another part of the \
+                 disk"
+            )));
+        }
+        Ok(())
     }
 
     /// Ensures that adjacent clusters have tables that may be changed.

@@ -4,8 +4,8 @@ use futures_executor::block_on;
 use isobath_disk::{BlockDevice, Disk, LiveDisk, NewDisk, OpenOptions, Overlay, create};
 use isobath_storage::IoBuf;
 use isobath_storage::either::{EitherHost, Side};
-use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
+use isobath_storage_file::FileHost;
 use isobath_storage_test::any::ToAny;
 use std::path::Path;
 

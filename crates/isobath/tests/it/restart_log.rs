@@ -13,9 +13,9 @@ use isobath_disk::{
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{CommitOptions, JobOptions, MirrorOptions, MirrorSync};
 use isobath_qcow2::{Header, NewImage};
-use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, Locking, MemoryUse, OpenMode, Operation, Storage, StorageExt};
+use isobath_storage_file::FileHost;
 use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_storage_test::give_way;

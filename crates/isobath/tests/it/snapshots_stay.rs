@@ -8,9 +8,9 @@ use isobath_disk::{
 };
 use isobath_qcow2::NewImage;
 use isobath_ring::block_on;
-use isobath_storage::file::FileHost;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{IoBuf, Operation};
+use isobath_storage_file::FileHost;
 use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_testkit::{args, qemu};

@@ -9,7 +9,7 @@
 mod tests;
 
 use crate::bytes;
-use crate::journal::Crc32c;
+use crate::checksum::Crc32c;
 use crate::lsn::Lsn;
 use crate::offset::ClusterIndex;
 use lz4_flex::block::{

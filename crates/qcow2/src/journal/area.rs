@@ -1,10 +1,10 @@
 //! Finding the valid records of an area.
 
-use super::checksum::Sums;
 use super::extension::JournalExtension;
 use super::operation::Kind;
 use super::record::{SUMMED, View};
 use super::replay::Replay;
+use super::sums::Sums;
 use super::{BLOCK, Zones, irrecoverable};
 use crate::error::FormatError;
 use crate::lsn::Lsn;
@@ -132,7 +132,7 @@ impl<'a> Journal<'a> {
     }
 
     /// The file contents that the last record requires: its [checksums](super::Operation::Checksum) as offset, length
-    /// in bytes, and [CRC-32C](super::Crc32c). There are none after a record was dropped: the previous one was durable
+    /// in bytes, and [CRC-32C](crate::Crc32c). There are none after a record was dropped: the previous one was durable
     /// before that was written.
     pub fn checksums(&self) -> impl Iterator<Item = (HostOffset, u32, u32)> {
         let last = self.records.last().filter(|_| !self.dropped);

@@ -6,17 +6,16 @@
 //! specifies it to the byte.
 
 mod area;
-mod checksum;
 mod extension;
 mod operation;
 mod record;
 mod replay;
+mod sums;
 #[cfg(test)]
 mod tests;
 mod zones;
 
 pub use area::{Found, Journal};
-pub use checksum::Crc32c;
 pub use extension::{JournalExtension, MAX_AREA, MIN_AREA};
 pub use operation::Operation;
 pub use record::{HEAD_BYTES, Record};

@@ -49,7 +49,7 @@ pub enum Operation {
         offset: HostOffset,
         /// How many bytes.
         length: u32,
-        /// Their [CRC-32C](super::Crc32c).
+        /// Their [CRC-32C](crate::Crc32c).
         crc: u32,
     },
     /// Operations of earlier records on this range are not replayed.

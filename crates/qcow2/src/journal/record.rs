@@ -1,10 +1,10 @@
 //! Records: the changes of one commit.
 
-use super::checksum::Crc32c;
 use super::extension::MAX_AREA;
 use super::operation::{Item, Items, Kind, Operation};
 use super::{BLOCK, Zones, irrecoverable};
 use crate::bytes;
+use crate::checksum::Crc32c;
 use crate::error::FormatError;
 use crate::lsn::Lsn;
 

@@ -2,6 +2,7 @@
 
 use super::record::tests::operations;
 use super::*;
+use crate::checksum::Crc32c;
 use crate::error::FormatErrorKind;
 use crate::lsn::Lsn;
 use crate::offset::HostOffset;

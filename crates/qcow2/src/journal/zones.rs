@@ -286,7 +286,7 @@ mod tests {
             let mut blocks = record(1, operations).encode(1).unwrap();
             let length = usize::from(blocks[43]);
             blocks[at] = to;
-            let sum = crate::journal::Crc32c::of(&blocks[8..length]).to_be_bytes();
+            let sum = crate::Crc32c::of(&blocks[8..length]).to_be_bytes();
             blocks[4..8].copy_from_slice(&sum);
             Record::parse(&blocks, 1).unwrap_err()
         };

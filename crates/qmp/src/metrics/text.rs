@@ -4,7 +4,8 @@ use crate::monitor::{Drive, Monitor};
 use crate::server::Server;
 use isobath_disk::RequestStats;
 use isobath_disk::live::LATENCY_BUCKETS;
-use isobath_storage::{Host, file};
+use isobath_storage::Host;
+use isobath_storage_file::syncs;
 use std::fmt::{Display, Write};
 
 /// Metrics in the text format, one family after another.
@@ -42,7 +43,7 @@ pub(super) fn metrics<H: Host + Clone>(server: &Server<Monitor<H>>) -> String {
     gauges(&mut text, &drives);
     map(&mut text, &drives);
     text.family("isobath_host_syncs_total", "counter", "fdatasync calls for all images.");
-    text.sample("isobath_host_syncs_total", &[], file::syncs());
+    text.sample("isobath_host_syncs_total", &[], syncs());
     monitor_metrics(&mut text, monitor);
     text.family("isobath_qmp_clients", "gauge", "Clients connected to the control sockets.");
     text.sample("isobath_qmp_clients", &[], server.sessions());

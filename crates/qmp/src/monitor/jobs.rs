@@ -2,9 +2,10 @@
 
 use super::arguments::{Arguments, flag, integer, is_well_formed, optional_text, text};
 use super::exports::address_of;
+use super::job_layers::JobLayers;
 use super::names::Found;
 use super::pacing::{on_error, pacing};
-use super::request::Request;
+use super::request::JobRequest;
 use super::snapshot::check_root;
 use super::{Drive, Monitor, Result};
 use crate::error::{ErrorClass, QmpError};
@@ -15,7 +16,7 @@ use isobath_jobs::{
     StreamOptions,
 };
 use isobath_ring::spawn;
-use isobath_storage::{FileId, Host, Storage, StorageExt};
+use isobath_storage::{Host, StorageExt};
 use parking_lot::Mutex;
 use serde_json::json;
 use std::cell::Cell;
@@ -34,7 +35,7 @@ pub(super) struct Started<H: Host> {
     pub(super) drive: Rc<Drive<H>>,
     /// The disk that a mirror writes to.
     pub(super) target: Option<Rc<Drive<H>>>,
-    pub(super) request: Request,
+    pub(super) request: JobRequest,
     /// A user paused it.
     pub(super) paused: Cell<bool>,
     /// It was cancelled.
@@ -98,22 +99,6 @@ impl EventQueue {
     }
 }
 
-/// The layers of a job.
-#[derive(Default)]
-pub(super) struct Between<S> {
-    /// The upper one; `None`: the active layer.
-    pub(super) top: Option<Arc<Layer<S>>>,
-    /// The lower one; `None`: the default of the command.
-    pub(super) base: Option<Arc<Layer<S>>>,
-}
-
-impl<S: Storage> Between<S> {
-    fn ids(&self) -> (Option<FileId>, Option<FileId>) {
-        let id = |layer: &Option<Arc<Layer<S>>>| layer.as_ref().map(|layer| layer.storage().id());
-        (id(&self.top), id(&self.base))
-    }
-}
-
 impl<H: Host + Clone> Monitor<H> {
     pub(super) fn block_stream(&self, arguments: &Arguments) -> Result<()> {
         self.prune_names();
@@ -136,7 +121,7 @@ impl<H: Host + Clone> Monitor<H> {
             return Err(QmpError::new(text));
         }
         let top = (found.depth > 0).then_some(found.layer);
-        self.start(&found.drive, "block-stream", &Between { top, base }, None, arguments)
+        self.start(&found.drive, "block-stream", &JobLayers { top, base }, None, arguments)
     }
 
     pub(super) fn block_commit(&self, arguments: &Arguments) -> Result<()> {
@@ -166,7 +151,7 @@ impl<H: Host + Clone> Monitor<H> {
             let text = "'backing-file' specified, but 'top' is the active layer";
             return Err(QmpError::new(text));
         }
-        self.start(&found.drive, "block-commit", &Between { top, base }, None, arguments)
+        self.start(&found.drive, "block-commit", &JobLayers { top, base }, None, arguments)
     }
 
     pub(super) fn blockdev_mirror(&self, arguments: &Arguments) -> Result<()> {
@@ -196,7 +181,7 @@ impl<H: Host + Clone> Monitor<H> {
             return refuse("Can't mirror node into itself".into());
         }
         self.check_no_job(&target.drive)?;
-        let between = Between { top: None, base: None };
+        let between = JobLayers { top: None, base: None };
         let target = Some(target.drive);
         self.start(&found.drive, "blockdev-mirror", &between, target, arguments)
     }
@@ -206,7 +191,7 @@ impl<H: Host + Clone> Monitor<H> {
         &self,
         drive: &Rc<Drive<H>>,
         command: &'static str,
-        layers: &Between<H::File>,
+        layers: &JobLayers<H::File>,
         target: Option<Rc<Drive<H>>>,
         arguments: &Arguments,
     ) -> Result<()> {
@@ -222,7 +207,7 @@ impl<H: Host + Clone> Monitor<H> {
         let (top, base) = layers.ids();
         let backing_file = optional_text(arguments, "backing-file").map(str::to_owned);
         let disk = drive.disk();
-        let request = Request::new(command, &id, drive, layers, arguments);
+        let request = JobRequest::new(command, &id, drive, layers, arguments);
         let refused = |error: DiskError| QmpError::new(error);
         match command {
             "block-stream" => {
@@ -260,7 +245,7 @@ impl<H: Host + Clone> Monitor<H> {
         work: impl Future<Output = ()> + 'static,
         drive: &Rc<Drive<H>>,
         target: Option<Rc<Drive<H>>>,
-        request: Request,
+        request: JobRequest,
     ) {
         self.interrupted.borrow_mut().retain(|other| {
             let same = other.id() == request.id();

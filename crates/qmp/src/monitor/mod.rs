@@ -8,6 +8,7 @@ mod blockdev;
 mod drive;
 mod exports;
 mod image;
+mod job_layers;
 mod job_queries;
 mod jobs;
 mod names;
@@ -33,7 +34,7 @@ use isobath_ring::yield_now;
 use isobath_storage::Host;
 use jobs::{EventQueue, Started};
 use names::Names;
-use request::Request;
+use request::JobRequest;
 use serde_json::{Map, Value, json};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
@@ -56,7 +57,7 @@ pub struct Monitor<H: Host> {
     /// Secrets by their IDs.
     secrets: RefCell<BTreeMap<String, Arc<Secret>>>,
     jobs: RefCell<Vec<Rc<Started<H>>>>,
-    interrupted: RefCell<Vec<Request>>,
+    interrupted: RefCell<Vec<JobRequest>>,
     /// Records of jobs that are gone, the oldest first.
     records: RefCell<VecDeque<Value>>,
     frontends: Frontends<LiveDisk<H>>,

@@ -5,7 +5,8 @@ use super::image::{Node, device_info};
 use super::{Drive, Monitor, Result};
 use isobath_disk::RequestStats;
 use isobath_disk::live::LATENCY_BUCKETS;
-use isobath_storage::{Host, file};
+use isobath_storage::Host;
+use isobath_storage_file::syncs;
 use serde_json::{Value, json};
 
 /// The maximum number of images described below a node, and in one reply: a client's parser may limit nesting, and a
@@ -136,7 +137,7 @@ impl<H: Host + Clone> Monitor<H> {
                 },
             })
         });
-        json!({"syncs": file::syncs(), "disks": disks.collect::<Vec<_>>()})
+        json!({"syncs": syncs(), "disks": disks.collect::<Vec<_>>()})
     }
 }
 

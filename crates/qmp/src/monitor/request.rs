@@ -4,7 +4,7 @@
 //! (`x-isobath-query-jobs`), and can restart it: data already copied is not copied again.
 
 use super::arguments::{Arguments, text};
-use super::jobs::Between;
+use super::job_layers::JobLayers;
 use super::{Drive, Monitor, Result};
 use crate::error::QmpError;
 use crate::json;
@@ -26,7 +26,7 @@ const LONGEST: u64 = 64 << 10;
 
 /// A job's request.
 #[derive(Clone, Debug)]
-pub(super) struct Request {
+pub(super) struct JobRequest {
     command: &'static str,
     id: String,
     device: String,
@@ -39,12 +39,12 @@ pub(super) struct Request {
     file: Option<PathBuf>,
 }
 
-impl Request {
+impl JobRequest {
     pub(super) fn new<H: Host>(
         command: &'static str,
         id: &str,
         drive: &Drive<H>,
-        layers: &Between<H::File>,
+        layers: &JobLayers<H::File>,
         arguments: &Arguments,
     ) -> Self {
         let path = |layer: &Option<Arc<Layer<H::File>>>| {
@@ -169,7 +169,7 @@ fn beside(image: &Path) -> PathBuf {
 }
 
 /// The jobs that an earlier server was running on a disk. Untrusted images are not examined.
-pub(super) fn interrupted<H: Host>(drive: &Drive<H>) -> Vec<Request> {
+pub(super) fn interrupted<H: Host>(drive: &Drive<H>) -> Vec<JobRequest> {
     if drive.disk().options().trust != Trust::Full {
         return Vec::new();
     }
@@ -179,7 +179,7 @@ pub(super) fn interrupted<H: Host>(drive: &Drive<H>) -> Vec<Request> {
         if !fs::symlink_metadata(&file).is_ok_and(|metadata| metadata.is_file()) {
             continue;
         }
-        match Request::read(file.clone(), drive.device()) {
+        match JobRequest::read(file.clone(), drive.device()) {
             Ok(request) => {
                 tracing::info!(job = request.id, "a job was interrupted; it can be resumed");
                 found.push(request);
@@ -194,7 +194,7 @@ pub(super) fn interrupted<H: Host>(drive: &Drive<H>) -> Vec<Request> {
 }
 
 impl<H: Host + Clone> Monitor<H> {
-    fn find_interrupted(&self, arguments: &Arguments) -> Result<Request> {
+    fn find_interrupted(&self, arguments: &Arguments) -> Result<JobRequest> {
         let id = text(arguments, "id");
         let interrupted = self.interrupted.borrow();
         let found = interrupted.iter().find(|request| request.id == id);
@@ -223,7 +223,7 @@ impl<H: Host + Clone> Monitor<H> {
         };
         let root = found.drive.root();
         let top = layer(&request.top)?.filter(|layer| Some(layer.storage().id()) != root);
-        let layers = Between { top, base: layer(&request.base)? };
+        let layers = JobLayers { top, base: layer(&request.base)? };
         let drive = Rc::clone(&found.drive);
         self.start(&drive, request.command, &layers, None, &arguments)
     }

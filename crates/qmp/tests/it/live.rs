@@ -8,7 +8,7 @@ use isobath_qmp::monitor::{Drive, Monitor};
 use isobath_qmp::server::{Events, Limits, Server};
 use isobath_ring::net::Listener;
 use isobath_ring::{Config, Executor, spawn};
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::path::{Path, PathBuf};
 use std::thread::{self, JoinHandle};
 

@@ -1,8 +1,8 @@
 //! Blocking system calls that io_uring does not support.
 
+use super::join_error::JoinError;
 use super::oneshot;
 use super::remote::RemoteJoin;
-use super::task::JoinError;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;

@@ -1,6 +1,6 @@
 //! The ring itself: operations in flight, their resources, and how they end.
 
-use super::op::{Keep, Lease};
+use super::memory::{Keep, Lease};
 use io_uring::types::{SubmitArgs, Timespec};
 use io_uring::{IoUring, cqueue, opcode, squeue};
 use slab::Slab;
@@ -420,7 +420,7 @@ fn explain(error: &io::Error) -> io::Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::buf::IoBuf;
+    use isobath_buf::IoBuf;
     use std::os::fd::{AsRawFd, OwnedFd};
     use std::sync::Arc;
 

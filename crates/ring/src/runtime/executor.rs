@@ -1,7 +1,9 @@
 //! The executor of one thread.
 
+use super::config::Config;
 use super::local::{self, Local};
-use super::remote::{Handle, Remote};
+use super::mailbox::Remote;
+use super::remote::Handle;
 use super::task::JoinHandle;
 use isobath_sync::atomic::{AtomicBool, Ordering};
 use std::fmt;
@@ -12,22 +14,6 @@ use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
-
-/// Sizes of an executor's ring.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Config {
-    /// Entries of the submission queue, rounded up to a power of two; the completion queue has four times as many. They
-    /// do not limit the number of operations in flight.
-    pub entries: u32,
-    /// Entries after which the queue is submitted even if more could be added.
-    pub batch: usize,
-}
-
-impl Default for Config {
-    fn default() -> Self {
-        Self { entries: 256, batch: 16 }
-    }
-}
 
 /// Runs futures and their I/O on the thread that created it.
 pub struct Executor {

@@ -1,8 +1,8 @@
 //! Executors that other threads wake, in every possible interleaving. Each has a real kernel ring; only the wait for it
 //! is loom's.
 
+use super::join_error::JoinError;
 use super::remote::Handle;
-use super::task::JoinError;
 use super::{Config, Executor, oneshot, spawn};
 use isobath_sync::{Cell, Mutex, explore, wait};
 use std::future::poll_fn;

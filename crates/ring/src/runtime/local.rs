@@ -1,15 +1,13 @@
 //! The parts of one thread's executor.
 
+use super::config::Config;
 use super::driver::{Driver, Wait};
-use super::executor::Config;
-use super::op::Vectored;
-use super::remote::{Handle, Remote};
-use super::task::{JoinHandle, Run, Task};
-use super::timer::Timers;
+use super::mailbox::{Remote, Run};
+use super::memory::Vectored;
+use super::timers::Timers;
 use slab::Slab;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
-use std::future::Future;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -145,24 +143,14 @@ impl Local {
             .map(Entered)
     }
 
-    pub(super) fn handle(&self) -> Handle {
-        Handle::new(self.remote.clone())
-    }
-
-    pub(super) fn spawn<F>(&self, future: F) -> JoinHandle<F::Output>
-    where
-        F: Future + 'static,
-        F::Output: 'static,
-    {
-        let task = Arc::new(Task::new(future, self.remote.clone()));
+    /// Adds a task; `false` if the executor has ended.
+    pub(super) fn add(&self, task: Arc<dyn Run>, set_key: impl FnOnce(usize)) -> bool {
         if self.closed.get() {
-            task.clone().end();
-        } else {
-            let key = self.tasks.borrow_mut().insert(task.clone());
-            task.set_key(key);
-            self.run_queue.borrow_mut().push_back(task.clone());
+            return false;
         }
-        JoinHandle::new(task)
+        set_key(self.tasks.borrow_mut().insert(task.clone()));
+        self.run_queue.borrow_mut().push_back(task);
+        true
     }
 
     /// Forgets a task that has ended.

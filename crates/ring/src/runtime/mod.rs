@@ -2,31 +2,40 @@
 
 mod bell;
 mod blocking;
+mod config;
 mod driver;
 mod executor;
 #[cfg(all(test, loom))]
 mod interleavings;
+mod join_error;
 mod local;
+mod mailbox;
+mod memory;
 mod oneshot;
 mod op;
 mod remote;
+mod sleep;
 mod task;
-mod timer;
+mod timers;
 mod wait;
 mod worker;
 
 pub use blocking::unblock;
-pub use executor::{Config, Executor};
+pub use config::Config;
+pub use executor::Executor;
+pub use join_error::JoinError;
 pub use local::{Local, current, may_go_on};
-pub use op::{Held, Lease, Vectored, ops};
+pub use memory::{Lease, Leased, Vectored};
+pub use op::ops;
 pub use remote::{Handle, RemoteJoin};
-pub use task::{JoinError, JoinHandle};
-pub use timer::{Elapsed, Sleep, sleep, sleep_until, timeout};
+pub use sleep::{Elapsed, Sleep, sleep, sleep_until, timeout};
+pub use task::JoinHandle;
 pub use wait::block_on;
 pub use worker::Worker;
 
 pub(crate) use local::required;
-pub(crate) use op::{Keep, Op};
+pub(crate) use memory::Keep;
+pub(crate) use op::Op;
 
 use std::future::Future;
 use std::pin::Pin;

@@ -2,8 +2,9 @@
 
 use super::driver::{Abandon, Key};
 use super::local::Local;
-use crate::buf::IoBuf;
+use super::memory::{Keep, Lease, MAX_BYTES, Vectored};
 use io_uring::squeue;
+use isobath_buf::IoBuf;
 use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -11,90 +12,6 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-
-/// The maximum number of buffers in one vectored operation (`IOV_MAX`).
-const MAX_VECTORS: usize = 1024;
-
-/// The maximum number of bytes requested in one operation.
-pub(crate) const MAX_BYTES: usize = 1 << 30;
-
-/// Several buffers for one operation, with their description for the kernel.
-pub struct Vectored {
-    bufs: Vec<IoBuf>,
-    iovecs: Vec<libc::iovec>,
-    header: libc::msghdr,
-}
-
-impl Vectored {
-    /// An empty description of `bufs`.
-    #[allow(clippy::unnecessary_box_returns)] // its address must not change
-    pub fn boxed(bufs: Vec<IoBuf>) -> Box<Self> {
-        // SAFETY: a message header of zeroes is valid and empty.
-        let header = unsafe { std::mem::zeroed() };
-        Box::new(Self { bufs, iovecs: Vec::new(), header })
-    }
-
-    /// Describes the bytes from `skip` on, as many as one operation takes; returns how many.
-    pub fn describe(&mut self, mut skip: usize) -> usize {
-        self.iovecs.clear();
-        let mut total = 0;
-        for buf in &self.bufs {
-            if skip >= buf.len() {
-                skip -= buf.len();
-                continue;
-            }
-            if self.iovecs.len() == MAX_VECTORS || total >= MAX_BYTES {
-                break;
-            }
-            let part = &buf[skip..];
-            let part = &part[..part.len().min(MAX_BYTES - total)];
-            self.iovecs.push(libc::iovec {
-                iov_base: part.as_ptr().cast_mut().cast(),
-                iov_len: part.len(),
-            });
-            total += part.len();
-            skip = 0;
-        }
-        self.header.msg_iov = self.iovecs.as_mut_ptr();
-        self.header.msg_iovlen = self.iovecs.len();
-        total
-    }
-
-    /// Returns the buffers.
-    pub fn into_bufs(self) -> Vec<IoBuf> {
-        self.bufs
-    }
-
-    /// The latest description.
-    pub fn iovecs(&self) -> &[libc::iovec] {
-        &self.iovecs
-    }
-}
-
-/// What an operation in flight keeps alive besides its memory: its file, or a guard that holds the file.
-pub type Lease = Arc<dyn Held>;
-
-/// Something that operations keep alive. It is notified of those whose futures are dropped early.
-pub trait Held: Send + Sync {
-    /// The future of an operation in flight was dropped.
-    fn orphaned(&self) {}
-
-    /// Such an operation has ended.
-    fn landed(&self) {}
-}
-
-impl Held for OwnedFd {}
-
-impl Held for () {}
-
-/// The memory that an operation in flight owns.
-pub(crate) enum Keep {
-    Nothing,
-    Buf(IoBuf),
-    Vectored(Box<Vectored>),
-    /// Read only by the kernel.
-    Address(#[expect(dead_code)] Box<socket2::SockAddr>),
-}
 
 /// An operation in flight. If it is dropped before it completes, its resources stay with the ring.
 pub(crate) struct Op {
@@ -148,7 +65,7 @@ impl Local {
     pub fn vectored(&self, bufs: Vec<IoBuf>) -> Box<Vectored> {
         match self.spare.borrow_mut().pop() {
             Some(mut vectored) => {
-                vectored.bufs = bufs;
+                vectored.refill(bufs);
                 vectored
             }
             None => Vectored::boxed(bufs),
@@ -157,9 +74,7 @@ impl Local {
 
     /// Returns the buffers and keeps the description for the next operation.
     pub fn reuse(&self, mut vectored: Box<Vectored>) -> Vec<IoBuf> {
-        let bufs = std::mem::take(&mut vectored.bufs);
-        // The descriptions point to the buffers.
-        vectored.iovecs.clear();
+        let bufs = vectored.empty();
         let mut spare = self.spare.borrow_mut();
         if spare.len() < 64 {
             spare.push(vectored);
@@ -241,7 +156,7 @@ pub mod ops {
         offset: u64,
         vectored: Box<Vectored>,
     ) -> Transfer<Box<Vectored>> {
-        let (iovecs, count) = (vectored.iovecs.as_ptr(), vectored.iovecs.len() as u32);
+        let (iovecs, count) = (vectored.iovecs().as_ptr(), vectored.iovecs().len() as u32);
         let entry = opcode::Writev::new(fd(file), iovecs, count).offset(offset).build();
         // SAFETY: the entry points to the description, which points to buffers; the operation keeps both.
         let op =
@@ -326,7 +241,7 @@ pub mod ops {
         socket: &Arc<OwnedFd>,
         vectored: Box<Vectored>,
     ) -> Transfer<Box<Vectored>> {
-        let entry = opcode::SendMsg::new(fd(socket), &raw const vectored.header);
+        let entry = opcode::SendMsg::new(fd(socket), vectored.header());
         let entry = entry.flags(SEND_FLAGS as u32).build();
         // SAFETY: the entry points to the boxed description, which points to buffers; the operation keeps both.
         let op =

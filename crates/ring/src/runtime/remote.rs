@@ -1,96 +1,13 @@
 //! The interface of an executor for other threads.
 
-use super::bell::Bell;
+use super::join_error::JoinError;
+use super::local::{self, Local};
+use super::mailbox::{Job, Remote};
 use super::oneshot;
-use super::task::{JoinError, Run};
-use isobath_sync::Mutex;
-use isobath_sync::atomic::{AtomicBool, Ordering};
 use std::future::Future;
-use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-
-type Job = Box<dyn FnOnce() + Send>;
-
-/// Messages from other threads for the executor.
-#[derive(Default)]
-pub(super) struct Mail {
-    pub(super) tasks: Vec<Arc<dyn Run>>,
-    pub(super) jobs: Vec<Job>,
-}
-
-#[derive(Default)]
-struct Mailbox {
-    mail: Mail,
-    /// The executor waits in the kernel, or is about to, so only the bell wakes it.
-    sleeping: bool,
-    closed: bool,
-}
-
-/// The part of an executor that other threads may access.
-pub(super) struct Remote {
-    mailbox: Mutex<Mailbox>,
-    /// Something happened since the last [`take`](Self::take). Written under the lock.
-    news: AtomicBool,
-    pub(super) bell: Bell,
-}
-
-impl Remote {
-    pub(super) fn new() -> io::Result<Self> {
-        Ok(Self { mailbox: Mutex::default(), news: AtomicBool::new(false), bell: Bell::new()? })
-    }
-
-    /// Puts something into the mailbox; returns it if the executor has ended.
-    fn post<T>(&self, item: T, put: impl FnOnce(&mut Mail, T)) -> Option<T> {
-        let mut mailbox = self.mailbox.lock();
-        if mailbox.closed {
-            return Some(item);
-        }
-        put(&mut mailbox.mail, item);
-        self.news.store(true, Ordering::Release);
-        if std::mem::take(&mut mailbox.sleeping) {
-            self.bell.ring();
-        }
-        None
-    }
-
-    /// Makes the executor run a task. The task is dropped if the executor has ended; its future is already gone then.
-    pub(super) fn schedule(&self, task: Arc<dyn Run>) {
-        drop(self.post(task, |mail, task| mail.tasks.push(task)));
-    }
-
-    /// Makes the executor poll its main future.
-    pub(super) fn notify(&self) {
-        let _ = self.post((), |_, ()| {});
-    }
-
-    pub(super) fn take(&self) -> Option<Mail> {
-        if !self.news.load(Ordering::Acquire) {
-            return None;
-        }
-        let mut mailbox = self.mailbox.lock();
-        self.news.store(false, Ordering::Release);
-        mailbox.sleeping = false;
-        Some(std::mem::take(&mut mailbox.mail))
-    }
-
-    /// Announces that the executor will wait in the kernel; `false` if there is mail to process first.
-    pub(super) fn prepare_sleep(&self) -> bool {
-        let mut mailbox = self.mailbox.lock();
-        mailbox.sleeping = !self.news.load(Ordering::Acquire);
-        mailbox.sleeping
-    }
-
-    pub(super) fn close(&self) {
-        let mail = {
-            let mut mailbox = self.mailbox.lock();
-            mailbox.closed = true;
-            std::mem::take(&mut mailbox.mail)
-        };
-        drop(mail);
-    }
-}
 
 /// Starts tasks on an executor from any thread.
 #[derive(Clone)]
@@ -115,13 +32,19 @@ impl Handle {
     {
         let (sender, receiver) = oneshot::channel();
         let job: Job = Box::new(move || {
-            let local = super::local::required();
+            let local = local::required();
             let task = local.spawn(async move { make().await });
             let forward = local.spawn(async move { sender.send(task.await) });
             drop(forward);
         });
         drop(self.remote.post(job, |mail, job| mail.jobs.push(job)));
         RemoteJoin { receiver }
+    }
+}
+
+impl Local {
+    pub(super) fn handle(&self) -> Handle {
+        Handle::new(self.remote.clone())
     }
 }
 

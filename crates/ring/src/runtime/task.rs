@@ -1,82 +1,15 @@
 //! Tasks: futures that an executor runs independently.
 
-use super::local;
-use super::remote::Remote;
+use super::join_error::JoinError;
+use super::local::{self, Local};
+use super::mailbox::{Remote, Run};
 use isobath_sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::any::Any;
 use std::cell::UnsafeCell;
-use std::fmt;
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
-
-/// Why a task has no result.
-pub struct JoinError {
-    /// `None` if the task was ended from outside.
-    panic: Option<Box<dyn Any + Send>>,
-}
-
-impl JoinError {
-    pub(super) fn aborted() -> Self {
-        Self { panic: None }
-    }
-
-    pub(super) fn panicked(payload: Box<dyn Any + Send>) -> Self {
-        Self { panic: Some(payload) }
-    }
-
-    /// Whether the task panicked; otherwise it was aborted or its executor ended.
-    pub fn is_panic(&self) -> bool {
-        self.panic.is_some()
-    }
-
-    /// Resumes the task's panic here.
-    ///
-    /// # Panics
-    /// Always: with the task's panic, or with a message that the task was aborted.
-    pub fn resume(self) -> ! {
-        match self.panic {
-            Some(payload) => std::panic::resume_unwind(payload),
-            None => panic!("the task was aborted"),
-        }
-    }
-
-    fn message(&self) -> &str {
-        let Some(payload) = &self.panic else { return "aborted" };
-        payload
-            .downcast_ref::<&str>()
-            .copied()
-            .or_else(|| payload.downcast_ref::<String>().map(String::as_str))
-            .unwrap_or("(no message)")
-    }
-}
-
-impl fmt::Display for JoinError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.panic {
-            Some(_) => write!(f, "the task panicked: {}", self.message()),
-            None => f.write_str("the task was aborted"),
-        }
-    }
-}
-
-impl fmt::Debug for JoinError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-impl std::error::Error for JoinError {}
-
-/// What an executor does with a task.
-pub(super) trait Run: Send + Sync {
-    /// Polls the task. Called only by the owning thread, never while the task runs.
-    fn run(self: Arc<Self>);
-    /// Drops the task's future. Called only by the owning thread, never while the task runs.
-    fn end(self: Arc<Self>);
-}
 
 struct Outcome<T> {
     result: Option<Result<T, JoinError>>,
@@ -141,7 +74,7 @@ impl<F: Future> Task<F> {
         let dropped = catch_unwind(AssertUnwindSafe(|| *future = None));
         let result = match dropped {
             Ok(()) => result,
-            Err(payload) => Err(JoinError { panic: Some(payload) }),
+            Err(payload) => Err(JoinError::panicked(payload)),
         };
         let (waker, unwanted) = self.outcome(|outcome| {
             outcome.ended = true;
@@ -200,7 +133,7 @@ where
             match catch_unwind(AssertUnwindSafe(|| future.poll(&mut context))) {
                 Ok(Poll::Pending) => return,
                 Ok(Poll::Ready(output)) => Ok(output),
-                Err(payload) => Err(JoinError { panic: Some(payload) }),
+                Err(payload) => Err(JoinError::panicked(payload)),
             }
         };
         self.finish(result);
@@ -214,6 +147,20 @@ where
         if unsafe { &*self.future.get() }.is_some() {
             self.finish(Err(JoinError::aborted()));
         }
+    }
+}
+
+impl Local {
+    pub(super) fn spawn<F>(&self, future: F) -> JoinHandle<F::Output>
+    where
+        F: Future + 'static,
+        F::Output: 'static,
+    {
+        let task = Arc::new(Task::new(future, self.remote.clone()));
+        if !self.add(task.clone(), |key| task.set_key(key)) {
+            task.clone().end();
+        }
+        JoinHandle::new(task)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Threads that each run an executor.
 
-use super::executor::{Config, Executor};
+use super::config::Config;
+use super::executor::Executor;
 use super::oneshot;
 use super::remote::Handle;
 use std::future::poll_fn;

@@ -1,6 +1,6 @@
 //! The executor: tasks, wake-ups, timers, threads, signals and sockets.
 
-use isobath_ring::IoBuf;
+use isobath_buf::IoBuf;
 use isobath_ring::net::{Address, Listener, Stream};
 use isobath_ring::{
     Config, Elapsed, Executor, Readiness, Signals, Worker, sleep, sleep_until, spawn, timeout,

@@ -19,7 +19,7 @@
 
 mod mechanics;
 
-use crate::pass_through::{Hooks, HostHooks, HostRequest, PassThrough, Request};
+use crate::pass_through::{Call, Hooks, HostCall, HostHooks, PassThrough};
 use isobath_storage::{Capabilities, FileId, Host, Result, Storage};
 use mechanics::{Arm, transfer};
 use parking_lot::Mutex;
@@ -197,11 +197,11 @@ impl HostHooks for Device {
     type File = Place;
     type Begun = ();
 
-    async fn begin(&self, _request: HostRequest, _name: &Path) -> Result<()> {
+    async fn begin(&self, _request: HostCall, _name: &Path) -> Result<()> {
         Ok(())
     }
 
-    fn end(&self, _request: HostRequest, _name: &Path, (): ()) {}
+    fn end(&self, _request: HostCall, _name: &Path, (): ()) {}
 
     fn file(&self, file: &impl Storage) -> Place {
         let begin = self.schedule.lock().begin(file.id());
@@ -228,19 +228,19 @@ impl Hooks for Place {
     /// When the request ends; `None` if it does not reach the disk.
     type Begun = Option<Instant>;
 
-    async fn begin(&self, _file: &impl Storage, request: Request<'_>) -> Result<Option<Instant>> {
+    async fn begin(&self, _file: &impl Storage, request: Call<'_>) -> Result<Option<Instant>> {
         let job = match request {
-            Request::Read { offset, length } => Job::Read(self.places(offset, length)),
-            Request::Write { offset, bufs } => {
+            Call::Read { offset, length } => Job::Read(self.places(offset, length)),
+            Call::Write { offset, bufs } => {
                 let length = bufs.iter().map(|buf| buf.len() as u64).sum();
                 Job::Write(self.places(offset, length))
             }
-            Request::Flush | Request::Retire => Job::Flush,
-            Request::WriteZeroes { .. }
-            | Request::Discard { .. }
-            | Request::SetLength(_)
-            | Request::Clone { .. } => Job::Other,
-            Request::Query | Request::AdmitWriter => return Ok(None),
+            Call::Flush | Call::Retire => Job::Flush,
+            Call::WriteZeroes { .. }
+            | Call::Discard { .. }
+            | Call::SetLength(_)
+            | Call::Clone { .. } => Job::Other,
+            Call::Query | Call::AdmitWriter => return Ok(None),
         };
         Ok(Some(self.disk.submit(job)))
     }
@@ -249,7 +249,7 @@ impl Hooks for Place {
         &self,
         _file: &impl Storage,
         end: Option<Instant>,
-        _done: Option<Request<'_>>,
+        _done: Option<Call<'_>>,
     ) -> Result<()> {
         if let Some(end) = end {
             wait_until(end).await;

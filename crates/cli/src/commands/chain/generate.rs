@@ -6,7 +6,7 @@ use crate::{runtime, size};
 use isobath_disk::{Disk, OpenOptions};
 use isobath_generate::{Chain, Data, Distribution, Fill, GenerateError, Ownership, trace};
 use isobath_ring::{Config, Signals, Worker};
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::cell::Cell;
 use std::fs::File;
 use std::io::{BufReader, Write};

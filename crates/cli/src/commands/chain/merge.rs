@@ -1,7 +1,9 @@
 //! `isobath chain merge`, `flatten` and `delete`: shorten chains without changing the contents of any disk.
 
-use super::unfinished::{self, Unfinished};
-use super::users::{Doomed, Users, directories, header, identity};
+use super::doomed::Doomed;
+use super::note;
+use super::unfinished::Unfinished;
+use super::users::{Users, directories, header, identity};
 use crate::failure::{Failure, Outcome};
 use crate::image_name::SecretFile;
 use crate::options::printable;
@@ -9,8 +11,8 @@ use crate::{block_job, chain_files, runtime, size};
 use isobath_disk::{Disk, ImageFormat, LiveDisk, OpenOptions, Secrets};
 use isobath_jobs::StreamOptions;
 use isobath_ring::Signals;
-use isobath_storage::file::FileHost;
 use isobath_storage::{FileId, Locking, StorageExt};
+use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -117,7 +119,7 @@ async fn removed(args: &DeleteArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>
         let secrets = args.shared.secret_file.secrets()?;
         let user = Box::pin(left.finish(&chain, &args.search, &secrets)).await?;
         if user.is_some() {
-            unfinished::forget(&left.layer);
+            note::forget(&left.layer);
         }
         return Ok(Some((left.layer, user)));
     }
@@ -141,7 +143,7 @@ async fn removed(args: &DeleteArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>
     let directories = directories(layers.iter().map(|one| one.name()), &args.search);
     drop((layers, disk));
     if args.keep {
-        unfinished::forget(&layer);
+        note::forget(&layer);
         let name = layer.to_string_lossy();
         Box::pin(merge_into(&overlay, Some(&name), &args.shared)).await?;
         return Ok(None);
@@ -155,7 +157,7 @@ async fn removed(args: &DeleteArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>
         user = doomed?.delete(&Users::find(&directories)?, None)?;
     }
     if user.is_some() {
-        unfinished::forget(&layer);
+        note::forget(&layer);
     }
     drop(merged.overlay);
     Ok(Some((layer, user)))
@@ -228,7 +230,7 @@ pub(super) async fn merge_away(
         )));
     }
     for layer in &readable {
-        unfinished::note(layer.path(), format, image);
+        note::leave(layer.path(), format, image);
     }
     let done = run(&overlay, base, args, &mut signals).await;
     let closed = overlay.close().await;
@@ -238,7 +240,7 @@ pub(super) async fn merge_away(
             let chain: Vec<_> = chain.iter().filter_map(|file| identity(file).ok()).collect();
             let is_left =
                 |layer: &&Doomed| identity(layer.path()).is_ok_and(|id| chain.contains(&id));
-            readable.iter().filter(is_left).for_each(|layer| unfinished::forget(layer.path()));
+            readable.iter().filter(is_left).for_each(|layer| note::forget(layer.path()));
         }
         return Err(failure);
     }

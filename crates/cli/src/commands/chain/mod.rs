@@ -1,7 +1,9 @@
 //! `isobath chain`: tools for whole chains and for many of them.
 
+mod doomed;
 mod generate;
 mod merge;
+mod note;
 mod retain;
 mod survey;
 mod unfinished;

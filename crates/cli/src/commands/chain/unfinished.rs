@@ -5,55 +5,22 @@
 //! identifies the file, its size and the time of its last write, so that a copy, or a file written to since, has no
 //! valid note. Comparing what the overlay reads then proves that the layer can be deleted.
 
-use super::users::{Doomed, Users, directories, identity};
+use super::doomed::Doomed;
+use super::note::{Note, fingerprint, of_overlay};
+use super::users::{Users, directories, identity};
 use crate::failure::Failure;
 use isobath_disk::{BlockStatus, Disk, ImageFormat, OpenOptions, Secrets};
 use isobath_image::sabotage::{self, Sabotage};
-use isobath_storage::file::FileHost;
 use isobath_storage::{IoBuf, Locking, Storage, StorageExt};
-use rustix::fs::{XattrFlags, getxattr, removexattr, setxattr};
-use std::fs::{self, File};
+use isobath_storage_file::FileHost;
+use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-
-const ATTRIBUTE: &str = "user.isobath.merge";
 
 /// Maximum guest bytes per block status query and per read, and maximum runs per query.
 const WINDOW: u64 = 1 << 30;
 const CHUNK: u64 = 1 << 20;
 const RUNS: usize = 4096;
-
-/// Durably notes in the layer's file that the overlay takes its data. Without extended attributes, a killed command
-/// leaves the file behind.
-pub(super) fn note(layer: &Path, format: ImageFormat, overlay: &Path) {
-    let noted = || {
-        let (own, above) = (fingerprint(layer)?, of_overlay(overlay)?);
-        let value = format!("{} {own} {above}", format.name());
-        setxattr(layer, ATTRIBUTE, value.as_bytes(), XattrFlags::empty())?;
-        File::open(layer)?.sync_all()
-    };
-    if let Err(error) = noted() {
-        let (layer, error): (_, std::io::Error) = (layer.display(), error);
-        tracing::debug!("cannot record in '{layer}' that it is being merged: {error}");
-    }
-}
-
-/// Removes the note: the file stays.
-pub(super) fn forget(layer: &Path) {
-    // There may be none.
-    let _ = removexattr(layer, ATTRIBUTE);
-}
-
-/// Identifies the file in its current state: it differs for other files, and for this file after a write.
-pub(super) fn fingerprint(layer: &Path) -> std::io::Result<String> {
-    let file = fs::metadata(layer)?;
-    let written = (file.mtime(), file.mtime_nsec());
-    Ok(format!("{}:{}:{}:{}.{}", file.dev(), file.ino(), file.len(), written.0, written.1))
-}
-
-fn of_overlay(overlay: &Path) -> std::io::Result<String> {
-    identity(overlay).map(|(device, inode)| format!("{device}:{inode}"))
-}
 
 /// The file of a layer whose data an image of a chain has taken.
 pub(super) struct Unfinished {
@@ -65,12 +32,7 @@ pub(super) struct Unfinished {
 impl Unfinished {
     /// The file, if its note is valid and names an image of `chain`, and it is not in `chain` and has no other link.
     pub(super) fn of(layer: &Path, chain: &[PathBuf]) -> Option<Self> {
-        let mut value = [0; 256];
-        let length = getxattr(layer, ATTRIBUTE, &mut value).ok()?;
-        let text = std::str::from_utf8(value.get(..length)?).ok()?;
-        let mut words = text.split(' ');
-        let (format, own, above) = (words.next()?, words.next()?, words.next()?);
-        let format = ImageFormat::from_name(format)?;
+        let Note { format, own, above } = Note::read(layer)?;
         if own != fingerprint(layer).ok()? || fs::metadata(layer).ok()?.nlink() != 1 {
             return None;
         }

@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::image_name::{Image, reason};
 use crate::{messages, options};
 use isobath_disk::{BitmapAction, BitmapBits, BitmapEditor, InfoOptions, info, read_bitmap};
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 
 /// A bitmap of the source.
 pub(super) struct Copied {

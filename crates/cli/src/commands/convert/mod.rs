@@ -13,7 +13,7 @@ use crate::{options, runtime, size};
 use isobath_disk::{CopyOptions, Disk, DiskCopy, ImageFormat, SnapshotChoice};
 use isobath_ring::Signals;
 use isobath_storage::StorageExt;
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::cell::Cell;
 use std::io::Write;
 use std::path::PathBuf;

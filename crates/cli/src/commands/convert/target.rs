@@ -6,8 +6,8 @@ use crate::failure::Failure;
 use crate::image_name::Image;
 use crate::options;
 use isobath_disk::{Created, Disk, NewDisk};
-use isobath_storage::file::FileHost;
 use isobath_storage::{FileId, Host, Locking, OpenMode, Storage, StorageExt};
+use isobath_storage_file::FileHost;
 use std::path::Path;
 use std::sync::Arc;
 

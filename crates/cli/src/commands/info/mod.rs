@@ -12,7 +12,7 @@ use isobath_disk::{
 use isobath_qcow2::Snapshot;
 use isobath_qmp::encryption;
 use isobath_storage::Locking;
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use serde_json::{Map, Value, json};
 use std::io::Write;
 use std::path::PathBuf;

@@ -7,7 +7,7 @@ use crate::options::printable;
 use crate::temporary;
 use isobath_disk::{Disk, ImageFormat, SnapshotChoice};
 use isobath_storage::Locking;
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::fmt::Display;
 use std::sync::Arc;
 

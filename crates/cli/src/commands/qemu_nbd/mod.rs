@@ -19,7 +19,7 @@ use isobath_export::nbd::wire::MAX_STRING;
 use isobath_export::nbd::{Export, ExportError, ExportedBitmap, Limits, Server, WhenFull};
 use isobath_ring::{Handle, spawn};
 use isobath_storage::Locking;
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -4,7 +4,7 @@ use crate::cache::CacheMode;
 use isobath_disk::copy::is_zero;
 use isobath_disk::{BlockDevice, BlockStatus, LiveDisk, Result, ZeroFlags};
 use isobath_storage::IoBuf;
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use std::sync::Arc;
 
 /// What to do with writes of zeroes.

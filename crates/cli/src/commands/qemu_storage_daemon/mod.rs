@@ -16,7 +16,7 @@ use isobath_qmp::monitor::Monitor;
 use isobath_qmp::schema::{Object, check, from_text};
 use isobath_qmp::server::{self as qmp, Events, Service};
 use isobath_ring::{Handle, Signals, spawn};
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use serde_json::{Map, Value};
 use std::io::Write;
 use std::path::PathBuf;

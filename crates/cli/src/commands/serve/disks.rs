@@ -6,7 +6,7 @@ use crate::failure::Failure;
 use isobath_disk::{ImageFormat, LiveDisk, OpenOptions, Trust};
 use isobath_ring::spawn;
 use isobath_storage::Host;
-use isobath_storage::file;
+use isobath_storage_file as file;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -22,7 +22,7 @@ use isobath_qmp::monitor::{Drive, Monitor};
 use isobath_qmp::server::{self as qmp, Events};
 use isobath_ring::{Handle, JoinHandle, Signals, spawn};
 use isobath_storage::Host;
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 #[cfg(feature = "slow-disk")]
 use isobath_storage_test::slow::SlowHost;
 use std::future;
@@ -110,9 +110,9 @@ async fn serve<H: Host + Clone>(
     let is_controlled = !controls.is_empty();
     let controlling = control::serve_control(&control, controls);
     control::serve_metrics(&control, scraped);
-    let told = stop_when_told(signals, control.clone(), frontends.clone());
+    let stopped = stop_when_asked(signals, control.clone(), frontends.clone());
     disks::look_after(disks);
-    let result = until_ended(monitor, frontends.serve(), told, is_controlled).await;
+    let result = until_ended(monitor, frontends.serve(), stopped, is_controlled).await;
     control.stop();
     for ended in controlling {
         if let Err(panicked) = ended.await {
@@ -125,7 +125,7 @@ async fn serve<H: Host + Clone>(
 }
 
 /// Stops everything once a signal or a client requests it; a second signal ends the process.
-fn stop_when_told<H: Host + Clone>(
+fn stop_when_asked<H: Host + Clone>(
     mut signals: Signals,
     control: Rc<qmp::Server<Monitor<H>>>,
     frontends: Frontends<LiveDisk<H>>,
@@ -142,23 +142,23 @@ fn stop_when_told<H: Host + Clone>(
     })
 }
 
-/// Waits for all listeners of shared servers. Without any, waits for `told`, or for the last export to close if QMP
+/// Waits for all listeners of shared servers. Without any, waits for `stopped`, or for the last export to close if QMP
 /// clients cannot add one.
 async fn until_ended<H: Host + Clone>(
     monitor: &Monitor<H>,
     listening: Vec<JoinHandle<io::Result<()>>>,
-    told: JoinHandle<()>,
+    stopped: JoinHandle<()>,
     is_controlled: bool,
 ) -> Result<(), Failure> {
     if listening.is_empty() {
-        let told = async { drop(told.await) };
+        let stopped = async { drop(stopped.await) };
         let closed = async {
             if is_controlled {
                 future::pending::<()>().await;
             }
             monitor.exports_closed().await;
         };
-        either(told, closed).await;
+        either(stopped, closed).await;
     }
     let mut result = Ok(());
     for ended in listening {

@@ -1,7 +1,7 @@
 //! Ranges of newly written data, and their checksums.
 
 use crate::{MOST_CHECKED, violated};
-use isobath_qcow2::journal::Crc32c;
+use isobath_qcow2::Crc32c;
 use isobath_storage::IoBuf;
 use isobath_sync::{Invariants, WaitGroup};
 use std::collections::BTreeMap;
@@ -13,7 +13,7 @@ const MAX_CHECKSUMMED: u64 = 32 << 20;
 
 /// A range of the data file that holds newly written guest data.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ChecksummedRange {
+pub(crate) struct ChecksummedRange {
     /// Bytes of the host file.
     pub range: Range<u64>,
     /// CRC32C of what was written there; `None` if it must be read back.
@@ -24,7 +24,7 @@ pub struct ChecksummedRange {
 
 /// Where the checksum of newly written data is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ChecksumHolder {
+pub(crate) enum ChecksumHolder {
     /// In the journal's next record, which contains the mapping.
     Record,
     /// Nowhere: none is needed, because before the write the place already held what the guest had there.
@@ -38,9 +38,9 @@ pub enum ChecksumHolder {
 #[derive(Debug)]
 pub struct Written {
     /// Where it is in the file.
-    pub(in crate::durability) place: Range<u64>,
+    pub(crate) place: Range<u64>,
     /// What the next record must have checksums of.
-    pub(in crate::durability) checksums: Vec<ChecksummedRange>,
+    pub(crate) checksums: Vec<ChecksummedRange>,
 }
 
 /// A checksummed range.
@@ -66,11 +66,11 @@ pub(super) struct ChecksummedRanges {
 }
 
 /// A write that a commit waits for; ends when dropped.
-pub struct Busy(Option<Arc<WaitGroup>>);
+pub(crate) struct Busy(Option<Arc<WaitGroup>>);
 
 impl Busy {
     /// Starts one more.
-    pub fn on(writes: &Arc<WaitGroup>) -> Self {
+    pub(crate) fn on(writes: &Arc<WaitGroup>) -> Self {
         writes.begin();
         Self(Some(Arc::clone(writes)))
     }
@@ -199,7 +199,12 @@ impl ChecksummedRanges {
 
 /// The checksummed ranges of `bufs`, written at `at`, one for each cluster of `size` bytes. Checksums are computed only
 /// if `checked`.
-pub fn checksummed(at: u64, bufs: &[IoBuf], size: u64, checked: bool) -> Vec<ChecksummedRange> {
+pub(crate) fn checksummed(
+    at: u64,
+    bufs: &[IoBuf],
+    size: u64,
+    checked: bool,
+) -> Vec<ChecksummedRange> {
     let mut checksums = Vec::new();
     let checksum = |range, crc: Crc32c| {
         let crc = checked.then(|| crc.finish());

@@ -3,16 +3,17 @@
 //! A record contains checksums of the data that it newly refers to (a *checksummed range*: a range of the file and its
 //! CRC32C), so that one sync can make data and record durable: after a crash the last record counts only if all of its
 //! checksums match. They must match until the next record is durable, which proves that this one was. Until then a
-//! write to a checksummed range is not written in place but *kept*, in memory and as data in the next record, and a
-//! checkpoint writes it in place (full journaling, section 3.1 of the FAST '16 paper). It is kept as long as a record
-//! that a recovery would replay contains it. Small writes that would make the file grow are kept too: the record's
-//! space already exists.
+//! write to a checksummed range is not written in place but journaled, in memory and as data in the next record, and a
+//! checkpoint writes it in place (full journaling, section 3.1 of the FAST '16 paper). It is journaled as long as a
+//! record that a recovery would replay contains it. Small writes that would make the file grow are journaled too: the
+//! record's space already exists.
 //!
 //! Commits determine the order of these steps; see [`journal`](super::journal).
 
 mod checksums;
 
-pub use checksums::{Busy, ChecksumHolder, ChecksummedRange, Written, checksummed};
+pub use checksums::Written;
+pub(crate) use checksums::{Busy, ChecksumHolder, ChecksummedRange, checksummed};
 
 use crate::checksummed::Checksummed;
 use crate::pieces::{JournaledWrite, Pieces};
@@ -29,7 +30,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-/// Small writes are kept as long as no more than this is kept, in bytes.
+/// Small writes are journaled as long as no more than this is journaled, in bytes.
 const MAX_PENDING: u64 = 128 << 10;
 
 /// Clusters remembered as not written.
@@ -40,23 +41,23 @@ const ONE_COMMIT: &str = "one commit of data ends before the next begins";
 /// Used in place of a record's number: the piece belongs to a cluster that is about to be freed.
 const NO_RECORD: Lsn = Lsn::MAX;
 
-/// The ranges that must not change in place, and the data that is kept instead.
+/// The ranges that must not change in place, and the data that is journaled instead.
 #[derive(Default)]
-pub struct DataJournal {
+pub(crate) struct DataJournal {
     /// Whether a journal is in use.
     active: AtomicBool,
-    /// The number of pieces kept; while it is 0, readers look no further.
-    kept: AtomicUsize,
-    /// Bytes kept for the next record.
+    /// The number of pieces journaled; while it is 0, readers look no further.
+    writes: AtomicUsize,
+    /// Bytes journaled for the next record.
     pending: AtomicU64,
-    /// Kept data is also stored here.
+    /// Journaled data is also stored here.
     log: Option<Arc<RestartLog>>,
     state: CheckedMutex<DataState>,
 }
 
 #[derive(Default)]
 struct DataState {
-    /// Clusters that the file contains at most in part: everything written to them was kept at first.
+    /// Clusters that the file contains at most in part: everything written to them was journaled at first.
     unwritten: HashSet<u64>,
     /// The ranges that the next record's checksums will cover.
     open: ChecksummedRanges,
@@ -75,20 +76,31 @@ struct DataState {
     pending: Pieces,
 }
 
+/// A small write that makes the file grow if it is not journaled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Growth {
+    /// It is the first to its clusters, and nothing refers to them yet. The entry that refers to it is recorded later.
+    First,
+    /// It makes the file grow if the first write to each of its clusters was journaled.
+    Later,
+}
+
 /// Where a write goes.
-pub enum WriteRoute {
+pub(crate) enum WriteRoute {
     /// In place, unchanged.
     InPlace(Busy),
-    /// Some of it was kept; these parts are written in place.
+    /// All of it was journaled.
+    Journaled,
+    /// Some of it was journaled; these parts are written in place.
     Parts(Vec<Range<u64>>, Busy),
 }
 
 /// The data operations of a record.
-pub struct ClosedData {
+pub(crate) struct ClosedData {
     /// The ranges for which it has checksums.
     pub checksums: Vec<ChecksummedRange>,
     /// The data that it contains.
-    pub kept: Vec<JournaledWrite>,
+    pub writes: Vec<JournaledWrite>,
     /// Clusters whose plain lead blocks are among that data.
     pub plain: Vec<HostCluster>,
     /// There is too much data for checksums: it must be durable before the record is written.
@@ -100,36 +112,36 @@ pub struct ClosedData {
 /// A commit of guest data in progress. The holder must finish it; if it is dropped, the commit has failed, and no other
 /// begins.
 #[must_use = "the commit is to be finished with it"]
-pub struct DataCommit {
+pub(crate) struct DataCommit {
     writes: Arc<WaitGroup>,
 }
 
 impl DataCommit {
     /// Waits for the writes to checksummed ranges that were in progress at the close.
-    pub async fn landed(&self) {
+    pub(crate) async fn landed(&self) {
         self.writes.ended().await;
     }
 }
 
 impl DataJournal {
-    /// Kept data is also stored in `log`.
-    pub fn new(log: Option<Arc<RestartLog>>) -> Self {
+    /// Journaled data is also stored in `log`.
+    pub(crate) fn new(log: Option<Arc<RestartLog>>) -> Self {
         Self { log, ..Self::default() }
     }
 
     /// Whether written data must be checksummed.
-    pub fn is_active(&self) -> bool {
+    pub(crate) fn is_active(&self) -> bool {
         self.active.load(Ordering::SeqCst)
     }
 
     /// From now on records contain checksums of data. A commit that closes all earlier batches follows.
-    pub fn activate(&self) {
+    pub(crate) fn activate(&self) {
         self.active.store(true, Ordering::SeqCst);
     }
 
     /// No record's checksums matter any more, and no recovery replays a record. Data in durable records is durable in
     /// place. What the `commit` in progress has closed is for the next one.
-    pub fn deactivate(&self, commit: Option<DataCommit>) {
+    pub(crate) fn deactivate(&self, commit: Option<DataCommit>) {
         let mut state = self.state.lock();
         let state = &mut *state;
         if commit.is_none() && !state.is_between_commits() {
@@ -149,47 +161,60 @@ impl DataJournal {
         drop(commit);
     }
 
-    /// Kept bytes that are not in a record yet.
-    pub fn pending(&self) -> u64 {
+    /// Journaled bytes that are not in a record yet.
+    pub(crate) fn pending(&self) -> u64 {
         self.pending.load(Ordering::Relaxed)
     }
 
-    /// Whether anything is kept.
-    pub fn keeps(&self) -> bool {
-        self.kept.load(Ordering::Acquire) > 0
+    /// Whether anything is journaled.
+    pub(crate) fn has_writes(&self) -> bool {
+        self.writes.load(Ordering::Acquire) > 0
     }
 
-    /// Bytes of a range that would be kept if they were written now.
-    pub fn guarded(&self, range: &Range<u64>) -> u64 {
-        if !self.is_active() && !self.keeps() {
+    /// Bytes of a range that would be journaled if they were written now.
+    pub(crate) fn to_journal(&self, range: &Range<u64>) -> u64 {
+        if !self.is_active() && !self.has_writes() {
             return 0;
         }
-        self.state.lock().guarded(range).iter().map(|part| part.end - part.start).sum()
+        self.state.lock().checksummed_parts(range).iter().map(|part| part.end - part.start).sum()
     }
 
-    /// Decides where a write of `bufs` at `at` goes, and keeps what must be kept. The caller writes the rest and then
-    /// drops the returned route.
-    pub fn write(&self, at: u64, bufs: &[IoBuf]) -> WriteRoute {
-        if !self.is_active() && !self.keeps() {
+    /// Decides where a write of `bufs` at `at` goes, to clusters of `size` bytes, and journals what must not change in
+    /// place. The caller writes the rest and then drops the returned route. `growth` says that the write is small, and
+    /// may be journaled to save the file from growing; it is not if much is journaled already.
+    pub(crate) fn route(
+        &self,
+        at: u64,
+        bufs: &[IoBuf],
+        size: u64,
+        growth: Option<Growth>,
+    ) -> WriteRoute {
+        if !self.is_active() && !self.has_writes() {
             return WriteRoute::InPlace(Busy::none());
         }
         let length: usize = bufs.iter().map(IoBuf::len).sum();
         let range = at..at + length as u64;
         let mut state = self.state.lock();
+        let growth = growth.filter(|_| self.is_active() && self.pending() <= MAX_PENDING);
+        if growth.is_some_and(|growth| state.grows(&range, size, growth)) {
+            self.journal_piece(&mut state, at, cut(bufs, 0..length).into());
+            self.count(&state);
+            return WriteRoute::Journaled;
+        }
         let busy = state.open.touch(&range);
-        let guarded = state.guarded(&range);
-        if guarded.is_empty() {
+        let parts = state.checksummed_parts(&range);
+        if parts.is_empty() {
             return WriteRoute::InPlace(busy);
         }
         let mut straight = Vec::new();
         let mut next = range.start;
-        for part in guarded {
+        for part in parts {
             if next < part.start {
                 straight.push(next..part.start);
             }
             next = part.end;
             let bytes = cut(bufs, (part.start - at) as usize..(part.end - at) as usize);
-            self.keep_piece(&mut state, part.start, bytes.into());
+            self.journal_piece(&mut state, part.start, bytes.into());
         }
         if next < range.end {
             straight.push(next..range.end);
@@ -198,49 +223,25 @@ impl DataJournal {
         WriteRoute::Parts(straight, busy)
     }
 
-    /// Keeps a small write past the end of the file for the next record, unless much is kept already. `beyond` says
-    /// that the write is the first to its clusters, of `size` bytes, and that nothing refers to them yet; it is then
-    /// kept, and the entry that refers to it is recorded after this call. Otherwise it is kept if the first write to
-    /// all of them was kept.
-    pub fn keep(&self, at: u64, bufs: &[IoBuf], beyond: bool, size: u64) -> bool {
-        if !self.is_active() || self.pending() > MAX_PENDING {
-            return false;
-        }
-        let length = bufs.iter().map(IoBuf::len).sum();
-        let mut clusters = at / size..(at + length as u64).div_ceil(size);
-        let mut state = self.state.lock();
-        if beyond {
-            if state.unwritten.len() > MAX_UNWRITTEN {
-                state.unwritten.clear();
-            }
-            state.unwritten.extend(clusters);
-        } else if !clusters.all(|cluster| state.unwritten.contains(&cluster)) {
-            return false;
-        }
-        self.keep_piece(&mut state, at, cut(bufs, 0..length).into());
-        self.count(&state);
-        true
-    }
-
-    fn keep_piece(&self, state: &mut DataState, at: u64, bytes: Arc<[u8]>) {
+    fn journal_piece(&self, state: &mut DataState, at: u64, bytes: Arc<[u8]>) {
         if let Some(log) = &self.log {
-            log.kept(at, &bytes);
+            log.journaled(at, &bytes);
         }
-        state.keep(at, bytes);
+        state.add(at, bytes);
     }
 
-    /// Keeps the plain bytes of an embedded lead block for the next record, which says that the lead block of `cluster`
-    /// is plain. The caller ensures that it is not treated as embedded from then on.
-    pub fn keep_plain(&self, at: u64, bytes: &[u8], cluster: HostCluster) {
+    /// Journals the plain bytes of an embedded lead block for the next record, which says that the lead block of
+    /// `cluster` is plain. The caller ensures that it is not treated as embedded from then on.
+    pub(crate) fn journal_plain(&self, at: u64, bytes: &[u8], cluster: HostCluster) {
         let mut state = self.state.lock();
-        self.keep_piece(&mut state, at, bytes.into());
+        self.journal_piece(&mut state, at, bytes.into());
         state.plain.push(cluster);
         self.count(&state);
     }
 
     /// Adds checksums of newly written data to the next record. Returns the proof that
     /// [`record`](crate::tables::Tables::record) requires for an entry that refers to the data.
-    pub fn add_checksums(&self, written: impl IntoIterator<Item = Written>) -> Checksummed {
+    pub(crate) fn add_checksums(&self, written: impl IntoIterator<Item = Written>) -> Checksummed {
         let mut state = self.is_active().then(|| self.state.lock());
         let place = |Written { place, checksums }| {
             if let Some(state) = &mut state {
@@ -255,7 +256,7 @@ impl DataJournal {
 
     /// Like [`add_checksums`](Self::add_checksums), for data at these places that gets no checksums: it is durable
     /// before the next record is written.
-    pub fn add_unchecked(&self, places: Vec<Range<u64>>) -> Checksummed {
+    pub(crate) fn add_unchecked(&self, places: Vec<Range<u64>>) -> Checksummed {
         if self.is_active() {
             self.state.lock().open.give_up();
         }
@@ -264,11 +265,11 @@ impl DataJournal {
 
     /// Begins record `lsn`. It leaves out the clusters in `freed`, of `size` bytes each, to which nothing will refer
     /// any more.
-    pub fn begin_commit(&self, lsn: Lsn, freed: &[HostCluster], size: u64) -> ClosedData {
+    pub(crate) fn begin_commit(&self, lsn: Lsn, freed: &[HostCluster], size: u64) -> ClosedData {
         let mut state = self.state.lock();
         let state = &mut *state;
         if let Some(log) = &self.log {
-            log.close_kept();
+            log.close_writes();
         }
         if !state.is_between_commits() {
             violated(ONE_COMMIT);
@@ -294,7 +295,7 @@ impl DataJournal {
         };
         ClosedData {
             checksums: closing.ranges.iter().map(checksum).collect(),
-            kept: state.under_way.list(|mark| mark != NO_RECORD),
+            writes: state.under_way.list(|mark| mark != NO_RECORD),
             plain: std::mem::take(&mut state.plain),
             too_much: closing.too_much,
             commit: DataCommit { writes: Arc::clone(&closing.writes) },
@@ -302,7 +303,7 @@ impl DataJournal {
     }
 
     /// Begins a commit without a record; `None` if something must go into one.
-    pub fn begin_embedded_commit(&self) -> Option<DataCommit> {
+    pub(crate) fn begin_embedded_commit(&self) -> Option<DataCommit> {
         let mut state = self.state.lock();
         let state = &mut *state;
         let needs_record = state.open.too_much || state.open.broken || !state.plain.is_empty();
@@ -319,7 +320,7 @@ impl DataJournal {
 
     /// The commit `lsn` in progress is durable without a record. Durable LSNs in data that is now durable show that
     /// commits up to `noted` were durable.
-    pub fn finish_embedded_commit(&self, commit: DataCommit, lsn: Lsn, noted: Lsn) {
+    pub(crate) fn finish_embedded_commit(&self, commit: DataCommit, lsn: Lsn, noted: Lsn) {
         drop(commit);
         let mut state = self.state.lock();
         if state.last.iter().any(|(earlier, _)| *earlier >= lsn) {
@@ -333,7 +334,7 @@ impl DataJournal {
     }
 
     /// The record of the commit `lsn` in progress is durable, and a recovery replays no record before `tail`.
-    pub fn finish_commit(&self, commit: DataCommit, lsn: Lsn, tail: Lsn) {
+    pub(crate) fn finish_commit(&self, commit: DataCommit, lsn: Lsn, tail: Lsn) {
         drop(commit);
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -348,7 +349,7 @@ impl DataJournal {
     }
 
     /// The data in durable records is in place, and nothing is checksummed any more.
-    pub fn checkpointed(&self) {
+    pub(crate) fn checkpointed(&self) {
         let mut state = self.state.lock();
         let state = &mut *state;
         state.recorded = Pieces::default();
@@ -358,7 +359,7 @@ impl DataJournal {
     }
 
     /// Of the data that the commit in progress took, `placed` is in place, and record `lsn` contains the rest.
-    pub fn moved(&self, placed: &[JournaledWrite], lsn: Lsn) {
+    pub(crate) fn moved(&self, placed: &[JournaledWrite], lsn: Lsn) {
         let mut state = self.state.lock();
         let state = &mut *state;
         for done in placed {
@@ -369,7 +370,7 @@ impl DataJournal {
     }
 
     /// The commit in progress wrote no record, and all data is durable in place.
-    pub fn finish_plain_commit(&self, commit: DataCommit) {
+    pub(crate) fn finish_plain_commit(&self, commit: DataCommit) {
         drop(commit);
         let mut state = self.state.lock();
         state.closing = ChecksummedRanges::default();
@@ -378,17 +379,17 @@ impl DataJournal {
     }
 
     /// The data in durable records, to be written in place.
-    pub fn recorded(&self) -> Vec<JournaledWrite> {
+    pub(crate) fn recorded(&self) -> Vec<JournaledWrite> {
         self.state.lock().recorded.list(|record| record != NO_RECORD)
     }
 
-    /// Kept data that is in no durable record. If the journal is taken out of use, it is written in place.
-    pub fn unrecorded(&self) -> Vec<JournaledWrite> {
+    /// Journaled data that is in no durable record. If the journal is taken out of use, it is written in place.
+    pub(crate) fn unrecorded(&self) -> Vec<JournaledWrite> {
         self.state.lock().pending.list(|_| true)
     }
 
-    /// Forgets pieces that are now in place, unless something newer is kept there.
-    pub fn placed(&self, pieces: &[JournaledWrite]) {
+    /// Forgets pieces that are now in place, unless something newer is journaled there.
+    pub(crate) fn placed(&self, pieces: &[JournaledWrite]) {
         let mut state = self.state.lock();
         for done in pieces {
             state.pending.remove(done);
@@ -396,8 +397,8 @@ impl DataJournal {
         self.count(&state);
     }
 
-    /// Forgets the kept data of clusters, of `size` bytes each, that nothing refers to any more.
-    pub fn forget(&self, freed: &[HostCluster], size: u64) {
+    /// Forgets the journaled data of clusters, of `size` bytes each, that nothing refers to any more.
+    pub(crate) fn forget(&self, freed: &[HostCluster], size: u64) {
         let mut state = self.state.lock();
         let state = &mut *state;
         for cluster in freed {
@@ -410,10 +411,10 @@ impl DataJournal {
         self.count(state);
     }
 
-    /// The kept data of a range. The caller asks for it before it reads the range, and applies it to what it read: data
-    /// that is no longer kept by then was already in place.
-    pub fn kept_in(&self, range: &Range<u64>) -> Vec<JournaledWrite> {
-        if !self.keeps() {
+    /// The journaled data of a range. The caller asks for it before it reads the range, and applies it to what it read:
+    /// data that is no longer journaled by then was already in place.
+    pub(crate) fn journaled_in(&self, range: &Range<u64>) -> Vec<JournaledWrite> {
+        if !self.has_writes() {
             return Vec::new();
         }
         let state = self.state.lock();
@@ -423,8 +424,8 @@ impl DataJournal {
 
     fn count(&self, state: &DataState) {
         self.pending.store(state.pending.bytes(), Ordering::Relaxed);
-        let kept = state.recorded.count() + state.under_way.count() + state.pending.count();
-        self.kept.store(kept, Ordering::Release);
+        let writes = state.recorded.count() + state.under_way.count() + state.pending.count();
+        self.writes.store(writes, Ordering::Release);
     }
 }
 
@@ -460,16 +461,31 @@ impl DataState {
         self.closing.ranges.is_empty() && self.under_way.count() == 0
     }
 
+    /// Whether a small write makes the file grow.
+    fn grows(&mut self, range: &Range<u64>, size: u64, growth: Growth) -> bool {
+        let mut clusters = range.start / size..range.end.div_ceil(size);
+        match growth {
+            Growth::First => {
+                if self.unwritten.len() > MAX_UNWRITTEN {
+                    self.unwritten.clear();
+                }
+                self.unwritten.extend(clusters);
+                true
+            }
+            Growth::Later => clusters.all(|cluster| self.unwritten.contains(&cluster)),
+        }
+    }
+
     /// The parts of a range that must not be written to, in order and apart from each other.
-    fn guarded(&self, range: &Range<u64>) -> Vec<Range<u64>> {
+    fn checksummed_parts(&self, range: &Range<u64>) -> Vec<Range<u64>> {
         let last = self.last.iter().map(|(_, checksums)| checksums);
         let checksums = last.chain([&self.closing]).filter(|_| !sabotage::is(Sabotage::Unguarded));
         let checksums = checksums.flat_map(|checksums| checksums.overlapping(range));
         let checksums =
             checksums.map(|(at, checksummed)| at.max(range.start)..checksummed.end.min(range.end));
-        let kept = [&self.recorded, &self.under_way, &self.pending];
-        let kept = kept.into_iter().flat_map(|pieces| pieces.parts_of(range));
-        let mut parts: Vec<Range<u64>> = checksums.chain(kept).collect();
+        let journaled = [&self.recorded, &self.under_way, &self.pending];
+        let journaled = journaled.into_iter().flat_map(|pieces| pieces.parts_of(range));
+        let mut parts: Vec<Range<u64>> = checksums.chain(journaled).collect();
         parts.sort_unstable_by_key(|part| part.start);
         let mut joined: Vec<Range<u64>> = Vec::with_capacity(parts.len());
         for part in parts {
@@ -481,7 +497,7 @@ impl DataState {
         joined
     }
 
-    fn keep(&mut self, at: u64, bytes: Arc<[u8]>) {
+    fn add(&mut self, at: u64, bytes: Arc<[u8]>) {
         // A record has no checksums of data that it contains itself.
         self.open.cut_out(&(at..at + bytes.len() as u64));
         self.pending.put(at, bytes, Lsn::default());
@@ -489,7 +505,7 @@ impl DataState {
 }
 
 /// A copy of some of the bytes of consecutive buffers.
-pub fn cut(bufs: &[IoBuf], part: Range<usize>) -> Vec<u8> {
+pub(crate) fn cut(bufs: &[IoBuf], part: Range<usize>) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(part.len());
     let mut start = 0;
     for buf in bufs {
@@ -505,7 +521,7 @@ pub fn cut(bufs: &[IoBuf], part: Range<usize>) -> Vec<u8> {
 mod tests {
     use super::*;
     use crate::broken::assert_violated;
-    use isobath_qcow2::journal::Crc32c;
+    use isobath_qcow2::Crc32c;
 
     const SIZE: u64 = 65536;
 
@@ -515,10 +531,16 @@ mod tests {
 
     /// Writes, and returns the parts that are written in place.
     fn straight(journal: &DataJournal, at: u64, tag: u8, length: usize) -> Vec<Range<u64>> {
-        match journal.write(at, &[buf(tag, length)]) {
+        match journal.route(at, &[buf(tag, length)], SIZE, None) {
             WriteRoute::InPlace(_) => all(at, length as u64),
             WriteRoute::Parts(parts, _) => parts,
+            WriteRoute::Journaled => Vec::new(),
         }
+    }
+
+    /// Whether a small write is journaled as a whole.
+    fn is_journaled(journal: &DataJournal, at: u64, buf: IoBuf, growth: Growth) -> bool {
+        matches!(journal.route(at, &[buf], SIZE, Some(growth)), WriteRoute::Journaled)
     }
 
     fn active() -> DataJournal {
@@ -563,33 +585,36 @@ mod tests {
         journal.finish_commit(closed.commit, Lsn::new(1), Lsn::new(1));
         assert_eq!(straight(&journal, 0, 4, 512), []);
         assert_eq!(journal.pending(), 4096 + 512);
-        let kept = journal.kept_in(&(0..16384));
-        assert_eq!(kept.len(), 2);
-        assert_eq!(kept[0], JournaledWrite { at: 0, bytes: vec![4; 512] });
+        let writes = journal.journaled_in(&(0..16384));
+        assert_eq!(writes.len(), 2);
+        assert_eq!(writes[0], JournaledWrite { at: 0, bytes: vec![4; 512] });
         // The next record contains them, and then nothing is checksummed any more.
         let closed = journal.begin_commit(Lsn::new(2), &[], SIZE);
-        assert_eq!(closed.kept, kept);
+        assert_eq!(closed.writes, writes);
         journal.finish_commit(closed.commit, Lsn::new(2), Lsn::new(1));
         assert_eq!(straight(&journal, 1024, 5, 512), all(1024, 512));
-        // Data is kept as long as it may be replayed.
+        // Data is journaled as long as it may be replayed.
         assert_eq!(straight(&journal, 0, 6, 512), []);
         let closed = journal.begin_commit(Lsn::new(3), &[], SIZE);
         journal.finish_commit(closed.commit, Lsn::new(3), Lsn::new(3));
-        assert_eq!(journal.kept_in(&(0..16384)), [JournaledWrite { at: 0, bytes: vec![6; 512] }]);
+        assert_eq!(
+            journal.journaled_in(&(0..16384)),
+            [JournaledWrite { at: 0, bytes: vec![6; 512] }]
+        );
         let closed = journal.begin_commit(Lsn::new(4), &[], SIZE);
         journal.finish_commit(closed.commit, Lsn::new(4), Lsn::new(4));
-        assert!(!journal.keeps());
+        assert!(!journal.has_writes());
     }
 
     #[test]
     fn a_record_does_not_vouch_for_what_it_has() {
         let journal = active();
         let _ = journal.add_checksums([written(checksummed(0, &[buf(1, 12288)], SIZE, true))]);
-        assert!(journal.keep(4096, &[buf(2, 4096)], true, SIZE));
+        assert!(is_journaled(&journal, 4096, buf(2, 4096), Growth::First));
         let closed = journal.begin_commit(Lsn::new(1), &[], SIZE);
         let unread = |range| ChecksummedRange { range, crc: None, holder: ChecksumHolder::Record };
         assert_eq!(closed.checksums, [unread(0..4096), unread(8192..12288)]);
-        assert_eq!(closed.kept.len(), 1);
+        assert_eq!(closed.writes.len(), 1);
     }
 
     #[test]
@@ -597,16 +622,16 @@ mod tests {
         let journal = active();
         let _ =
             journal.add_checksums([written(checksummed(SIZE - 4096, &[buf(1, 8192)], SIZE, true))]);
-        assert!(journal.keep(2 * SIZE - 512, &[buf(2, 1024)], true, SIZE));
+        assert!(is_journaled(&journal, 2 * SIZE - 512, buf(2, 1024), Growth::First));
         let closed = journal.begin_commit(Lsn::new(1), &[HostCluster::new(1)], SIZE);
         assert_eq!(closed.checksums.len(), 1);
         assert_eq!(closed.checksums[0].range, SIZE - 4096..SIZE);
-        assert_eq!(closed.kept, [JournaledWrite { at: 2 * SIZE, bytes: vec![2; 512] }]);
-        assert_eq!(journal.kept_in(&(0..4 * SIZE)).len(), 2);
+        assert_eq!(closed.writes, [JournaledWrite { at: 2 * SIZE, bytes: vec![2; 512] }]);
+        assert_eq!(journal.journaled_in(&(0..4 * SIZE)).len(), 2);
         journal.finish_commit(closed.commit, Lsn::new(1), Lsn::new(1));
         journal.forget(&[HostCluster::new(1)], SIZE);
         assert_eq!(journal.recorded().len(), 1);
-        assert_eq!(journal.kept_in(&(0..2 * SIZE)), []);
+        assert_eq!(journal.journaled_in(&(0..2 * SIZE)), []);
     }
 
     #[test]
@@ -624,17 +649,18 @@ mod tests {
     #[test]
     fn small_writes_to_clusters_that_the_file_does_not_have_are_kept_up_to_a_limit() {
         let journal = active();
-        assert!(!journal.keep(0, &[buf(1, 4096)], false, SIZE));
+        assert!(!is_journaled(&journal, 0, buf(1, 4096), Growth::Later));
         let mut at = 0;
-        while journal.keep(at, &[buf(1, 4096)], at.is_multiple_of(SIZE), SIZE) {
+        let growth = |at: u64| if at.is_multiple_of(SIZE) { Growth::First } else { Growth::Later };
+        while is_journaled(&journal, at, buf(1, 4096), growth(at)) {
             at += 4096;
         }
         assert_eq!(journal.pending(), MAX_PENDING + 4096);
         journal.deactivate(None);
-        assert!(!journal.keep(0, &[buf(1, 4096)], true, SIZE));
-        let kept = journal.unrecorded();
-        journal.placed(&kept);
-        assert!(!journal.keeps());
+        assert!(!is_journaled(&journal, 0, buf(1, 4096), Growth::First));
+        let writes = journal.unrecorded();
+        journal.placed(&writes);
+        assert!(!journal.has_writes());
     }
 
     #[test]
@@ -668,9 +694,9 @@ mod tests {
         // The first needs no checksum; nothing shows yet that the second was durable.
         assert_eq!(straight(&journal, SIZE, 1, 4096), all(SIZE, 4096));
         assert_eq!(straight(&journal, SIZE - 4096, 1, 8192), all(SIZE, 4096));
-        assert!(journal.begin_embedded_commit().is_none(), "what is kept needs a record");
+        assert!(journal.begin_embedded_commit().is_none(), "what is journaled needs a record");
         let closed = journal.begin_commit(Lsn::new(8), &[], SIZE);
-        assert_eq!(closed.kept.len(), 1);
+        assert_eq!(closed.writes.len(), 1);
         journal.finish_commit(closed.commit, Lsn::new(8), Lsn::new(6));
         let _ = journal
             .add_checksums([written(checksummed_by(2 * SIZE..3 * SIZE, ChecksumHolder::Lead))]);
@@ -694,10 +720,10 @@ mod tests {
         assert_eq!(closed.checksums, checksummed_by(0..SIZE, ChecksumHolder::Lead));
         journal.finish_commit(closed.commit, Lsn::new(1), Lsn::new(1));
         assert!(journal.begin_embedded_commit().is_some());
-        journal.keep_plain(SIZE, &[7; 512], HostCluster::new(1));
+        journal.journal_plain(SIZE, &[7; 512], HostCluster::new(1));
         assert!(journal.begin_embedded_commit().is_none());
         let closed = journal.begin_commit(Lsn::new(2), &[], SIZE);
-        assert_eq!((closed.plain, closed.kept.len()), (vec![HostCluster::new(1)], 1));
+        assert_eq!((closed.plain, closed.writes.len()), (vec![HostCluster::new(1)], 1));
     }
 
     #[test]

@@ -7,8 +7,8 @@ use crate::pieces::JournaledWrite;
 use crate::sabotage::{self, Sabotage};
 use crate::tables::{ClosedBatch, StagedTables};
 use futures_util::future::try_join_all;
-use isobath_qcow2::journal::{Crc32c, HEAD_BYTES, Operation, Record, Zones};
-use isobath_qcow2::{HostCluster, HostOffset, Lsn};
+use isobath_qcow2::journal::{HEAD_BYTES, Operation, Record, Zones};
+use isobath_qcow2::{Crc32c, HostCluster, HostOffset, Lsn};
 use isobath_storage::{IoBuf, Storage};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,10 +24,10 @@ pub(super) async fn estimate<S: Storage>(
     alloc: &Allocator<S>,
     batch: &ClosedBatch,
     checksums: &[ChecksummedRange],
-    kept: &[JournaledWrite],
+    writes: &[JournaledWrite],
 ) -> u64 {
     let patches: u64 = tables.patches.iter().map(|(_, bytes)| OPERATION + bytes.len() as u64).sum();
-    let data: u64 = kept.iter().map(|kept| OPERATION + kept.bytes.len() as u64).sum();
+    let data: u64 = writes.iter().map(|write| OPERATION + write.bytes.len() as u64).sum();
     let small =
         tables.fresh.len() + batch.allocated.len() + 2 * batch.releases.len() + checksums.len();
     let refcounts = alloc.staged_bytes().await;
@@ -38,24 +38,24 @@ pub(super) async fn estimate<S: Storage>(
 pub(super) struct Builder {
     cluster_size: u64,
     record: Record,
-    told: BTreeSet<u64>,
+    clusters: BTreeSet<u64>,
 }
 
 impl Builder {
     pub(super) fn new(cluster_size: u64, lsn: Lsn, previous: Lsn, tail: Lsn) -> Self {
         let record = Record { lsn, previous, tail, data_from: tail, operations: Vec::new() };
-        Self { cluster_size, record, told: BTreeSet::new() }
+        Self { cluster_size, record, clusters: BTreeSet::new() }
     }
 
     /// Revokes earlier records' operations on clusters that become free.
     pub(super) fn revoke<'a>(
         &mut self,
-        told: &BTreeMap<u64, Lsn>,
+        last: &BTreeMap<u64, Lsn>,
         released: impl Iterator<Item = &'a HostCluster>,
     ) {
         let tail = self.record.tail;
         for cluster in released {
-            let replayed = told.get(&cluster.get()).is_some_and(|last| *last >= tail);
+            let replayed = last.get(&cluster.get()).is_some_and(|last| *last >= tail);
             if replayed && !sabotage::is(Sabotage::NoRevoke) {
                 self.record.operations.push(Operation::Revoke {
                     offset: HostOffset::new(cluster.get() * self.cluster_size),
@@ -84,8 +84,8 @@ impl Builder {
     }
 
     /// Adds data that is not in place.
-    pub(super) fn data(&mut self, kept: &[JournaledWrite]) {
-        for JournaledWrite { at, bytes } in kept {
+    pub(super) fn data(&mut self, writes: &[JournaledWrite]) {
+        for JournaledWrite { at, bytes } in writes {
             self.tell(*at, bytes.len() as u64);
             let offset = HostOffset::new(*at);
             self.record.operations.push(Operation::Data { offset, bytes: bytes.clone() });
@@ -123,7 +123,7 @@ impl Builder {
 
     /// The clusters that the record has operations on, and the record.
     pub(super) fn finish(self) -> (BTreeSet<u64>, Record) {
-        (self.told, self.record)
+        (self.clusters, self.record)
     }
 
     fn zero(&mut self, at: u64, length: u64) {
@@ -144,6 +144,6 @@ impl Builder {
 
     fn tell(&mut self, at: u64, length: u64) {
         let size = self.cluster_size;
-        self.told.extend(at / size..(at + length).div_ceil(size));
+        self.clusters.extend(at / size..(at + length).div_ceil(size));
     }
 }

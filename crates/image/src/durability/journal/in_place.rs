@@ -25,7 +25,7 @@ pub(super) struct Oversized {
     pub(super) batch: ClosedBatch,
     /// Clusters to which nothing refers after the commit.
     pub(super) freed: Vec<HostCluster>,
-    pub(super) kept: Vec<JournaledWrite>,
+    pub(super) writes: Vec<JournaledWrite>,
     pub(super) plain: Vec<HostCluster>,
     pub(super) data: DataCommit,
 }
@@ -41,21 +41,21 @@ pub(super) async fn commit<S: Storage>(
     let lsn = point.lsn;
     let Metadata { alloc, data_journal, zones, .. } = metadata;
     let size = metadata.cluster_size();
-    let Oversized { batch, freed, kept, plain, data } = closed;
+    let Oversized { batch, freed, writes, plain, data } = closed;
     checkpoint(metadata).await?;
     metadata.sync().await?;
-    // The record makes this durable: kept data may overwrite data that embedded records have checksums of.
+    // The record makes this durable: journaled data may overwrite data that embedded records have checksums of.
     zones.all_durable(point);
     empty(active, metadata).await?;
     data_journal.checkpointed();
     metadata.zones_listed().await?;
 
     // Lead blocks become plain only with a record that says so.
-    let is_lead = |kept: &&JournaledWrite| {
-        kept.at % size < LEAD as u64 && plain.contains(&HostCluster::new(kept.at / size))
+    let is_lead = |write: &&JournaledWrite| {
+        write.at % size < LEAD as u64 && plain.contains(&HostCluster::new(write.at / size))
     };
     let (leads, others): (Vec<&JournaledWrite>, Vec<&JournaledWrite>) =
-        kept.iter().partition(is_lead);
+        writes.iter().partition(is_lead);
     let others: Vec<JournaledWrite> = others.into_iter().cloned().collect();
     metadata.place(&others).await?;
     alloc.end_journal().await;
@@ -95,7 +95,7 @@ pub(super) async fn commit<S: Storage>(
         }
         let (now, later) = leads.split_at(count);
         leads = later;
-        let bytes = now.iter().map(|kept| build::OPERATION + kept.bytes.len() as u64).sum();
+        let bytes = now.iter().map(|write| build::OPERATION + write.bytes.len() as u64).sum();
         // There is always room for an empty record.
         let blocks = blocks(metadata, bytes) + blocks(metadata, 0);
         if active.ring.room(blocks).is_none() {
@@ -105,15 +105,15 @@ pub(super) async fn commit<S: Storage>(
         }
         let tail = active.durable.next();
         let mut record = active.next(size, metadata.sequence.next(), tail);
-        let now: Vec<JournaledWrite> = now.iter().map(|kept| (*kept).clone()).collect();
+        let now: Vec<JournaledWrite> = now.iter().map(|write| (*write).clone()).collect();
         record.data(&now);
-        let told: Vec<HostCluster> = plain
+        let made_plain: Vec<HostCluster> = plain
             .iter()
-            .filter(|cluster| now.iter().any(|kept| kept.at / size == cluster.get()))
+            .filter(|cluster| now.iter().any(|write| write.at / size == cluster.get()))
             .copied()
             .collect();
         recorded.extend(now);
-        record.zones(zones.table(lsn, &told));
+        record.zones(zones.table(lsn, &made_plain));
         active.checkpoint_lsn = lsn;
         active.write(metadata, record).await?;
         if leads.is_empty() {

@@ -83,7 +83,7 @@ struct Active {
     /// The last record whose contents are all durable in place.
     durable: Lsn,
     /// Clusters that records have operations on, and the last such record.
-    told: BTreeMap<u64, Lsn>,
+    last_operations: BTreeMap<u64, Lsn>,
     /// Mappings embedded with a lower LSN are in the last record, or in earlier ones.
     checkpoint_lsn: Lsn,
 }
@@ -116,14 +116,14 @@ impl Active {
             image,
             "a record contains no mapping that is embedded after it",
         )?;
-        let told = self.told.values().all(|last| *last <= self.last);
-        invariant(told, image, "what records have operations on is in records")
+        let recorded = self.last_operations.values().all(|last| *last <= self.last);
+        invariant(recorded, image, "what records have operations on is in records")
     }
 
     /// Writes a record, for which there must be room, and makes it durable together with all data written before.
     async fn write<S: Storage>(&mut self, metadata: &Metadata<S>, record: Builder) -> Result<()> {
         let layer = &metadata.layer;
-        let (told, record) = record.finish();
+        let (clusters, record) = record.finish();
         let error = |error| layer.format_error(error);
         let bytes = record.encode(self.extension.id).map_err(error)?;
         let count = (bytes.len() / BLOCK) as u64;
@@ -146,8 +146,8 @@ impl Active {
         }
         self.ring.take(record.lsn, start, count);
         self.ring.release(record.tail);
-        self.told.retain(|_, last| *last >= record.tail);
-        self.told.extend(told.into_iter().map(|cluster| (cluster, record.lsn)));
+        self.last_operations.retain(|_, last| *last >= record.tail);
+        self.last_operations.extend(clusters.into_iter().map(|cluster| (cluster, record.lsn)));
         self.last = record.lsn;
         Ok(())
     }
@@ -230,9 +230,9 @@ impl Journal {
     }
 
     /// Whether there are so many pending changes that a commit is due.
-    pub fn is_due(&self, changes: usize, kept: u64) -> bool {
+    pub fn is_due(&self, changes: usize, journaled: u64) -> bool {
         let due = self.due.load(Ordering::Relaxed);
-        changes >= due || kept >= self.room() as u64
+        changes >= due || journaled >= self.room() as u64
     }
 
     /// Bytes of data that fit into a record besides its other operations.
@@ -251,9 +251,9 @@ impl Journal {
     }
 
     /// Keeps the journal from being set up until the returned guard is dropped. The caller deactivates it.
-    pub fn hold(&self) -> Held<'_> {
+    pub fn hold(&self) -> SetupHold<'_> {
         self.begin_hold();
-        Held(self)
+        SetupHold(self)
     }
 
     /// Like [`hold`](Self::hold), until [`end_hold`](Self::end_hold).
@@ -292,12 +292,12 @@ impl Journal {
         metadata.alloc.end_journal().await;
         metadata.data_journal.deactivate(commit);
         loop {
-            let kept = metadata.data_journal.unrecorded();
-            if kept.is_empty() {
+            let writes = metadata.data_journal.unrecorded();
+            if writes.is_empty() {
                 return Ok(());
             }
-            metadata.place(&kept).await?;
-            metadata.data_journal.placed(&kept);
+            metadata.place(&writes).await?;
+            metadata.data_journal.placed(&writes);
         }
     }
 
@@ -309,9 +309,9 @@ impl Journal {
 }
 
 /// See [`Journal::hold`].
-pub struct Held<'a>(&'a Journal);
+pub struct SetupHold<'a>(&'a Journal);
 
-impl Drop for Held<'_> {
+impl Drop for SetupHold<'_> {
     fn drop(&mut self) {
         self.0.end_hold();
     }

@@ -47,7 +47,7 @@ impl Journal {
         point: &CommitPoint,
     ) -> Result<Option<(ClosedBatch, DataCommit)>> {
         let mut closed = self.close_batch(metadata, point.lsn).await?;
-        let tells = closed.batch.changes || !closed.data.kept.is_empty() || closed.asked;
+        let tells = closed.batch.changes || !closed.data.writes.is_empty() || closed.asked;
         if !tells && !metadata.alloc.has_unstaged().await {
             commit_data(active, metadata, closed).await?;
             return Ok(None);
@@ -105,7 +105,7 @@ async fn fits<S: Storage>(
 ) -> bool {
     let Closed { batch, data, .. } = closed;
     let estimate =
-        build::estimate(staged, &metadata.alloc, batch, &data.checksums, &data.kept).await;
+        build::estimate(staged, &metadata.alloc, batch, &data.checksums, &data.writes).await;
     let blocks = (metadata.zones.table_bytes() + estimate).div_ceil(BLOCK as u64);
     blocks <= most_blocks(&active.ring) && active.ring.room(blocks).is_some()
 }
@@ -123,8 +123,8 @@ async fn commit_without<S: Storage>(
     if !metadata.zones.any() && !has_log {
         return Ok(Some((batch, data.commit)));
     }
-    let ClosedData { kept, plain, commit, .. } = data;
-    let closed = in_place::Oversized { batch, freed, kept, plain, data: commit };
+    let ClosedData { writes, plain, commit, .. } = data;
+    let closed = in_place::Oversized { batch, freed, writes, plain, data: commit };
     Box::pin(in_place::commit(active, metadata, readers, closed, point)).await?;
     Ok(None)
 }
@@ -141,10 +141,10 @@ async fn build<S: Storage>(
     let refcounts = metadata.alloc.stage(&closed.batch.releases).await?;
     let tail = active.durable.next();
     let mut record = active.next(metadata.cluster_size(), lsn, tail);
-    record.revoke(&active.told, closed.freed.iter().chain(&refcounts.replaced));
+    record.revoke(&active.last_operations, closed.freed.iter().chain(&refcounts.replaced));
     record.tables(&staged);
     record.refcounts(&refcounts);
-    record.data(&closed.data.kept);
+    record.data(&closed.data.writes);
     let checksums = std::mem::take(&mut closed.data.checksums);
     record.add_checksums(&**metadata.layer.data(), checksums).await?;
     metadata.zones.leave_out(lsn, &closed.freed);

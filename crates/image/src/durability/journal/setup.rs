@@ -66,7 +66,7 @@ impl Journal {
             last,
             written: last,
             durable: last,
-            told: BTreeMap::new(),
+            last_operations: BTreeMap::new(),
             checkpoint_lsn: last,
         });
         Ok(())

@@ -18,15 +18,13 @@
 //!   rest of a cluster cannot be distinguished from what was there before, its record has a checksum of the rest, which
 //!   must match unless a later record shows that this one was durable; until then the
 //!   [`data_journal`](super::data_journal) keeps the data from being overwritten.
-//! - In quiet moments, and before the image is closed, lead blocks become plain again
-//!   (`extract.rs`), by way of the journal: a plain qcow2 image remains.
+//! - In quiet moments, and before the image is closed, lead blocks become plain again, by way of the journal: a plain
+//!   qcow2 image remains.
 
-mod extract;
 mod flight;
-mod lead;
 mod zone;
 
-pub use zone::Embedded;
+pub(crate) use zone::Embedded;
 
 use crate::alloc::Growth;
 use crate::ids;
@@ -63,7 +61,7 @@ pub struct Zones {
     /// The number of guards that suspend embedding.
     suspended: AtomicUsize,
     /// Locked, by host bytes, while a lead block is changed.
-    locks: RangeLocks,
+    pub(crate) locks: RangeLocks,
     state: CheckedMutex<ZoneState>,
 }
 
@@ -317,12 +315,12 @@ impl Zones {
     }
 
     /// What is known of a lead block, if it is embedded.
-    fn embedded(&self, at: u64) -> Option<Embedded> {
+    pub(crate) fn embedded(&self, at: u64) -> Option<Embedded> {
         self.leads_in(&(at..at + 1)).first().map(|lead| lead.embedded)
     }
 
     /// Notes that a lead block was rewritten in embedded form.
-    fn rewritten(&self, at: u64, embedded: Embedded) {
+    pub(crate) fn rewritten(&self, at: u64, embedded: Embedded) {
         let Some(settings) = self.settings else { return };
         let cluster = at / settings.cluster_size;
         if let Some(zone) = self.state.lock().zone(cluster) {
@@ -331,21 +329,21 @@ impl Zones {
     }
 
     /// The LSN for a lead block that is rewritten, and the durable LSN that it will contain.
-    fn next_lsn(&self, sequence: &LogSequence) -> (Lsn, Lsn) {
+    pub(crate) fn next_lsn(&self, sequence: &LogSequence) -> (Lsn, Lsn) {
         let state = self.state.lock();
         (sequence.next(), state.durable_lsn)
     }
 
-    /// Marks an embedded lead block as plain, after `keep` has kept its plain contents for the next record. Does
+    /// Marks an embedded lead block as plain, after `journal` has taken its plain contents for the next record. Does
     /// nothing if the block is no longer embedded.
-    fn make_plain(&self, lead: &LeadAt, keep: impl FnOnce()) {
+    pub(crate) fn make_plain(&self, lead: &LeadAt, journal: impl FnOnce()) {
         let Some(settings) = self.settings else { return };
         let cluster = lead.at / settings.cluster_size;
         let mut state = self.state.lock();
         if let Some(zone) = state.zone(cluster)
             && zone.slot(cluster) == Some(Slot::Embedded(lead.embedded))
         {
-            keep();
+            journal();
             zone.set(cluster, Slot::Plain);
         }
     }
@@ -478,7 +476,7 @@ impl Zones {
 
     /// The record with that [`table`](Self::table) is durable. Returns the former zones, and the part of each that was
     /// never used.
-    fn listed(&self) -> Vec<(Range<u64>, Range<u64>)> {
+    pub(crate) fn listed(&self) -> Vec<(Range<u64>, Range<u64>)> {
         let mut state = self.state.lock();
         let state = &mut *state;
         state.listed = state.listing;
@@ -526,7 +524,7 @@ impl Zones {
 
     /// The embedded lead blocks of whole zones, oldest first: of all zones, or only of those that take no more
     /// clusters.
-    fn to_extract(&self, all: bool, most: usize) -> Vec<LeadAt> {
+    pub(crate) fn to_extract(&self, all: bool, most: usize) -> Vec<LeadAt> {
         let Some(settings) = self.settings else { return Vec::new() };
         let state = self.state.lock();
         let zones = state.zones.iter().filter(|zone| all || zone.frozen);
@@ -554,18 +552,18 @@ impl Zones {
     }
 
     /// Up to `most` clusters to prepare, adjacent to those already prepared.
-    fn unprepared(&self, most: u64) -> Range<u64> {
+    pub(crate) fn unprepared(&self, most: u64) -> Range<u64> {
         let state = self.state.lock();
         let mut runs = state.zones.iter().map(|zone| zone.unprepared(most));
         runs.find(|run| !run.is_empty()).unwrap_or_default()
     }
 
     /// Notes that the host has no space to prepare any.
-    fn cannot_prepare(&self) {
+    pub(crate) fn cannot_prepare(&self) {
         self.state.lock().exhausted = true;
     }
 
-    fn prepared(&self, run: &Range<u64>) {
+    pub(crate) fn prepared(&self, run: &Range<u64>) {
         if let Some(zone) = self.state.lock().zone(run.start) {
             zone.prepared_to(run.end);
         }

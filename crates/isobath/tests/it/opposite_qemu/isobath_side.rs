@@ -11,8 +11,8 @@ use isobath_disk::{
 use isobath_jobs::{CommitOptions, Job, JobOptions, JobStatus};
 use isobath_jobs::{MirrorOptions, MirrorSync, StreamOptions};
 use isobath_ring::{Config, Executor, Worker};
-use isobath_storage::file::FileHost;
 use isobath_storage::{FileId, IoBuf, Storage, StorageExt};
+use isobath_storage_file::FileHost;
 use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_testkit::bytes::first_other_than;
 use isobath_testkit::model::Model;

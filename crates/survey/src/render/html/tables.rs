@@ -37,8 +37,8 @@ fn end(page: &mut String) {
 }
 
 /// A numeric cell with the text to display.
-fn cell(page: &mut String, value: f64, told: &str) {
-    let _ = write!(page, "<td class=\"n\" data-value=\"{value}\">{}</td>", escaped(told));
+fn cell(page: &mut String, value: f64, text: &str) {
+    let _ = write!(page, "<td class=\"n\" data-value=\"{value}\">{}</td>", escaped(text));
 }
 
 fn chains(survey: &Survey, listing: Listing, page: &mut String) {
@@ -92,7 +92,7 @@ fn chains(survey: &Survey, listing: Listing, page: &mut String) {
         cell(page, cold, &microseconds(cold));
         cell(page, row.qemu_memory_bytes as f64, &bytes(row.qemu_memory_bytes));
         cell(page, row.isobath_memory_bytes as f64, &bytes(row.isobath_memory_bytes));
-        let told = match row.advice {
+        let advice = match row.advice {
             Advice::Merge => format!("merge to {}", row.length_after),
             other => other.word().to_owned(),
         };
@@ -100,7 +100,7 @@ fn chains(survey: &Survey, listing: Listing, page: &mut String) {
             page,
             "<td><span class=\"advice {}\">{}</span></td></tr>",
             row.advice.word(),
-            escaped(&told)
+            escaped(&advice)
         );
     }
     end(page);

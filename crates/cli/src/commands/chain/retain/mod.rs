@@ -3,14 +3,16 @@
 mod online;
 mod policy;
 
+use super::doomed::Doomed;
 use super::merge::{Shared, chain_of, merge_away};
-use super::unfinished::{self, Unfinished};
-use super::users::{Doomed, Users, directories, each_file, header, identity};
+use super::note;
+use super::unfinished::Unfinished;
+use super::users::{Users, directories, each_file, header, identity};
 use crate::failure::{Failure, Outcome};
 use crate::options::printable;
 use crate::{calendar, messages, runtime, size};
 use isobath_disk::{Disk, ImageFormat, OpenOptions, Secrets};
-use isobath_storage::file::FileHost;
+use isobath_storage_file::FileHost;
 use policy::Policy;
 use std::fmt::Write as _;
 use std::fs::{self, File, FileTimes};
@@ -358,10 +360,10 @@ impl Plan {
         Ok(whole)
     }
 
-    /// The [fingerprints](unfinished::fingerprint) of the layers' files.
+    /// The [fingerprints](note::fingerprint) of the layers' files.
     fn fingerprints(&self, merge: &Merge) -> Vec<Option<String>> {
         let numbers = merge.layers.clone();
-        numbers.map(|number| unfinished::fingerprint(self.file(number)).ok()).collect()
+        numbers.map(|number| note::fingerprint(self.file(number)).ok()).collect()
     }
 
     /// Deletes the files of layers that a server has merged, if they are unchanged.
@@ -375,7 +377,7 @@ impl Plan {
         for (number, before) in merge.layers.clone().zip(before) {
             let file = self.file(number);
             let one = Doomed::lock(file).await;
-            let same = before.is_some() && *before == unfinished::fingerprint(file).ok();
+            let same = before.is_some() && *before == note::fingerprint(file).ok();
             locked.push(if same || one.is_err() {
                 one
             } else {
@@ -406,7 +408,7 @@ impl Plan {
                 Ok(None) => continue,
                 Ok(Some(user)) => {
                     let stay = merge.layers.start..=number;
-                    stay.for_each(|number| unfinished::forget(self.file(number)));
+                    stay.for_each(|number| note::forget(self.file(number)));
                     let (file, user) = (self.file(number).display(), user.display());
                     messages::complain(format_args!("'{file}' stays: '{user}' needs it"));
                 }

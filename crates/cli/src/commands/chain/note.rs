@@ -1,0 +1,64 @@
+//! A note in an extended attribute of the file of a layer that is being merged.
+
+use super::users::identity;
+use isobath_disk::ImageFormat;
+use rustix::fs::{XattrFlags, getxattr, removexattr, setxattr};
+use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+const ATTRIBUTE: &str = "user.isobath.merge";
+
+/// Durably notes in the layer's file that the overlay takes its data. Without extended attributes, a killed command
+/// leaves the file behind.
+pub(super) fn leave(layer: &Path, format: ImageFormat, overlay: &Path) {
+    let noted = || {
+        let (own, above) = (fingerprint(layer)?, of_overlay(overlay)?);
+        let value = format!("{} {own} {above}", format.name());
+        setxattr(layer, ATTRIBUTE, value.as_bytes(), XattrFlags::empty())?;
+        File::open(layer)?.sync_all()
+    };
+    if let Err(error) = noted() {
+        let (layer, error): (_, std::io::Error) = (layer.display(), error);
+        tracing::debug!("cannot record in '{layer}' that it is being merged: {error}");
+    }
+}
+
+/// Removes the note: the file stays.
+pub(super) fn forget(layer: &Path) {
+    // There may be none.
+    let _ = removexattr(layer, ATTRIBUTE);
+}
+
+/// Identifies the file in its current state: it differs for other files, and for this file after a write.
+pub(super) fn fingerprint(layer: &Path) -> std::io::Result<String> {
+    let file = fs::metadata(layer)?;
+    let written = (file.mtime(), file.mtime_nsec());
+    Ok(format!("{}:{}:{}:{}.{}", file.dev(), file.ino(), file.len(), written.0, written.1))
+}
+
+pub(super) fn of_overlay(overlay: &Path) -> std::io::Result<String> {
+    identity(overlay).map(|(device, inode)| format!("{device}:{inode}"))
+}
+
+/// What a note says.
+pub(super) struct Note {
+    pub(super) format: ImageFormat,
+    /// The layer's [fingerprint].
+    pub(super) own: String,
+    /// Identifies the overlay; see [`of_overlay`].
+    pub(super) above: String,
+}
+
+impl Note {
+    /// The note in a file; `None` if there is none, or it is malformed.
+    pub(super) fn read(layer: &Path) -> Option<Self> {
+        let mut value = [0; 256];
+        let length = getxattr(layer, ATTRIBUTE, &mut value).ok()?;
+        let text = std::str::from_utf8(value.get(..length)?).ok()?;
+        let mut words = text.split(' ');
+        let (format, own, above) = (words.next()?, words.next()?, words.next()?);
+        let format = ImageFormat::from_name(format)?;
+        Some(Self { format, own: own.to_owned(), above: above.to_owned() })
+    }
+}

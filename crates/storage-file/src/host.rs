@@ -1,0 +1,216 @@
+//! Opening files by their names.
+
+use super::cached::Cached;
+use super::descriptors::Pool;
+use super::direct::Direct;
+use super::flush::Durability;
+use super::named::Named;
+use super::open::{
+    Attempt, Failure, Kind, MOST_REPLACED, Opened, Taking, attach, check_type, descriptor,
+    explain_direct, no_direct, options, replaced,
+};
+use super::role::Writing;
+use super::source::Source;
+use super::storage::{Abilities, FileStorage};
+use super::sys;
+use arc_swap::ArcSwap;
+use isobath_storage::error::{Operation, StorageError};
+use isobath_storage::{Host, OpenMode, Result};
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+
+/// Opens files and block devices by path. Relative paths start at the working directory.
+///
+/// All its files share the process's descriptors (see the [crate's documentation](crate)).
+#[derive(Clone, Copy, Debug, Default)]
+pub struct FileHost;
+
+impl FileHost {
+    /// A host whose files share `count` descriptors of their own, at least 2. Files opened for writing keep theirs even
+    /// beyond that.
+    pub fn with_descriptors(count: usize) -> LimitedHost {
+        LimitedHost { pool: Arc::new(Pool::new(count.max(2))) }
+    }
+}
+
+/// A [`FileHost`] with its own limit on descriptors.
+#[derive(Clone)]
+pub struct LimitedHost {
+    pool: Arc<Pool>,
+}
+
+impl Host for FileHost {
+    type File = FileStorage;
+
+    async fn open(&self, name: &Path, mode: OpenMode) -> Result<FileStorage> {
+        open(name, mode, Pool::of_process()).await
+    }
+
+    async fn create(&self, name: &Path, mode: OpenMode) -> Result<FileStorage> {
+        let created = create(name, mode, Pool::of_process()).await;
+        created.map_err(|error| error.named(Operation::Create, name))
+    }
+
+    async fn remove(&self, name: &Path) -> Result<()> {
+        let removed = fs::remove_file(name);
+        removed.map_err(|error| StorageError::new(Operation::Remove, name, error))
+    }
+
+    fn canonical(&self, name: &Path) -> Result<PathBuf> {
+        let found = fs::canonicalize(name);
+        found.map_err(|error| StorageError::new(Operation::Query, name, error))
+    }
+}
+
+impl Host for LimitedHost {
+    type File = FileStorage;
+
+    async fn open(&self, name: &Path, mode: OpenMode) -> Result<FileStorage> {
+        open(name, mode, &self.pool).await
+    }
+
+    async fn create(&self, name: &Path, mode: OpenMode) -> Result<FileStorage> {
+        let created = create(name, mode, &self.pool).await;
+        created.map_err(|error| error.named(Operation::Create, name))
+    }
+
+    async fn remove(&self, name: &Path) -> Result<()> {
+        FileHost.remove(name).await
+    }
+
+    fn canonical(&self, name: &Path) -> Result<PathBuf> {
+        FileHost.canonical(name)
+    }
+}
+
+async fn open(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Result<FileStorage> {
+    mode.check(name)?;
+    let opened = descriptor(name, name, mode, Taking::Alone, pool).await?;
+    let storage = storage(opened, name, mode, Durability::default(), pool);
+    storage.map_err(|error| error.named(Operation::Open, name))
+}
+
+async fn create(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Attempt<FileStorage> {
+    let mode = OpenMode { writable: true, ..mode };
+    mode.check(name)?;
+    for _ in 0..MOST_REPLACED {
+        match fs::metadata(name) {
+            Ok(found) => check_type(found.mode())?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error.into()),
+        }
+        let permit = pool.admit().await;
+        let (file, is_new) = new_or_found(name, mode, pool).await?;
+        let durability = if is_new {
+            Durability::created(pool.open(|| File::open(directory_of(name)?)).await?.into())
+        } else {
+            Durability::default()
+        };
+        let created = if is_new { Some(file.metadata()?) } else { None };
+        let opened = match attach(file, name, mode, Taking::Alone, permit, pool).await {
+            Ok(opened) => opened,
+            Err(error) => {
+                let is_it = |found: &fs::Metadata, it: &fs::Metadata| {
+                    (found.dev(), found.ino()) == (it.dev(), it.ino())
+                };
+                // It stays if it has got another name.
+                if let (Some(it), Ok(real)) = (created, fs::canonicalize(name))
+                    && fs::metadata(&real).is_ok_and(|found| is_it(&found, &it))
+                {
+                    let _ = fs::remove_file(real);
+                }
+                return Err(error);
+            }
+        };
+        if !opened.is_at(name)? {
+            continue;
+        }
+        if opened.kind == Kind::Regular {
+            sys::ftruncate(&opened.target.file, 0)?;
+        }
+        return storage(opened, name, mode, durability, pool);
+    }
+    Err(replaced().into())
+}
+
+/// Opens a file, and tells whether it is new.
+async fn new_or_found(name: &Path, mode: OpenMode, pool: &Pool) -> Attempt<(File, bool)> {
+    let explained = |error| Failure::Plain(explain_direct(error, mode));
+    match pool.open(|| options(mode).create_new(true).open(name)).await {
+        Ok(file) => return Ok((file, true)),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        Err(error) => return Err(explained(error)),
+    }
+    match pool.open(|| options(mode).open(name)).await {
+        Ok(file) => Ok((file, false)),
+        // The name is a link to a file that does not exist, or was removed in between.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let file = pool.open(|| options(mode).create(true).truncate(false).open(name)).await;
+            Ok((file.map_err(explained)?, true))
+        }
+        Err(error) => Err(explained(error)),
+    }
+}
+
+/// The directory of a file, or of the one that its name is a link to.
+fn directory_of(name: &Path) -> io::Result<PathBuf> {
+    let real = if name.is_symlink() { fs::canonicalize(name)? } else { name.to_owned() };
+    let parent = real.parent().filter(|parent| !parent.as_os_str().is_empty());
+    Ok(parent.unwrap_or(Path::new(".")).to_owned())
+}
+
+fn storage(
+    opened: Opened,
+    name: &Path,
+    mode: OpenMode,
+    durability: Durability,
+    pool: &Arc<Pool>,
+) -> Attempt<FileStorage> {
+    let Opened { target, id, kind } = opened;
+    let direct = if mode.direct { Some(direct(&target.file, kind)?) } else { None };
+    let file = Named {
+        name: name.to_owned(),
+        path: std::path::absolute(name)?,
+        mode,
+        id,
+        pool: pool.clone(),
+    };
+    let target = Arc::new(target);
+    let source = if mode.writable || kind != Kind::Regular {
+        Source::Kept(target, None)
+    } else {
+        Source::of_reader(&file, target)?
+    };
+    Ok(FileStorage {
+        writing: Writing::new(mode.writable),
+        file,
+        source: ArcSwap::from_pointee(source),
+        roles: isobath_sync::AsyncMutex::default(),
+        kind,
+        direct,
+        cached: Cached::default(),
+        durability: Arc::new(durability),
+        abilities: Abilities::default(),
+        clones: OnceLock::new(),
+        timed: OnceLock::new(),
+        gains: OnceLock::new(),
+        atomic: OnceLock::new(),
+    })
+}
+
+fn direct(file: &OwnedFd, kind: Kind) -> io::Result<Direct> {
+    let (memory, block) = match (sys::direct_alignment(file), kind) {
+        (Some((0, _) | (_, 0)), _) => {
+            return Err(no_direct(&io::Error::from_raw_os_error(libc::EINVAL)));
+        }
+        (Some(alignment), _) => alignment,
+        (None, Kind::Device { block }) => (block, block),
+        // Enough for the block device of every file system with blocks of at most a page.
+        (None, Kind::Regular) => (4096, 4096),
+    };
+    Direct::new(memory, block, kind == Kind::Regular)
+}

@@ -1,0 +1,370 @@
+//! Files and block devices of the operating system.
+//!
+//! Inside an [`Executor`](isobath_ring::Executor) operations go through that thread's ring; elsewhere they are blocking
+//! system calls, so the same file works on any executor. Calls that a ring does not support (`ioctl`, truncating a
+//! file) run on a thread of their own if they can take long.
+//!
+//! If a write's future is dropped early, its range is undefined until the kernel has finished the write; every later
+//! operation on the file waits for that.
+//!
+//! A chain can have more files than a process may open. Files opened for reading after half the limit (`RLIMIT_NOFILE`
+//! when the first file is opened, less a reserve) therefore share the rest of it: near the limit, files not used
+//! recently give up their descriptors and are reopened, by name, when they are next used. Until then such a file holds
+//! no image locks. If it was meanwhile replaced, removed, made longer or shorter, or given another modification time,
+//! the operation fails.
+//!
+//! A handle that has [retired](isobath_storage::StorageExt::retire) from writing shares descriptors too. One that
+//! [admits a writer](isobath_storage::StorageExt::admit_writer) does not: it keeps its descriptor, and from the time
+//! when writers are kept out again the file must stay as it is then.
+//!
+//! After a failed flush the file is poisoned: each later flush and change fails with an error that
+//! says so, since a retried `fdatasync` can report success for data that is lost.
+
+mod atomic;
+mod beside;
+mod cached;
+mod descriptors;
+mod direct;
+mod flush;
+mod host;
+mod landing;
+mod lock;
+mod named;
+mod open;
+mod pause;
+mod ranges;
+mod reflink;
+mod restart_memory;
+mod role;
+mod roles;
+mod shared;
+mod source;
+mod stamp;
+mod storage;
+mod sys;
+mod transfer;
+mod users;
+mod zero;
+
+pub use flush::syncs;
+pub use host::{FileHost, LimitedHost};
+pub use storage::FileStorage;
+
+use crate::lock::Wanted;
+use isobath_storage::Operation;
+use isobath_storage::{
+    Access, Allocation, BoxFuture, Capabilities, Extensions, Hints, Identity, IoBuf, MemoryUse,
+    Reflink, RestartMemories, RestartMemory, Result, Roles, SECTOR, Stamp, Stamps, Storage, Usage,
+    ZeroMode,
+};
+use open::Kind;
+use source::Source;
+use std::sync::Arc;
+
+impl Storage for FileStorage {
+    fn identity(&self) -> Identity<'_> {
+        Identity { name: &self.file.name, id: self.file.id }
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            read_only: self.writing.has_ended(),
+            extends_with_zeroes: self.kind == Kind::Regular,
+            gains_from_written_space: *self.gains.get_or_init(|| {
+                let found = self.kept().and_then(|target| sys::file_system(&target.file));
+                self.kind == Kind::Regular && found.is_ok_and(flush::gains_from_written_space)
+            }),
+            atomic_write: *self.atomic.get_or_init(|| {
+                let found = self.kept().ok().map(|target| atomic::of_file(&target.file));
+                found.unwrap_or(SECTOR)
+            }),
+            clone_alignment: *self.clones.get_or_init(|| self.find_clone_alignment()),
+        }
+    }
+
+    fn extensions(&self) -> Extensions<'_, Self> {
+        Extensions {
+            reflink: Some(self),
+            roles: Some(self),
+            stamps: Some(self),
+            restart_memories: Some(self),
+            usage: Some(self),
+            hints: Some(self),
+        }
+    }
+
+    async fn read_at(&self, offset: u64, mut buf: IoBuf) -> Result<IoBuf> {
+        let length = buf.len();
+        self.check(Operation::Read, offset, length as u64)?;
+        self.landed().await;
+        let done = self.read_cached(offset, &mut buf);
+        if done == length {
+            return Ok(buf);
+        }
+        let target = self.target().await?;
+        let (result, mut buf) = match &self.direct {
+            Some(direct) => direct.read(&target, offset, buf).await,
+            None => transfer::read(&target, offset, buf, done, 1).await,
+        };
+        match result {
+            Ok(count) => {
+                buf[count..].fill(0);
+                Ok(buf)
+            }
+            Err(error) => Err(self.at(Operation::Read, offset, length as u64, error)),
+        }
+    }
+
+    async fn write_vectored_at(&self, offset: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
+        let length = bufs.iter().map(|buf| buf.len() as u64).sum();
+        self.check(Operation::Write, offset, length)?;
+        if length == 0 {
+            return Ok(bufs);
+        }
+        self.landed().await;
+        let target =
+            self.kept().map_err(|error| self.at(Operation::Write, offset, length, error))?;
+        let (result, bufs) = match &self.direct {
+            Some(direct) => direct.write_vectored(&target, offset, bufs).await,
+            None => transfer::write_vectored(&target, offset, bufs).await,
+        };
+        result.map_err(|error| self.at(Operation::Write, offset, length, error))?;
+        Ok(bufs)
+    }
+
+    async fn write_one_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        let length = buf.len() as u64;
+        self.check(Operation::Write, offset, length)?;
+        if length == 0 {
+            return Ok(buf);
+        }
+        self.landed().await;
+        let target =
+            self.kept().map_err(|error| self.at(Operation::Write, offset, length, error))?;
+        let (result, buf) = self.write_buf(&target, offset, buf).await;
+        result.map_err(|error| self.at(Operation::Write, offset, length, error))?;
+        Ok(buf)
+    }
+
+    async fn write_zeroes(&self, offset: u64, length: u64, mode: ZeroMode) -> Result<()> {
+        let end = self.check(Operation::WriteZeroes, offset, length)?;
+        if length == 0 {
+            return Ok(());
+        }
+        self.landed().await;
+        let result = self.zero(offset, end, mode).await;
+        result.map_err(|error| self.at(Operation::WriteZeroes, offset, length, error))
+    }
+
+    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        let end = self.check(Operation::Discard, offset, length)?;
+        if length == 0 {
+            return Ok(());
+        }
+        self.landed().await;
+        let result = self.punch(offset, end).await;
+        result.map_err(|error| self.at(Operation::Discard, offset, length, error))
+    }
+
+    async fn flush(&self) -> Result<()> {
+        self.landed().await;
+        let result = if self.writing.is_flushed() {
+            self.durability.check()
+        } else {
+            // A file that is only read may share its descriptor, and may have been written by others.
+            let target = match &**self.source.load() {
+                Source::Kept(target, _) => target.clone(),
+                Source::Shared(_) => self.target().await?,
+            };
+            self.durability.flush(&target.file).await
+        };
+        result.map_err(|error| self.error(Operation::Flush, error))
+    }
+
+    async fn len(&self) -> Result<u64> {
+        let target = self.target().await?;
+        if let Some(direct) = &self.direct {
+            drop(direct.settled(&target.lease).await);
+        }
+        self.length_of(&target.file).map_err(|error| self.error(Operation::Query, error))
+    }
+
+    async fn set_len(&self, length: u64) -> Result<()> {
+        self.check(Operation::SetLength, length, 0)?;
+        self.landed().await;
+        let result = self.change_length(length).await;
+        result.map_err(|error| self.at(Operation::SetLength, length, 0, error))
+    }
+
+    async fn allocation(&self, offset: u64) -> Result<Allocation> {
+        let target = self.target().await?;
+        let found = self.find_allocation(&target.file, offset);
+        found.map_err(|error| self.at(Operation::Query, offset, 0, error))
+    }
+}
+
+impl Reflink<Self> for FileStorage {
+    fn clone_range<'a>(
+        &'a self,
+        from: &'a Self,
+        from_offset: u64,
+        to_offset: u64,
+        length: u64,
+    ) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(async move {
+            self.check(Operation::Clone, to_offset, length)?;
+            from.check(Operation::Read, from_offset, length)?;
+            let result = self.reflink(from, from_offset, to_offset, length).await?;
+            result.map_err(|error| self.at(Operation::Clone, to_offset, length, error))
+        })
+    }
+}
+
+impl Roles for FileStorage {
+    fn retire(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(self.end_writing())
+    }
+
+    fn admit_writer(&self, admit: bool) -> BoxFuture<'_, Result<()>> {
+        Box::pin(self.set_admitting(admit))
+    }
+}
+
+impl Stamps for FileStorage {
+    fn stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>> {
+        Box::pin(async {
+            let target = self.target().await?;
+            self.present_stamp(&target.file).map_err(|error| self.error(Operation::Query, error))
+        })
+    }
+
+    fn settled_stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>> {
+        Box::pin(async {
+            let target = self.target().await?;
+            let stamp = self.wait_for_stamp(&target.file).await;
+            stamp.map_err(|error| self.error(Operation::Query, error))
+        })
+    }
+}
+
+impl RestartMemories for FileStorage {
+    fn restart_memory(
+        &self,
+        how: MemoryUse,
+    ) -> BoxFuture<'_, Result<Option<Arc<dyn RestartMemory>>>> {
+        Box::pin(async move {
+            if how == MemoryUse::Glance {
+                let target = self.target().await?;
+                if lock::look(&target.file, &self.file.name, Wanted::READER).is_err() {
+                    return Ok(None);
+                }
+            }
+            let kept = self.kept().ok();
+            let image = kept.as_ref().map(|target| &*target.file);
+            restart_memory::restart_memory(&self.file.name, image, self.file.id, how).await
+        })
+    }
+}
+
+impl Usage for FileStorage {
+    fn allocated(&self) -> BoxFuture<'_, Result<Option<u64>>> {
+        Box::pin(async {
+            let stat = sys::stat(&self.target().await?.file);
+            let stat = stat.map_err(|error| self.error(Operation::Query, error))?;
+            // Counted in units of 512 bytes, whatever the file system's block size.
+            Ok(Some(stat.st_blocks as u64 * 512))
+        })
+    }
+
+    fn free_space(&self) -> Option<u64> {
+        let target = self.kept().ok().filter(|_| self.kind == Kind::Regular)?;
+        sys::free_space(&target.file).ok()
+    }
+}
+
+impl Hints for FileStorage {
+    fn advise(&self, access: Access) -> BoxFuture<'_, ()> {
+        let advice = match access {
+            Access::Normal => libc::POSIX_FADV_NORMAL,
+            Access::Random => libc::POSIX_FADV_RANDOM,
+        };
+        Box::pin(async move {
+            if let Ok(target) = self.target().await {
+                sys::advise(&target.file, advice);
+            }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::direct::Direct;
+    use super::*;
+    use isobath_ring::block_on;
+    use isobath_storage::{Host, OpenMode, StorageExt};
+
+    const WRITABLE: OpenMode =
+        OpenMode { writable: true, direct: false, locking: isobath_storage::Locking::Exclusive };
+
+    #[test]
+    fn a_poisoned_file_can_only_be_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("image");
+        block_on(async {
+            let file = FileHost.create(&path, WRITABLE).await.unwrap();
+            file.write_at(0, IoBuf::copy_of(b"kept")).await.unwrap();
+            file.durability.poison("Input/output error");
+            let refused = [
+                file.write_at(0, IoBuf::copy_of(b"x")).await.err(),
+                file.write_vectored_at(0, vec![IoBuf::copy_of(b"x")]).await.err(),
+                file.write_zeroes(0, 1, ZeroMode::default()).await.err(),
+                file.discard(0, 1).await.err(),
+                file.set_len(1).await.err(),
+                file.flush().await.err(),
+            ];
+            for error in refused {
+                let error = error.unwrap();
+                assert_eq!(error.errno(), libc::EIO);
+                assert!(error.to_string().contains("flush failed (Input/output error)"), "{error}");
+            }
+            assert_eq!(&*file.read_at(0, IoBuf::zeroed(4)).await.unwrap(), b"kept");
+            assert!(Roles::retire(&file).await.is_err());
+            assert!(file.is_read_only());
+            Roles::retire(&file).await.unwrap();
+            assert!(file.flush().await.is_err(), "what is lost stays lost");
+            assert_eq!(&*file.read_at(0, IoBuf::zeroed(4)).await.unwrap(), b"kept");
+        });
+    }
+
+    /// Larger blocks than the test machine's disk may have, and stricter memory.
+    #[test]
+    fn blocks_of_a_page_keep_their_bytes() {
+        let directory = tempfile::tempdir().unwrap();
+        block_on(async {
+            let mut file =
+                FileHost.create(&directory.path().join("image"), WRITABLE).await.unwrap();
+            file.direct = Some(Direct::new(4096, 4096, true).unwrap());
+            let mut model = Vec::new();
+            for step in 0..300_u64 {
+                let (offset, length) = (step * 7919 % 30_000, 1 + step * 104_729 % 9000);
+                let end = (offset + length) as usize;
+                if model.len() < end {
+                    model.resize(end, 0);
+                }
+                model[offset as usize..end].fill(step as u8);
+                let half = vec![step as u8; length as usize / 2];
+                let rest = vec![step as u8; length as usize - half.len()];
+                let bufs = vec![IoBuf::copy_of(&half), IoBuf::copy_of(&rest)];
+                file.write_vectored_at(offset, bufs).await.unwrap();
+                assert_eq!(file.len().await.unwrap(), model.len() as u64);
+                let read = file.read_at(step * 13, IoBuf::zeroed(5000)).await.unwrap();
+                let mut wanted = model.get(step as usize * 13..).unwrap_or_default().to_vec();
+                wanted.resize(5000, 0);
+                assert!(*read == wanted, "step {step}");
+            }
+        });
+        assert!(Direct::new(512, 4095, true).is_err());
+        assert!(Direct::new(8192, 8192, true).is_err());
+        assert!(Direct::new(0, 512, true).is_err());
+    }
+}

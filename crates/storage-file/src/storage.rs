@@ -1,0 +1,200 @@
+//! An open file, and what its operations share.
+
+use super::cached::Cached;
+use super::direct::Direct;
+use super::flush::Durability;
+use super::landing::unblocked;
+use super::named::Named;
+use super::open::Kind;
+use super::role::{Changed, Writing};
+use super::source::Source;
+use super::sys;
+use super::transfer::{self, Target};
+use arc_swap::ArcSwap;
+use isobath_storage::error::{Operation, StorageError};
+use isobath_storage::{Allocation, IoBuf, Result};
+use std::fmt;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
+
+/// The modes that the file system has rejected, so that they are not tried again.
+#[derive(Default)]
+pub(super) struct Abilities {
+    pub(super) no_punch: AtomicBool,
+    pub(super) no_zero: AtomicBool,
+}
+
+/// An open regular file or block device.
+pub struct FileStorage {
+    pub(super) file: Named,
+    pub(super) source: ArcSwap<Source>,
+    pub(super) writing: Writing,
+    /// Held during a change of the handle's role.
+    pub(super) roles: isobath_sync::AsyncMutex<Changed>,
+    pub(super) kind: Kind,
+    pub(super) direct: Option<Direct>,
+    pub(super) cached: Cached,
+    pub(super) durability: Arc<Durability>,
+    pub(super) abilities: Abilities,
+    /// Whether other files' space can be shared, once known.
+    pub(super) clones: OnceLock<Option<u64>>,
+    /// Whether the file system's times can be trusted, once known.
+    pub(super) timed: OnceLock<bool>,
+    /// Whether flushes are cheaper in written space, once known.
+    pub(super) gains: OnceLock<bool>,
+    /// The device's atomic write size, once known.
+    pub(super) atomic: OnceLock<u64>,
+}
+
+impl fmt::Debug for FileStorage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FileStorage")
+            .field("name", &self.file.name)
+            .field("kind", &self.kind)
+            .field("read_only", &self.writing.has_ended())
+            .finish_non_exhaustive()
+    }
+}
+
+impl FileStorage {
+    /// The descriptor; if the file gave it up, a new one.
+    pub(super) async fn target(&self) -> Result<Arc<Target>> {
+        let shared = match &**self.source.load() {
+            Source::Kept(target, _) => return Ok(target.clone()),
+            Source::Shared(shared) => shared.clone(),
+        };
+        match shared.ready() {
+            Some(target) => Ok(target),
+            None => Box::pin(shared.reopen()).await,
+        }
+    }
+
+    /// Waits for operations whose futures were dropped; there are hardly ever any.
+    pub(super) async fn landed(&self) {
+        let landing = match &**self.source.load() {
+            Source::Kept(target, _) if target.landing.any() => target.landing.clone(),
+            _ => return,
+        };
+        landing.ended().await;
+    }
+
+    /// Reads cached data without waiting; returns the number of bytes from the start on.
+    pub(super) fn read_cached(&self, offset: u64, buf: &mut IoBuf) -> usize {
+        if self.direct.is_some() {
+            return 0;
+        }
+        match &**self.source.load() {
+            Source::Kept(target, _) => self.cached.read(&target.file, offset, buf),
+            Source::Shared(shared) => {
+                shared.ready().map_or(0, |target| self.cached.read(&target.file, offset, buf))
+            }
+        }
+    }
+
+    /// The descriptor of a file that may be changed.
+    pub(super) fn kept(&self) -> io::Result<Arc<Target>> {
+        match &**self.source.load() {
+            Source::Kept(target, _) => Ok(target.clone()),
+            Source::Shared(_) => Err(io::Error::from_raw_os_error(libc::EBADF)),
+        }
+    }
+
+    pub(super) fn at(
+        &self,
+        operation: Operation,
+        offset: u64,
+        length: u64,
+        source: io::Error,
+    ) -> StorageError {
+        StorageError::at(operation, &self.file.name, offset, length, source)
+    }
+
+    pub(super) fn error(&self, operation: Operation, source: io::Error) -> StorageError {
+        StorageError::new(operation, &self.file.name, source)
+    }
+
+    /// The error for a refused change.
+    pub(super) fn refusal(&self) -> io::Error {
+        if !self.file.mode.writable {
+            return io::Error::from_raw_os_error(libc::EBADF);
+        }
+        let text =
+            "it was opened for writing, but has been made read-only since, as a backing file is";
+        io::Error::new(io::ErrorKind::ReadOnlyFilesystem, text)
+    }
+
+    /// The end of a range in which an operation is allowed.
+    pub(super) fn check(&self, operation: Operation, offset: u64, length: u64) -> Result<u64> {
+        let changes = operation != Operation::Read;
+        let result = match offset.checked_add(length).filter(|end| i64::try_from(*end).is_ok()) {
+            None if changes => Err(io::Error::from_raw_os_error(libc::EFBIG)),
+            None => Err(io::Error::from_raw_os_error(libc::EINVAL)),
+            Some(_) if changes && self.writing.has_ended() => Err(self.refusal()),
+            Some(end) if changes => self.durability.check().map(|()| end),
+            Some(end) => Ok(end),
+        };
+        result.map_err(|error| self.at(operation, offset, length, error))
+    }
+
+    pub(super) async fn write_buf(
+        &self,
+        target: &Target,
+        offset: u64,
+        buf: IoBuf,
+    ) -> (io::Result<()>, IoBuf) {
+        match &self.direct {
+            Some(direct) => direct.write(target, offset, buf).await,
+            None => transfer::write(target, offset, buf).await,
+        }
+    }
+
+    pub(super) fn length_of(&self, file: &OwnedFd) -> io::Result<u64> {
+        match self.kind {
+            Kind::Regular => Ok(sys::stat(file)?.st_size as u64),
+            Kind::Device { .. } => sys::device_length(file),
+        }
+    }
+
+    pub(super) async fn change_length(&self, length: u64) -> io::Result<()> {
+        let target = self.kept()?;
+        if let Kind::Device { .. } = self.kind {
+            let have = self.length_of(&target.file)?;
+            return if length <= have {
+                Ok(())
+            } else {
+                Err(io::Error::from_raw_os_error(libc::ENOSPC))
+            };
+        }
+        let guard = match &self.direct {
+            Some(direct) => Some(direct.hold_from(&target.lease, 0).await),
+            None => None,
+        };
+        if length >= self.length_of(&target.file)? {
+            return sys::ftruncate(&target.file, length);
+        }
+        let landing = target.landing.clone();
+        unblocked(&landing, move || {
+            let _guard = guard;
+            sys::ftruncate(&target.file, length)
+        })
+        .await
+    }
+
+    pub(super) fn find_allocation(&self, file: &OwnedFd, offset: u64) -> io::Result<Allocation> {
+        let end = self.length_of(file)?;
+        if offset >= end {
+            return Ok(Allocation { length: 0, data: false });
+        }
+        let (stop, data) = match sys::seek(file, offset, libc::SEEK_DATA) {
+            Ok(None) => (end, false),
+            Ok(Some(start)) if start > offset => (start, false),
+            Ok(Some(_)) => (sys::seek(file, offset, libc::SEEK_HOLE)?.unwrap_or(end), true),
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => (end, true),
+            Err(error) => return Err(error),
+        };
+        // The file may have changed between the two calls; the answer covers at least one byte.
+        Ok(Allocation { length: stop.min(end).max(offset + 1) - offset, data })
+    }
+}

@@ -1,0 +1,89 @@
+//! Which programs hold the locks of a file: for the message of one that is locked.
+
+use isobath_storage::error::StorageError;
+use isobath_storage::shown;
+use std::ffi::OsString;
+use std::fs::{self, DirEntry};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// At most so many are named.
+const MOST: usize = 3;
+
+/// If `error` says that another program holds the file's locks: the same with its name, as far as this user may know.
+pub(super) fn named(error: StorageError, file: &OwnedFd) -> StorageError {
+    if error.kind() != io::ErrorKind::ResourceBusy {
+        return error;
+    }
+    let users = holders(file);
+    if users.is_empty() {
+        return error;
+    }
+    let text = format!("{} (it is open in {})", error.source, users.join(", "));
+    let source = io::Error::new(io::ErrorKind::ResourceBusy, text);
+    StorageError { source, ..error }
+}
+
+/// Other processes that hold locks of the file, by name and number.
+///
+/// Nothing here asks the file systems that other processes use: one that hangs, or that this very process serves, would
+/// not answer. The kernel itself knows the name of a descriptor's file, and its locks.
+fn holders(file: &OwnedFd) -> Vec<String> {
+    let own = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    let (Some(name), Ok(stat)) = (name_of(&own), fs::metadata(&own)) else { return Vec::new() };
+    let number = |entry: &DirEntry| entry.file_name().to_str()?.parse::<u32>().ok();
+    let Ok(processes) = fs::read_dir("/proc") else { return Vec::new() };
+    let mut found: Vec<u32> = processes
+        .flatten()
+        .filter_map(|process| number(&process))
+        .filter(|process| *process != std::process::id())
+        .filter(|process| holds(*process, &name, stat.ino()))
+        .collect();
+    found.sort_unstable();
+    let named = found.iter().take(MOST).map(|process| {
+        let name = fs::read_to_string(format!("/proc/{process}/comm")).unwrap_or_default();
+        format!("'{}', process {process}", shown(Path::new(name.trim_end())))
+    });
+    let mut users: Vec<String> = named.collect();
+    if found.len() > MOST {
+        users.push(format!("{} more", found.len() - MOST));
+    }
+    users
+}
+
+/// The last part of the name of a descriptor's file.
+fn name_of(descriptor: &Path) -> Option<OsString> {
+    fs::read_link(descriptor).ok()?.file_name().map(OsString::from)
+}
+
+/// Whether a process holds locks of the file with this name and inode number.
+fn holds(process: u32, name: &OsString, inode: u64) -> bool {
+    let Ok(descriptors) = fs::read_dir(format!("/proc/{process}/fd")) else { return false };
+    descriptors.flatten().filter(|one| name_of(&one.path()).as_ref() == Some(name)).any(|one| {
+        let number = one.file_name();
+        let locks = fs::read_to_string(format!("/proc/{process}/fdinfo/{}", number.display()));
+        locks.is_ok_and(|locks| locks.lines().any(|line| is_lock(line, inode)))
+    })
+}
+
+/// Whether a line of a descriptor's description is a lock of the file with this inode number, such as
+/// `lock: 1: OFDLCK  ADVISORY  READ -1 fe:00:1234 100 101`.
+fn is_lock(line: &str, inode: u64) -> bool {
+    let mut words = line.split_whitespace();
+    let file = words.find(|word| word.matches(':').count() == 2);
+    line.starts_with("lock:") && file.is_some_and(|file| file.ends_with(&format!(":{inode}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn locks_are_recognised() {
+        let line = "lock:\t1: OFDLCK  ADVISORY  READ -1 fe:00:1234 100 101";
+        assert!(is_lock(line, 1234) && !is_lock(line, 234) && !is_lock(line, 100));
+        assert!(!is_lock("pos:\t1234", 1234) && !is_lock("mnt_id:\t00:00:1234", 1234));
+    }
+}
