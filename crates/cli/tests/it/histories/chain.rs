@@ -63,6 +63,15 @@ impl Image {
         if size < self.size() { whole.min(self.size()) } else { size }
     }
 
+    /// The rest of the cluster in which it ended before it grew from `old` bytes to `new`, if it ended within one: the
+    /// guest's commands that fail unless there are zeroes, and that write them. QEMU's copy-on-write takes what a longer
+    /// backing file has past the image's end, and shows it when the disk grows.
+    pub(super) fn rest_of_end(&self, old: u64, new: u64) -> Option<[String; 2]> {
+        let length = old.next_multiple_of(self.cluster()).min(new).checked_sub(old)?;
+        (length > 0)
+            .then(|| [format!("read -P 0 {old} {length}"), format!("write -z {old} {length}")])
+    }
+
     pub(super) fn is_v2(&self) -> bool {
         self.data()["compat"] == "0.10"
     }
@@ -145,7 +154,7 @@ pub(super) struct Chain {
     pub(super) sides: [PathBuf; 2],
     pub(super) images: Vec<Image>,
     made: u32,
-    log: Vec<String>,
+    pub(super) log: Vec<String>,
     done: BTreeMap<&'static str, u64>,
     /// The files as they were judged last.
     pub(super) files: [Files; 2],

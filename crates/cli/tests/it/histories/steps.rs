@@ -406,13 +406,24 @@ impl Chain {
             return false;
         }
         self.grown_from = (new > old).then_some(old);
+        let (format, rest) = (image.format, image.rest_of_end(old, new));
         let mut resize = strings(["resize", "-q"]);
         if new < old || rng.random_bool(0.2) {
             resize.push("--shrink".into());
         }
-        resize.extend([name, new.to_string()]);
-        if self.both(&resize) && new < old {
+        resize.extend([name.clone(), new.to_string()]);
+        let resized = self.both(&resize);
+        if resized && new < old {
             self.forget_above(place);
+        }
+        if resized && let Some([look, clear]) = rest {
+            let own =
+                |side, command: String| self.guest(Guest::Own, side, &name, format, &[command]);
+            let _ = own(1, look.clone()).ok();
+            if own(0, look).code() != 0 {
+                let _ = [0, 1].map(|side| own(side, clear.clone()).ok());
+                self.log.push(format!("io {name}: {clear}"));
+            }
         }
         self.count("resize");
         true
