@@ -64,8 +64,8 @@ impl Image {
     }
 
     /// The rest of the cluster in which it ended before it grew from `old` bytes to `new`, if it ended within one: the
-    /// guest's commands that fail unless there are zeroes, and that write them. QEMU's copy-on-write takes what a longer
-    /// backing file has past the image's end, and shows it when the disk grows.
+    /// guest's commands that fail unless there are zeroes, and that write them. QEMU's copy-on-write takes what a
+    /// longer backing file has past the image's end, and shows it when the disk grows.
     pub(super) fn rest_of_end(&self, old: u64, new: u64) -> Option<[String; 2]> {
         let length = old.next_multiple_of(self.cluster()).min(new).checked_sub(old)?;
         (length > 0)
@@ -162,6 +162,8 @@ pub(super) struct Chain {
     pub(super) before: [Files; 2],
     /// The step copies data that the disk shows already: QEMU marks it in the bitmaps, Isobath does not.
     pub(super) copies: bool,
+    /// The step commits an image that has other clusters in the one copy than in the other.
+    pub(super) unlike: bool,
     /// The size that a disk had before the step made it longer: Isobath marks all that is new in the bitmaps, QEMU what
     /// is written there.
     pub(super) grown_from: Option<u64>,
@@ -188,6 +190,7 @@ impl Chain {
             files: Default::default(),
             before: Default::default(),
             copies: false,
+            unlike: false,
             grown_from: None,
         };
         let count = rng.random_range(2..=6);

@@ -120,6 +120,9 @@ impl Chain {
         }
         let old = self.images[base].size();
         (self.copies, self.grown_from) = (true, (size > old).then_some(old));
+        if self.has_bitmaps(base) {
+            self.unlike = !self.allocates_alike(place);
+        }
         let mut commit = strings(["commit", "-q"]);
         if far {
             commit.extend(strings(["-b", &self.images[base].name]));
@@ -427,6 +430,20 @@ impl Chain {
         }
         self.count("resize");
         true
+    }
+
+    /// Whether an image has the same clusters in both copies.
+    fn allocates_alike(&self, place: usize) -> bool {
+        let image = &self.images[place];
+        let map = ["map", "-f", image.format, "--output=json", &image.name];
+        let [theirs, ours] = [0, 1].map(|side| {
+            let map = self.qemu(side, &map).ok().json();
+            let runs = map.as_array().unwrap().iter();
+            let runs = runs.map(|run| (run["length"].as_u64().unwrap(), run["depth"].clone()));
+            runs.flat_map(|(length, depth)| std::iter::repeat_n(depth, (length / 512) as usize))
+                .collect::<Vec<_>>()
+        });
+        theirs == ours
     }
 
     fn has_bitmaps(&self, place: usize) -> bool {

@@ -225,16 +225,22 @@ impl Tree {
     /// Whether an image's disk differs only where the programs have allocated different clusters.
     #[track_caller]
     fn allocated_differently(&mut self, id: usize, theirs: &[u8], ours: &[u8]) -> bool {
-        let [one, other] = [0, 1].map(|side| {
+        let [one, other] = self.depths(id);
+        let same_depth = |at: usize| one.get(at) == other.get(at);
+        theirs.len() == ours.len()
+            && (0..theirs.len()).all(|at| theirs[at] == ours[at] || !same_depth(at))
+    }
+
+    /// How far down the data of each byte of a disk is in each copy.
+    #[track_caller]
+    pub(super) fn depths(&mut self, id: usize) -> [Vec<u32>; 2] {
+        [0, 1].map(|side| {
             if side == 1 && self.unsettled(id) {
                 return self.depths_by_isobath(id);
             }
             let look = self.look(side, id, Some("qemu:allocation-depth")).unwrap();
             each_byte(look.bits.into_iter().flatten())
-        });
-        let same_depth = |at: usize| one.get(at) == other.get(at);
-        theirs.len() == ours.len()
-            && (0..theirs.len()).all(|at| theirs[at] == ours[at] || !same_depth(at))
+        })
     }
 
     /// How far down the data of each byte of a disk is, as in QEMU's metadata context.
@@ -278,12 +284,12 @@ impl Tree {
             if theirs == ours {
                 continue;
             }
-            let Doing { copies, grown_from, .. } = self.doing;
+            let Doing { copies, unlike, grown_from, .. } = self.doing;
             let new =
                 grown_from.map(|size| first_new(size, granularity(&self.image(id).info, name)));
-            // QEMU on both copies marks what it copied in each, which is what was not allocated there.
-            let in_both = copies && self.turn;
-            let may_differ = in_both || may_differ(theirs, ours, copies, new);
+            // QEMU on both copies marks what it copied in each, which is what was not allocated there. A commit marks
+            // what is allocated in each.
+            let may_differ = copies && self.turn || unlike || may_differ(theirs, ours, copies, new);
             assert!(may_differ, "{file}: {name}: {theirs:?}\n{ours:?}");
             for side in [0, 1] {
                 let clear = self.program(side, false, &["bitmap", "--clear", file, name]);
@@ -294,7 +300,7 @@ impl Tree {
 }
 
 /// The bitmaps that QEMU takes for consistent.
-fn bitmaps(info: &Value) -> Vec<String> {
+pub(super) fn bitmaps(info: &Value) -> Vec<String> {
     let list = info["format-specific"]["data"]["bitmaps"].as_array().into_iter().flatten();
     let consistent = list
         .filter(|bitmap| bitmap["flags"].as_array().unwrap().iter().all(|flag| flag != "in-use"));

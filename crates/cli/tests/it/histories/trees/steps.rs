@@ -1,5 +1,6 @@
 //! The steps of a history, drawn at random.
 
+use super::judge::bitmaps;
 use super::names::{Form, ROOT};
 use super::tree::{Tree, files, random_size, unname_format};
 use crate::histories::chain::{Guest, guest_commands, has_data, strings};
@@ -216,6 +217,10 @@ impl Tree {
         self.turn_for(id);
         let old = self.image(base).size();
         (self.doing.copies, self.doing.grown_from) = (true, (size > old).then_some(old));
+        if !bitmaps(&self.image(base).info).is_empty() {
+            let [theirs, ours] = self.depths(id);
+            self.doing.unlike = theirs != ours;
+        }
         let mut commit = strings(["commit", "-q"]);
         if far {
             let stored = self.image(over).info["backing-filename"].as_str().unwrap();
@@ -542,23 +547,10 @@ impl Tree {
         if self.cannot_grow(id, new) || new < old && !self.overlays(id).is_empty() {
             return None;
         }
-        let rest = image.rest_of_end(old, new);
         self.doing.grown_from = (new > old).then_some(old);
         let resize = ["resize", "-q", "--shrink", &self.argument(rng, id), &new.to_string()];
         if self.both(&resize) {
             self.wrote(id);
-            if let Some([look, clear]) = rest {
-                let (file, turn) = (self.file(id), self.turn);
-                let own = |side, command: String| {
-                    self.io(side, side == 0 || turn, &file, "qcow2", &[command])
-                };
-                let looked = [0, 1].map(|side| own(side, look.clone()));
-                assert!(turn || looked[1].code() == 0, "{}", looked[1].report());
-                if looked.iter().any(|looked| looked.code() != 0) {
-                    let _ = [0, 1].map(|side| own(side, clear.clone()).ok());
-                    self.log.push(format!("io {file}: {clear}"));
-                }
-            }
         }
         Some("resize")
     }

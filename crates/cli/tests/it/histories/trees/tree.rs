@@ -83,6 +83,8 @@ pub(super) struct Doing {
     pub(super) refused: bool,
     /// It copies data that the disk shows already: QEMU marks it in the bitmaps, Isobath does not.
     pub(super) copies: bool,
+    /// It commits an image that has other clusters in the one copy than in the other.
+    pub(super) unlike: bool,
     /// The size that a disk had before it grew: Isobath marks all that is new in the bitmaps, QEMU what
     /// is written there.
     pub(super) grown_from: Option<u64>,
