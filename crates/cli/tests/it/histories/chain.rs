@@ -124,6 +124,12 @@ impl Image {
         bits >= 64 || references < 1 << bits
     }
 
+    /// Whether its refcounts are so narrow that compressed clusters in one host cluster can fill them. Each program puts
+    /// together others.
+    pub(super) fn is_narrow(&self) -> bool {
+        self.data()["refcount-bits"].as_u64().is_some_and(|bits| bits < 16)
+    }
+
     /// The newest snapshot has the size of the disk.
     pub(super) fn note_snapshot_size(&mut self) {
         let size = self.size();
@@ -463,6 +469,11 @@ pub(super) fn compressed(rng: &mut StdRng, size: u64, cluster: u64) -> Vec<Strin
 pub(super) fn files(directory: &Path) -> Files {
     let entries = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap());
     entries.map(|entry| (entry.file_name(), fs::read(entry.path()).unwrap())).collect()
+}
+
+/// Whether the image has compressed clusters, by its `check`.
+pub(super) fn has_compressed(check: &Value) -> bool {
+    check["compressed-clusters"].as_u64().is_some_and(|count| count > 0)
 }
 
 /// Whether the image itself has data, by its `map`. Without, QEMU's commit has left it no table, and so nothing that a

@@ -1,7 +1,8 @@
 //! The commands of a history, drawn at random.
 
 use super::chain::{
-    Chain, Guest, Image, compressed, guest_commands, has_data, random_options, random_size, strings,
+    Chain, Guest, Image, compressed, guest_commands, has_compressed, has_data, random_options,
+    random_size, strings,
 };
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -283,7 +284,12 @@ impl Chain {
         let name = image.name.clone();
         let present = image.snapshots();
         let any = present.choose(rng).cloned();
-        match (rng.random_range(0..10), any) {
+        let draw = rng.random_range(0..10);
+        let check = ["check", "-f", "qcow2", "--output=json", &name];
+        if draw < 8 && image.is_narrow() && has_compressed(&self.qemu(0, &check).json()) {
+            return false;
+        }
+        match (draw, any) {
             (0..5, _) if present.len() < 4 => {
                 let counted = image.may_count(present.len() as u64 + 2);
                 let map = || self.qemu(0, &["map", "--output=json", &name]).ok().json();

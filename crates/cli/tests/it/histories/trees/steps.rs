@@ -3,7 +3,7 @@
 use super::judge::bitmaps;
 use super::names::{Form, ROOT};
 use super::tree::{Tree, files, random_size, unname_format};
-use crate::histories::chain::{Guest, guest_commands, has_data, strings};
+use crate::histories::chain::{Guest, guest_commands, has_compressed, has_data, strings};
 use crate::live::clients::{Frontend, Kill};
 use crate::serving::ISOBATH;
 use isobath_testkit::locks::until_unlocked;
@@ -477,7 +477,13 @@ impl Tree {
         let present = image.snapshots();
         let any = present.choose(rng).cloned();
         let file = self.argument(rng, id);
-        match (rng.random_range(0..10), any) {
+        let draw = rng.random_range(0..10);
+        let check = ["check", "-U", "-f", "qcow2", "--output=json", &self.file(id)];
+        let narrow = draw < 7 && image.is_narrow();
+        if narrow && has_compressed(&self.program(0, false, &check).json()) {
+            return None;
+        }
+        match (draw, any) {
             (0..5, _) if present.len() < 3 => {
                 let counted = image.may_count(present.len() as u64 + 2);
                 let map = ["map", "-U", "--output=json", &self.file(id)];
