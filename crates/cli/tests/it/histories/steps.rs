@@ -355,6 +355,13 @@ impl Chain {
             });
         }
         options.dedup_by_key(|option| option.split('=').next().unwrap().to_owned());
+        if options.iter().any(|option| option == "compat=0.10") {
+            // What keeps an image from version 2 may lie past its new end: QEMU shrinks it before it looks.
+            let old = image.size();
+            let shrinks =
+                |size: Option<&str>| size.is_some_and(|size| size.parse::<u64>().unwrap() < old);
+            options.retain(|option| !shrinks(option.strip_prefix("size=")));
+        }
         let size = options.iter().find_map(|option| option.strip_prefix("size="));
         let grown = size.is_some_and(|size| size.parse::<u64>().unwrap() > image.size());
         self.grown_from = grown.then_some(image.size());
