@@ -124,8 +124,8 @@ impl Image {
         bits >= 64 || references < 1 << bits
     }
 
-    /// Whether its refcounts are so narrow that compressed clusters in one host cluster can fill them. Each program puts
-    /// together others.
+    /// Whether its refcounts are so narrow that compressed clusters in one host cluster can fill them. Each program
+    /// puts together others.
     pub(super) fn is_narrow(&self) -> bool {
         self.data()["refcount-bits"].as_u64().is_some_and(|bits| bits < 16)
     }
