@@ -33,7 +33,7 @@ pub async fn measure<H: Host>(new: &NewDisk, source: Option<&Disk<H>>) -> Result
     if !new.format.is_written() {
         let name = new.format.name();
         return Err(unsupported(&format!(
-            "Format driver '{name}' does not support size measurement"
+            "Block driver '{name}' does not support size measurement"
         )));
     }
     if new.format == ImageFormat::Raw {

@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use crate::files::{File, Files};
 use crate::run::{Run, RunKind};
+use crate::vmdk::VmdkInfo;
 use crate::{qed, vdi, vhdx, vmdk, vpc};
 use isobath_qcow2::probe::Foreign;
 use isobath_storage::{IoBuf, Storage};
@@ -88,11 +89,11 @@ impl<S: Storage> Image<S> {
             Format::Vmdk => {
                 let listed = vmdk::extents(&file).await?;
                 files.push(file);
-                for extent in listed.iter().flatten() {
+                for extent in listed.iter().flat_map(|listed| &listed.extents) {
                     let (name, storage) = open_extent(&extent.name).await?;
                     files.push(File::new(&name, storage).await?);
                 }
-                let vmdk = vmdk::open(&files, listed.as_deref()).await?;
+                let vmdk = vmdk::open(&files, listed).await?;
                 let size = vmdk.size();
                 let tables = Tables::Vmdk(vmdk);
                 return Ok(Self { format, size, files: Files::new(files), tables });
@@ -111,6 +112,30 @@ impl<S: Storage> Image<S> {
     /// The disk's size in bytes, a multiple of 512.
     pub fn size(&self) -> u64 {
         self.size
+    }
+
+    /// Bytes of the disk in a block, if the image consists of such.
+    pub fn cluster_size(&self) -> Option<u64> {
+        match &self.tables {
+            Tables::Vmdk(vmdk) => vmdk.cluster_size(),
+            Tables::Vdi(_) => Some(vdi::BLOCK),
+            Tables::Vhdx(vhdx) => Some(vhdx.block()),
+            Tables::Vpc(vpc) => vpc.block(),
+            Tables::Qed(qed) => Some(qed.cluster()),
+        }
+    }
+
+    /// Whether the image says that it was not closed.
+    pub fn is_dirty(&self) -> bool {
+        matches!(&self.tables, Tables::Qed(qed) if qed.is_dirty())
+    }
+
+    /// What a VMDK says about itself; `None` for other formats.
+    pub fn vmdk(&self) -> Option<VmdkInfo> {
+        match &self.tables {
+            Tables::Vmdk(vmdk) => Some(vmdk.info(&self.files)),
+            _ => None,
+        }
     }
 
     /// The image's files; the first is the image itself.

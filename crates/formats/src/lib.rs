@@ -4,7 +4,7 @@
 //! [`Image::run`] says where they are. Tables are read when needed, through a cache of fixed size, so the memory used
 //! depends on nothing that an image says.
 //!
-//! [`Writer`] writes stream-optimized VMDK and dynamic VHDX images, from the start of the disk to its end.
+//! [`Writer`] writes an image of each of them, from the start of the disk to its end.
 //!
 //! Images are hostile until proved otherwise: each field is checked before it is used, and what is refused names the
 //! image, the field and its value. Whatever is accepted here reads as it does in QEMU.
@@ -15,7 +15,6 @@ mod error;
 mod files;
 mod image;
 mod le;
-mod piece;
 mod qed;
 mod run;
 mod tables;
@@ -23,14 +22,13 @@ mod vdi;
 mod vhdx;
 mod vmdk;
 mod vpc;
-mod write_vhdx;
-mod write_vmdk;
-mod writer;
+mod write;
 
 pub use error::{Error, Result};
 pub use image::{Format, Image};
-pub use piece::{PIECE, Piece};
 pub use run::{Run, RunKind};
-pub use write_vhdx::VhdxOptions;
-pub use write_vmdk::VmdkOptions;
-pub use writer::Writer;
+pub use vmdk::{VmdkExtent, VmdkInfo};
+pub use write::{
+    PIECE, Piece, QedOptions, VdiOptions, VhdxOptions, VmdkOptions, VmdkSubformat, VpcOptions,
+    Writer,
+};

@@ -20,6 +20,8 @@ pub(crate) struct Qed {
     header: u64,
     /// The end of the last whole cluster of the file.
     end: u64,
+    /// It was not closed.
+    dirty: bool,
 }
 
 /// Reads the header. Returns the tables and the disk's size in bytes.
@@ -69,6 +71,7 @@ pub(crate) async fn open<S: Storage>(file: &File<S>) -> Result<(Qed, u64)> {
         l1: Table { file: 0, offset: l1, entries: Entries::Le64, block: cluster },
         header: header_clusters * cluster,
         end,
+        dirty: features & NEED_CHECK != 0,
     };
     if !qed.holds(l1, table * cluster) {
         let reason = format!(
@@ -81,6 +84,16 @@ pub(crate) async fn open<S: Storage>(file: &File<S>) -> Result<(Qed, u64)> {
 }
 
 impl Qed {
+    /// Bytes in a cluster.
+    pub(crate) const fn cluster(&self) -> u64 {
+        self.cluster
+    }
+
+    /// Whether the image was not closed.
+    pub(crate) const fn is_dirty(&self) -> bool {
+        self.dirty
+    }
+
     /// Whether whole clusters may be at this place.
     fn holds(&self, offset: u64, length: u64) -> bool {
         offset.is_multiple_of(self.cluster)

@@ -8,7 +8,7 @@ use crate::tables::{Block, Entries, Table};
 use isobath_storage::Storage;
 
 /// Bytes in a block: the only size that `VirtualBox` writes and QEMU reads.
-const BLOCK: u64 = 1 << 20;
+pub(crate) const BLOCK: u64 = 1 << 20;
 
 /// Blocks from here on are not allocated (all ones) or read as zeroes (one less).
 const FIRST_SPECIAL: u64 = 0xffff_fffe;

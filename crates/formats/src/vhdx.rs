@@ -259,7 +259,7 @@ impl Parameters {
         if !matches!(sector, 512 | 4096) {
             return Err(blame.invalid("logical sector size", sector, "it must be 512 or 4096"));
         }
-        if !size.is_multiple_of(sector.into()) || size > MAX_SIZE || size == 0 {
+        if !size.is_multiple_of(sector.into()) || size > MAX_SIZE {
             let reason = format!("it must be a multiple of {sector} up to 64 TiB");
             return Err(blame.invalid("virtual disk size", size, reason));
         }
@@ -276,6 +276,11 @@ pub(crate) fn check_block(blame: Blame, block: u64) -> Result<()> {
 }
 
 impl Vhdx {
+    /// Bytes in a block.
+    pub(crate) const fn block(&self) -> u64 {
+        self.block
+    }
+
     pub(crate) async fn run<S: Storage>(
         &self,
         files: &Files<S>,

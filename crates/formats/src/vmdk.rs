@@ -9,6 +9,7 @@ use crate::tables::{Block, Entries, Table};
 use flate2::{Decompress, FlushDecompress, Status};
 use isobath_qcow2::text::Shown;
 use isobath_storage::{IoBuf, Storage};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 pub(crate) const SECTOR: u64 = 512;
@@ -32,6 +33,34 @@ const MAX_DIRECTORY: u64 = 32 << 20;
 /// The place of the descriptor in a sparse image, as QEMU takes it, and its length.
 const EMBEDDED: (u64, u64) = (SECTOR, 20 * SECTOR);
 
+/// What a VMDK says about itself. Texts are as stored: hostile.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VmdkInfo {
+    /// The identity of its contents.
+    pub content_id: u32,
+    /// The identity of its parent's contents; all ones without a parent.
+    pub parent_id: u32,
+    /// Its subformat's name.
+    pub create_type: String,
+    /// Its extents, in order of their places on the disk; at least one.
+    pub extents: Vec<VmdkExtent>,
+}
+
+/// An extent of a VMDK.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VmdkExtent {
+    /// The name of its file.
+    pub filename: PathBuf,
+    /// Its type in the descriptor; empty if the image has no descriptor file.
+    pub format: String,
+    /// Bytes of the disk.
+    pub virtual_size: u64,
+    /// Bytes in a grain; `None` for a flat extent.
+    pub cluster_size: Option<u64>,
+    /// Its grains are compressed.
+    pub compressed: bool,
+}
+
 /// An extent that a descriptor lists.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Listed {
@@ -39,10 +68,44 @@ pub(crate) struct Listed {
     sectors: u64,
     /// Of a flat extent: the sector of the file at which it begins.
     flat: Option<u64>,
+    /// Its type, as written.
+    kind: String,
+}
+
+/// What a descriptor lists.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Descriptor {
+    identity: Identity,
+    pub(crate) extents: Vec<Listed>,
+}
+
+/// What a descriptor says of the image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Identity {
+    content_id: u32,
+    parent_id: u32,
+    create_type: String,
+}
+
+impl Identity {
+    fn of(text: &str) -> Self {
+        // Leading hexadecimal digits count, as in C.
+        let id = |key| {
+            let text = value(text, key).map(str::trim_start).unwrap_or_default();
+            let digits = text.bytes().take_while(u8::is_ascii_hexdigit).take(8).count();
+            u32::from_str_radix(&text[..digits], 16).unwrap_or_default()
+        };
+        let kind = value(text, "createType").map(|kind| kind.trim().trim_matches('"'));
+        Self {
+            content_id: id("CID"),
+            parent_id: id("parentCID"),
+            create_type: kind.unwrap_or_default().to_owned(),
+        }
+    }
 }
 
 /// The extents that a descriptor lists; `None` for an image that is one sparse extent.
-pub(crate) async fn extents<S: Storage>(file: &File<S>) -> Result<Option<Vec<Listed>>> {
+pub(crate) async fn extents<S: Storage>(file: &File<S>) -> Result<Option<Descriptor>> {
     let start = file.storage.read_at(0, IoBuf::zeroed(4)).await?;
     let blame = file.blame();
     match &start[..] {
@@ -75,7 +138,7 @@ fn refuse_parent(blame: Blame, text: &str) -> Result<()> {
     Ok(())
 }
 
-fn parse_descriptor(blame: Blame, text: &str) -> Result<Vec<Listed>> {
+fn parse_descriptor(blame: Blame, text: &str) -> Result<Descriptor> {
     let text = text.split('\0').next().unwrap_or_default();
     let kind = value(text, "createType").map(|kind| kind.trim().trim_matches('"'));
     let Some(kind) = kind else {
@@ -102,7 +165,8 @@ fn parse_descriptor(blame: Blame, text: &str) -> Result<Vec<Listed>> {
         let sectors = sectors.filter(|count| *count > 0 && *count <= u64::MAX >> 10);
         let sectors = sectors.ok_or_else(|| wrong("its number of sectors is not valid"))?;
         let offset = back.split_whitespace().next().map(str::parse::<u64>);
-        let flat = match (access, words.next(), offset) {
+        let kind = words.next();
+        let flat = match (access, kind, offset) {
             ("RW", Some("FLAT"), Some(Ok(offset))) if offset <= u64::MAX >> 10 => Some(offset),
             ("RW", Some("VMFS"), None) => Some(0),
             ("RW", Some("SPARSE"), None) => None,
@@ -115,7 +179,8 @@ fn parse_descriptor(blame: Blame, text: &str) -> Result<Vec<Listed>> {
         if words.next().is_some() || name.is_empty() {
             return Err(wrong("it is malformed"));
         }
-        extents.push(Listed { name: name.to_owned(), sectors, flat });
+        let kind = kind.unwrap_or_default().to_owned();
+        extents.push(Listed { name: name.to_owned(), sectors, flat, kind });
         if extents.len() > MAX_EXTENTS {
             let reason = format!("more than {MAX_EXTENTS} are not supported");
             return Err(blame.unsupported("number of extents", extents.len(), reason));
@@ -124,7 +189,7 @@ fn parse_descriptor(blame: Blame, text: &str) -> Result<Vec<Listed>> {
     if extents.is_empty() {
         return Err(blame.invalid("extents", "none", "the descriptor lists no extent"));
     }
-    Ok(extents)
+    Ok(Descriptor { identity: Identity::of(text), extents })
 }
 
 /// A range of the disk in one file.
@@ -134,11 +199,23 @@ struct Extent {
     start: u64,
     end: u64,
     kind: Kind,
+    /// Its type in the descriptor.
+    listed_kind: String,
 }
 
 enum Kind {
     Flat { offset: u64 },
     Sparse(Sparse),
+}
+
+impl Kind {
+    /// Bytes in a grain.
+    fn grain(&self) -> Option<u64> {
+        match self {
+            Self::Flat { .. } => None,
+            Self::Sparse(sparse) => Some(sparse.grain),
+        }
+    }
 }
 
 struct Sparse {
@@ -154,25 +231,35 @@ struct Sparse {
 }
 
 pub(crate) struct Vmdk {
+    identity: Identity,
     /// In order of their places on the disk, without gaps.
     extents: Vec<Extent>,
 }
 
 /// Opens the extents. `files` are the image's own and those of its list, in this order.
-pub(crate) async fn open<S: Storage>(files: &[File<S>], listed: Option<&[Listed]>) -> Result<Vmdk> {
+pub(crate) async fn open<S: Storage>(
+    files: &[File<S>],
+    listed: Option<Descriptor>,
+) -> Result<Vmdk> {
     let mut extents = Vec::new();
-    let Some(listed) = listed else {
-        let Some(file) = files.first() else { return Ok(Vmdk { extents }) };
+    let Some(Descriptor { identity, extents: listed }) = listed else {
+        let mut identity = Identity::of("");
+        let Some(file) = files.first() else { return Ok(Vmdk { identity, extents }) };
         let (sparse, capacity) = open_sparse(0, file).await?;
         let places = [EMBEDDED, descriptor_place(file).await?];
         for (at, length) in places {
             let length = length.min(file.length.saturating_sub(at)).min(MAX_DESCRIPTOR);
             let bytes = file.storage.read_at(at, IoBuf::zeroed(length as usize)).await?;
             let text = String::from_utf8_lossy(&bytes);
-            refuse_parent(file.blame(), text.split('\0').next().unwrap_or_default())?;
+            let text = text.split('\0').next().unwrap_or_default();
+            refuse_parent(file.blame(), text)?;
+            if identity.create_type.is_empty() {
+                identity = Identity::of(text);
+            }
         }
-        extents.push(Extent { file: 0, start: 0, end: capacity, kind: Kind::Sparse(sparse) });
-        return Ok(Vmdk { extents });
+        let (kind, listed_kind) = (Kind::Sparse(sparse), String::new());
+        extents.push(Extent { file: 0, start: 0, end: capacity, kind, listed_kind });
+        return Ok(Vmdk { identity, extents });
     };
     let mut start = 0;
     for (number, (file, listed)) in files.iter().skip(1).zip(listed).enumerate() {
@@ -195,10 +282,11 @@ pub(crate) async fn open<S: Storage>(files: &[File<S>], listed: Option<&[Listed]
             let reason = "the disk is too large";
             return Err(file.blame().invalid("end of the extent", end, reason));
         }
-        extents.push(Extent { file: number, start, end, kind });
+        let listed_kind = listed.kind.clone();
+        extents.push(Extent { file: number, start, end, kind, listed_kind });
         start = end;
     }
-    Ok(Vmdk { extents })
+    Ok(Vmdk { identity, extents })
 }
 
 /// The place and length of the descriptor that a sparse image's header gives.
@@ -298,6 +386,23 @@ impl Vmdk {
     /// The disk's size in bytes.
     pub(crate) fn size(&self) -> u64 {
         self.extents.last().map_or(0, |extent| extent.end)
+    }
+
+    /// Bytes in a grain; `None` if the first extent is flat.
+    pub(crate) fn cluster_size(&self) -> Option<u64> {
+        self.extents.first().and_then(|extent| extent.kind.grain())
+    }
+
+    pub(crate) fn info<S: Storage>(&self, files: &Files<S>) -> VmdkInfo {
+        let extents = self.extents.iter().map(|extent| VmdkExtent {
+            filename: files.file(extent.file).map(|file| file.name.clone()).unwrap_or_default(),
+            format: extent.listed_kind.clone(),
+            virtual_size: extent.end - extent.start,
+            cluster_size: extent.kind.grain(),
+            compressed: matches!(&extent.kind, Kind::Sparse(sparse) if sparse.compressed),
+        });
+        let Identity { content_id, parent_id, create_type } = self.identity.clone();
+        VmdkInfo { content_id, parent_id, create_type, extents: extents.collect() }
     }
 
     pub(crate) async fn run<S: Storage>(

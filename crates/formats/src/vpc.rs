@@ -11,10 +11,10 @@ use isobath_storage::Storage;
 const FOOTER: usize = 512;
 
 /// The sectors of the largest geometry: images of that size or more have it whatever their size.
-const MAX_GEOMETRY: u64 = 65535 * 16 * 255;
+pub(crate) const MAX_GEOMETRY: u64 = 65535 * 16 * 255;
 
 /// The most sectors that a VHD may have, 2040 GiB, as QEMU limits it.
-const MAX_SECTORS: u64 = 0xff00_0000;
+pub(crate) const MAX_SECTORS: u64 = 0xff00_0000;
 
 /// Programs whose images have the size that the footer says; those of others have the size of the geometry.
 const EXACT: [&[u8]; 6] = [b"win ", b"qem2", b"d2v ", b"CTXS", b"tap\0", b"wa\0\0"];
@@ -71,10 +71,15 @@ pub(crate) async fn open<S: Storage>(file: &File<S>) -> Result<(Vpc, u64)> {
     }
 }
 
-/// Checks the checksum at `at`: the complement of the sum of all other bytes.
-fn verify(blame: Blame, field: &str, bytes: &[u8], at: usize) -> Result<()> {
+/// The checksum of a structure, whose own is at `at`: the complement of the sum of all other bytes.
+pub(crate) fn checksum(bytes: &[u8], at: usize) -> u32 {
     let sum = |bytes: &[u8]| bytes.iter().fold(0u32, |sum, byte| sum.wrapping_add((*byte).into()));
-    let expected = !sum(bytes).wrapping_sub(sum(&bytes[at..at + 4]));
+    !sum(bytes).wrapping_sub(sum(&bytes[at..at + 4]))
+}
+
+/// Checks the checksum at `at`.
+fn verify(blame: Blame, field: &str, bytes: &[u8], at: usize) -> Result<()> {
+    let expected = checksum(bytes, at);
     let found = be32(bytes, at);
     if found != expected {
         let reason = format!("it should be {expected:#x}; the image is damaged");
@@ -113,6 +118,14 @@ async fn dynamic<S: Storage>(file: &File<S>, footer: &[u8], size: u64) -> Result
 }
 
 impl Vpc {
+    /// Bytes in a block of a dynamic image.
+    pub(crate) const fn block(&self) -> Option<u64> {
+        match self {
+            Self::Fixed => None,
+            Self::Dynamic { block, .. } => Some(*block),
+        }
+    }
+
     pub(crate) async fn run<S: Storage>(
         &self,
         files: &Files<S>,

@@ -26,7 +26,7 @@ pub enum ImageFormat {
     Qcow2,
     /// The guest's bytes as they are.
     Raw,
-    /// A format of another program, which is only read.
+    /// A format of another program, which is not written to in place.
     Foreign(Format),
 }
 
@@ -46,7 +46,7 @@ impl ImageFormat {
         format!("qcow2, raw, {}", foreign.join(", "))
     }
 
-    /// Whether images in this format can be created and written to.
+    /// Whether images in this format can be written to once they exist.
     pub const fn is_written(self) -> bool {
         !matches!(self, Self::Foreign(_))
     }

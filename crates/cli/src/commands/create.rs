@@ -1,15 +1,17 @@
 //! `isobath create`
 
+use crate::commands::foreign;
 use crate::failure::{Failure, Outcome};
 use crate::image_name::{Naming, Objects, reason};
 use crate::{options, runtime, size};
 use isobath_disk::encryption::{CreateOptions, IvGenerator};
 use isobath_disk::{DiskError, ImageFormat, NewDisk, NewEncryption, Preallocation, create};
+use isobath_formats::Format;
 use isobath_qcow2::CompressionType;
 use isobath_storage_file::FileHost;
 use std::fmt::Write as _;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Create an image
@@ -91,10 +93,16 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         (_, format) => format.map_err(Failure::new)?,
     };
     if given.iter().any(|(name, _)| name == "help" || name == "?") {
-        return help(format, out);
+        return match format {
+            ImageFormat::Foreign(format) => foreign::help(format, args.image.is_some(), out),
+            format => help(format, out),
+        };
     }
     let Some(image) = &args.image else { return Err(Failure::usage("Expecting image file name")) };
     let failure = |message: &dyn std::fmt::Display| Failure::new(message).context(image.display());
+    if let ImageFormat::Foreign(format) = format {
+        return create_foreign(args, format, &given, image, out);
+    }
     let mut new =
         NewDisk::default().format(format).open_backing(!args.unchecked).index(!args.no_index);
     apply_all(&mut new, &given).map_err(|error| failure(&error))?;
@@ -147,6 +155,47 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         announce(new.size.unwrap_or(made))?;
     }
     Ok(0)
+}
+
+/// Creates an image in another program's format.
+fn create_foreign(
+    args: &Args,
+    format: Format,
+    given: &[(String, String)],
+    image: &Path,
+    out: &mut dyn Write,
+) -> Outcome {
+    let failure = |message: String| Failure::new(message).context(image.display());
+    let mut options = foreign::Options::parse(format, given).map_err(failure)?;
+    if args.backing_file.is_some() {
+        return Err(failure(foreign::no_backing(format)));
+    }
+    if let Some(name) = &args.backing_format {
+        options.set_backing_format(name).map_err(failure)?;
+    }
+    let size = match (&args.size, options.size()) {
+        (Some(_), Some(_)) => {
+            return Err(failure("The image size must be specified only once".into()));
+        }
+        (Some(text), None) => size::parse(text).map_err(Failure::new)?,
+        (None, Some(size)) => size,
+        (None, None) => return Err(failure("Image creation needs a size parameter".into())),
+    };
+    if !args.quiet {
+        let name = options::printable(&image.display().to_string());
+        writeln!(out, "Formatting '{name}', {}", options.describe(size))?;
+    }
+    let path = Naming::target(image)?;
+    runtime::block_on(async || {
+        let new = options.image().map_err(failure)?;
+        let size = size.next_multiple_of(512);
+        let (writer, files) = new.create(&path, size, false).await.map_err(failure)?;
+        if let Err(error) = writer.finish().await {
+            files.remove(true).await;
+            return Err(Failure::new(error));
+        }
+        Ok(0)
+    })
 }
 
 pub(crate) fn help(format: ImageFormat, out: &mut dyn Write) -> Outcome {

@@ -1,10 +1,12 @@
 //! `isobath dd`
 
 use super::convert::refuse_source;
+use super::foreign;
 use crate::failure::{Failure, Outcome};
 use crate::image_name::Naming;
 use crate::{messages, options, runtime, size};
 use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, create_held};
+use isobath_formats::{Format, PIECE};
 use isobath_storage::IoBuf;
 use isobath_storage_file::FileHost;
 use std::io::Write;
@@ -94,6 +96,13 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
         let range = skipped..skipped.saturating_add(wanted).min(source.size());
         refuse_source(&target.path, std::slice::from_ref(&source)).await?;
         let length = range.end - range.start;
+        if let ImageFormat::Foreign(format) = args.output_format {
+            return copy_to_foreign(&source, range, format, &target.path).await.map_err(
+                |failure| {
+                    failure.context(format_args!("{output}: error while creating output image"))
+                },
+            );
+        }
         let new = NewDisk::new(length.next_multiple_of(512)).format(args.output_format);
         let created = create_held(&FileHost, &target.path, &new).await.map_err(|error| {
             Failure::new(crate::image_name::reason(&error))
@@ -107,6 +116,40 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
         Ok(())
     })?;
     Ok(0)
+}
+
+/// Copies a range to a new image in another program's format.
+async fn copy_to_foreign(
+    source: &Disk<FileHost>,
+    range: Range<u64>,
+    format: Format,
+    target: &Path,
+) -> Result<(), Failure> {
+    let length = range.end - range.start;
+    let new = foreign::Options::parse(format, &[]).and_then(|options| options.image());
+    let made = new.map_err(Failure::new)?.create(target, length.next_multiple_of(512), false).await;
+    let (mut writer, files) = made.map_err(Failure::new)?;
+    let work = async {
+        let mut at = 0;
+        while at < length {
+            // A multiple of what is written at once.
+            let (from, size) = (range.start + at, CHUNK.min(length - at));
+            let status = source.block_status(from, size, usize::MAX).await?;
+            if status.iter().any(|run| !run.zero) {
+                let bytes = source.read(from, IoBuf::zeroed(size as usize)).await?;
+                let pieces = (at..).step_by(PIECE).zip(bytes.chunks(PIECE));
+                let pieces = pieces.filter_map(|(at, piece)| writer.prepare(at, piece)).collect();
+                writer.write(pieces).await?;
+            }
+            at += size;
+        }
+        Ok::<_, Failure>(writer.finish().await?)
+    };
+    let result = work.await;
+    if result.is_err() {
+        files.remove(true).await;
+    }
+    result
 }
 
 async fn copy(

@@ -1,6 +1,6 @@
 //! `isobath measure`
 
-use crate::commands::create;
+use crate::commands::{create, foreign};
 use crate::failure::{Failure, Outcome};
 use crate::image_name::Naming;
 use crate::options::{self, OutputFormat};
@@ -53,7 +53,15 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let mut new = NewDisk::default().format(args.output_format);
     new.size = args.size;
     let given = options::parse(&args.options);
-    create::apply_all(&mut new, &given).map_err(Failure::new)?;
+    if let ImageFormat::Foreign(format) = new.format {
+        foreign::Options::parse(format, &given).map_err(|error| {
+            let (program, name) = (crate::program::name(), format.name());
+            let more = format_args!("{program}: Invalid options for file format '{name}'");
+            Failure::new(format_args!("{error}\n{more}"))
+        })?;
+    } else {
+        create::apply_all(&mut new, &given).map_err(Failure::new)?;
+    }
     new.encryption =
         create::encryption(&new, &given, &args.naming.objects).map_err(Failure::new)?;
     let (measured, bitmaps) = runtime::block_on(async || {

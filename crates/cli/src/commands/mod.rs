@@ -12,6 +12,7 @@ mod convert;
 mod create;
 pub(crate) mod ctl;
 mod dd;
+mod foreign;
 mod index;
 mod info;
 mod install_links;

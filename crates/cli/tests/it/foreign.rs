@@ -1,12 +1,14 @@
 //! Images of other programs, made by QEMU, are read as QEMU reads them, alone and below qcow2 images.
 
 use crate::programs::{isobath, qemu_img};
+use isobath_testkit::locks::is_written;
 use isobath_testkit::seed::Seed;
-use isobath_testkit::{args, qemu};
+use isobath_testkit::{args, qemu, until};
 use rand::RngExt;
 use rand::rngs::StdRng;
 use std::fs;
 use std::path::Path;
+use std::process::{Command, Stdio};
 use tempfile::TempDir;
 
 /// An image to make: its format, the options of `qemu-img`, and whether it can be detected.
@@ -160,10 +162,6 @@ fn what_cannot_be_done_with_them_is_refused() {
         );
         let check = isobath(directory, args!["check", "image"]).exits(63);
         assert!(check.stderr.contains("does not support checks"), "{}", check.report());
-        let create =
-            isobath(directory, args!["create", "-q", "-f", format, "other", "8M"]).exits(1);
-        assert!(create.stderr.contains("does not support image creation"), "{}", create.report());
-        assert!(!directory.join("other").exists());
     }
 }
 
@@ -184,42 +182,195 @@ fn images_that_need_another_are_refused() {
     }
 }
 
+/// Options for a new image, as [`random_kind`], of formats and sizes that QEMU can check.
+fn random_target(rng: &mut StdRng) -> Kind {
+    let (format, options, detected) = random_kind(rng);
+    let more = match format {
+        "vmdk" => {
+            let adapters = ["ide", "lsilogic", "buslogic", "legacyESX"];
+            format!(",adapter_type={}", adapters[rng.random_range(0..4)])
+        }
+        "vhdx" => {
+            let zero = ["on", "off"][rng.random_range(0..2)];
+            format!(",block_state_zero={zero},log_size={}M", rng.random_range(1..4))
+        }
+        _ => String::new(),
+    };
+    (format, options + &more, detected)
+}
+
 #[test]
 fn random_images_written_are_read_by_qemu() {
     let seed = Seed::new();
     let mut rng = seed.rng();
-    for round in 0..16 {
+    for _ in 0..40 {
         let directory = tempfile::tempdir().unwrap();
         let directory = directory.path();
         random_disk(&mut rng, &directory.join("source"));
         let source = fs::read(directory.join("source")).unwrap();
-        let (format, options) = if round % 2 == 0 {
-            let adapter = ["ide", "lsilogic", "buslogic", "legacyESX"][rng.random_range(0..4)];
-            ("vmdk", format!("subformat=streamOptimized,adapter_type={adapter}"))
-        } else {
-            let block = 1_u64 << rng.random_range(20..29);
-            ("vhdx", ["subformat=dynamic".to_owned(), format!("block_size={block}")].join(","))
-        };
+        let (format, options, _) = random_target(&mut rng);
         println!("{format} {options}");
         let tasks = rng.random_range(1..4).to_string();
-        let convert = args!["convert", "-m", tasks, "-f", "raw", "-O", format, "-o", options];
-        let _ = isobath(directory, [convert, args!["source", "image"]].concat()).ok();
+        let cache = ["writeback", "none", "unsafe"][rng.random_range(0..3)];
+        let convert = args!["convert", "-m", tasks, "-t", cache, "-O", format, "-o", &options];
+        let one = args!["-f", "raw", "source", "image"];
+        let _ = isobath(directory, [convert.clone(), one].concat()).ok();
         let image = directory.join("image");
-        assert!(qemu::read_disk(&image, format) == source);
-        let check = qemu::img(args!["check", "-f", format, &image]).ok();
-        assert!(check.text().contains("No errors"), "{}", check.report());
-        let back = args!["convert", "-O", "raw", "image", "copy"];
+        let theirs = qemu::read_disk(&image, format);
+        // A VHD may be larger.
+        let (disk, rest) = theirs.split_at(source.len());
+        assert!(disk == source && rest.iter().all(|byte| *byte == 0));
+        assert!(rest.is_empty() || format == "vpc" && !options.contains("force_size=on"));
+        let check = qemu::img(args!["check", "-f", format, &image]);
+        // QEMU cannot check some of them.
+        assert!(matches!(check.code(), 0 | 63), "{}", check.report());
+        let back = args!["convert", "-f", format, "-O", "raw", "image", "copy"];
         let _ = isobath(directory, back).ok();
-        assert!(fs::read(directory.join("copy")).unwrap() == source);
+        assert!(fs::read(directory.join("copy")).unwrap() == theirs);
+        if !options.contains("streamOptimized") {
+            // QEMU writes to it.
+            let at = rng.random_range(0..source.len() / 512) * 512;
+            let _ = qemu::io(&image, format, &[format!("write -P 7 {at} 512")]).ok();
+            let mut expected = theirs;
+            expected[at..at + 512].fill(7);
+            assert!(qemu::read_disk(&image, format) == expected);
+        }
 
         // From a chain of two disks, one after another.
         let _ = qemu_img(directory, args!["convert", "-O", "qcow2", "source", "qcow2"]).ok();
-        let twice = args!["convert", "-f", "qcow2", "-O", format];
-        let twice = [twice, args!["-o", "subformat=streamOptimized"]].concat();
-        let twice = if format == "vmdk" { twice } else { args!["convert", "-O", format] };
-        let _ = isobath(directory, [twice, args!["qcow2", "qcow2", "twice"]].concat()).ok();
-        let expected = [&source[..], &source[..]].concat();
-        assert!(qemu::read_disk(&directory.join("twice"), format) == expected);
+        let two = args!["-f", "qcow2", "qcow2", "qcow2", "twice"];
+        let _ = isobath(directory, [convert, two].concat()).ok();
+        let twice = qemu::read_disk(&directory.join("twice"), format);
+        assert!(twice.starts_with(&[&source[..], &source[..]].concat()));
+    }
+}
+
+#[test]
+fn new_disks_have_the_sizes_that_qemu_gives_them() {
+    let seed = Seed::new();
+    let mut rng = seed.rng();
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    for round in 0..60 {
+        let bits = rng.random_range(1..42);
+        // Around the largest geometry, too.
+        let size = match round {
+            0..4 => (65535 * 16 * 255 - 2 + round) * 512,
+            4..8 => (65535 * 16 * 63 - 6 + round) * 512,
+            _ => rng.random_range(1..1_u64 << bits),
+        };
+        for (format, options) in [
+            ("vpc", "subformat=dynamic"),
+            ("vpc", "subformat=fixed"),
+            ("vpc", "subformat=dynamic,force_size"),
+            ("vdi", "static=off"),
+            ("vhdx", "subformat=dynamic"),
+            ("vmdk", "subformat=monolithicFlat"),
+            ("qed", "table_size=4"),
+        ] {
+            // QEMU's tables of VHDX are written, and a QED's size must be a multiple of a sector.
+            let size = if format == "qed" { size.next_multiple_of(512) } else { size };
+            if format == "vhdx" && round > 20 {
+                continue;
+            }
+            let info = args!["info", "-f", format, "--output=json", "image"];
+            let create = args!["create", "-f", format, "-o", options, "image", size.to_string()];
+            let theirs = qemu_img(directory, &create).ok();
+            let their_info = qemu_img(directory, &info).ok().json();
+            let ours = isobath(directory, &create).ok();
+            let our_info = qemu_img(directory, &info).ok().json();
+            assert_eq!(ours.text(), theirs.text());
+            for key in ["virtual-size", "cluster-size"] {
+                assert_eq!(our_info[key], their_info[key], "{format} {options} {size} {key}");
+            }
+            assert_eq!(
+                isobath(directory, &info).ok().json()["virtual-size"],
+                our_info["virtual-size"]
+            );
+        }
+    }
+}
+
+#[test]
+fn a_new_image_replaces_none_in_use_and_leaves_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let _ = qemu_img(directory, args!["create", "-q", "-f", "raw", "source", "8M"]).ok();
+    for (format, options, files) in [
+        ("vmdk", "subformat=monolithicSparse", &["new.vmdk"][..]),
+        ("vmdk", "subformat=streamOptimized", &["new.vmdk"]),
+        ("vmdk", "subformat=monolithicFlat", &["new.vmdk", "new-flat.vmdk"]),
+        ("vmdk", "subformat=twoGbMaxExtentSparse", &["new.vmdk", "new-s001.vmdk"]),
+        ("vpc", "subformat=fixed", &["new.vmdk"]),
+        ("vhdx", "subformat=fixed", &["new.vmdk"]),
+        ("vdi", "static=on", &["new.vmdk"]),
+        ("qed", "table_size=4", &["new.vmdk"]),
+    ] {
+        for used in files {
+            fs::write(directory.join(used), "something of another program").unwrap();
+            let mut holder = Command::new(qemu::program("qemu-io"))
+                .args(args!["-f", "raw", directory.join(used)])
+                .stdin(Stdio::piped())
+                .stdout(Stdio::null())
+                .spawn()
+                .unwrap();
+            until("the lock", || is_written(&directory.join(used)));
+            for command in [
+                args!["create", "-f", format, "-o", options, "new.vmdk", "8M"],
+                args!["convert", "-f", "raw", "-O", format, "-o", options, "source", "new.vmdk"],
+            ] {
+                let refused = isobath(directory, command).exits(1);
+                assert!(refused.stderr.contains("lock"), "{}", refused.report());
+                let kept = fs::read(directory.join(used)).unwrap();
+                assert_eq!(kept, b"something of another program");
+                for other in files.iter().filter(|other| *other != used) {
+                    assert!(!directory.join(other).exists(), "{}", refused.report());
+                }
+            }
+            drop(holder.stdin.take());
+            let _ = holder.wait().unwrap();
+            fs::remove_file(directory.join(used)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_flat_target_does_not_overwrite_its_source() {
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    fs::write(directory.join("a-flat.vmdk"), [7; 4096]).unwrap();
+    let convert = args!["convert", "-f", "raw", "-O", "vmdk", "-o", "subformat=monolithicFlat"];
+    let refused = isobath(directory, [convert, args!["a-flat.vmdk", "a.vmdk"]].concat()).exits(1);
+    assert!(refused.stderr.contains("one of the images to copy"), "{}", refused.report());
+    assert_eq!(fs::read(directory.join("a-flat.vmdk")).unwrap(), [7; 4096]);
+    assert!(!directory.join("a.vmdk").exists());
+}
+
+#[test]
+fn new_images_are_sparse() {
+    use std::os::unix::fs::MetadataExt;
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let _ = qemu_img(directory, args!["create", "-q", "-f", "qcow2", "source", "4G"]).ok();
+    let _ = qemu::io(&directory.join("source"), "qcow2", &["write -P 1 3G 1M"]).ok();
+    for (format, options) in [
+        ("vmdk", "subformat=monolithicSparse"),
+        ("vmdk", "subformat=monolithicFlat"),
+        ("vmdk", "subformat=twoGbMaxExtentSparse"),
+        ("vpc", "subformat=fixed"),
+        ("vpc", "subformat=dynamic"),
+        ("vhdx", "subformat=fixed"),
+        ("vdi", "static=on"),
+        ("qed", "cluster_size=64k"),
+    ] {
+        let target = directory.join("target");
+        fs::create_dir(&target).unwrap();
+        let convert = args!["convert", "-O", format, "-o", options, "source", "target/image"];
+        let _ = isobath(directory, convert).ok();
+        let files = fs::read_dir(&target).unwrap();
+        let used: u64 = files.map(|file| file.unwrap().metadata().unwrap().blocks() * 512).sum();
+        assert!(used < 6 << 20, "{format} {options}: {used} bytes");
+        fs::remove_dir_all(&target).unwrap();
     }
 }
 
@@ -229,21 +380,37 @@ fn what_cannot_be_written_is_refused_and_leaves_nothing() {
     let directory = directory.path();
     let _ = qemu_img(directory, args!["create", "-q", "-f", "raw", "source", "8M"]).ok();
     for (wrong, says) in [
-        (args!["-O", "vmdk"], "streamOptimized"),
-        (args!["-O", "vmdk", "-o", "subformat=monolithicFlat"], "streamOptimized"),
-        (args!["-O", "vhdx", "-o", "subformat=fixed"], "subformat=dynamic"),
+        (args!["-O", "vmdk", "-B", "source", "-F", "raw"], "Backing file not supported"),
+        (args!["-O", "vmdk", "-o", "hwversion=\"4"], "quotation marks"),
+        (args!["-O", "vmdk", "-n"], "-n not supported"),
         (args!["-O", "vhdx", "-o", "block_size=3M"], "power of two"),
         (args!["-O", "vhdx", "-o", "cluster_size=64k"], "Invalid parameter"),
         (args!["-O", "vhdx", "-c"], "Compression not supported"),
-        (args!["-O", "vdi"], "does not support image creation"),
-        (args!["-O", "qed", "-B", "source", "-F", "raw"], "does not support image creation"),
+        (args!["-O", "vdi", "-o", "nocow=on"], "not supported"),
+        (args!["-O", "qed", "-B", "source", "-F", "raw"], "Backing file not supported"),
+        (args!["-O", "qed", "-o", "backing_file=source"], "Backing file not supported"),
         (args!["-O", "vhdx", "-B", "source", "-F", "raw"], "Backing file not supported"),
         (args!["-O", "vhdx", "--bitmaps"], "bitmaps"),
+        (args!["-O", "vpc", "--salvage"], "--salvage not supported"),
     ] {
         let arguments = [args!["convert", "-f", "raw"], wrong, args!["source", "copy"]].concat();
         let refused = isobath(directory, arguments).exits(1);
         assert!(refused.stderr.contains(says), "{}", refused.report());
         assert!(!directory.join("copy").exists(), "{}", refused.report());
+    }
+    for (wrong, says) in [
+        (args!["-f", "vmdk", "copy", "0"], "from 512 bytes"),
+        (args!["-f", "vmdk", "-o", "subformat=monolithicFlat", "a:b", "1M"], ""),
+        (args!["-f", "vmdk", "-o", "subformat=monolithicFlat", "a\"b", "1M"], "quotation marks"),
+        (args!["-f", "vmdk", "-o", "subformat=twoGbMaxExtentSparse", "copy", "2T"], "512 extents"),
+        (args!["-f", "vhdx", "copy", "0"], "from 512 bytes"),
+        (args!["-f", "vpc", "copy", "3T"], "2040 GiB"),
+        (args!["-f", "qed", "-o", "cluster_size=4k,table_size=1", "copy", "2T"], "at most"),
+    ] {
+        let refused = isobath(directory, [args!["create"], wrong].concat()).exits(1);
+        assert!(refused.stderr.contains(says), "{}", refused.report());
+        let left = fs::read_dir(directory).unwrap().count();
+        assert_eq!(left, 1, "{}", refused.report());
     }
 }
 

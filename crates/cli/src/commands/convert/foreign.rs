@@ -1,17 +1,16 @@
 //! Targets in other programs' formats, written from the start of the disk to its end.
 
-use super::Args;
+use super::{Args, refuse_source};
+use crate::commands::foreign::{NewImage, Options, no_backing};
 use crate::failure::{Failure, Outcome};
+use crate::options;
 use crate::workers::{self, Progress};
-use crate::{options, size};
 use isobath_disk::Disk;
-use isobath_formats::{Format, PIECE, Piece, VhdxOptions, VmdkOptions, Writer};
+use isobath_formats::{Format, PIECE, Piece, Writer};
 use isobath_ring::Signals;
-use isobath_storage::{Host, IoBuf, Locking, OpenMode, StorageExt};
+use isobath_storage::IoBuf;
 use isobath_storage_file::FileHost;
 use std::cell::Cell;
-use std::hash::{BuildHasher, RandomState};
-use std::io::Write;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -20,51 +19,23 @@ use std::thread;
 /// Guest bytes read at once.
 const WINDOW: u64 = 8 << 20;
 
-const VMDK_HELP: &str = "Supported vmdk options:
-  adapter_type=ADAPTER   - ide, lsilogic, buslogic or legacyESX
-  hwversion=VERSION      - Version of VMware's virtual hardware, 4 or greater
-  subformat=NAME         - streamOptimized; other subformats are read-only
-";
-
-const VHDX_HELP: &str = "Supported vhdx options:
-  block_size=SIZE        - Block size, a power of two from 1M to 256M
-  subformat=NAME         - dynamic; fixed images are read-only
-";
-
-/// Prints the options of a format.
-pub(super) fn help(format: Format, out: &mut dyn Write) -> Outcome {
-    let text = match format {
-        Format::Vmdk => VMDK_HELP,
-        Format::Vhdx => VHDX_HELP,
-        _ => return Err(only_read(format)),
-    };
-    out.write_all(text.as_bytes())?;
-    Ok(0)
-}
-
-fn only_read(format: Format) -> Failure {
-    Failure::new(format_args!(
-        "Format driver '{}' does not support image creation; supported formats are qcow2, raw, \
-         vmdk and vhdx",
-        format.name()
-    ))
-}
-
-/// Refuses options that such a target does not support.
+/// Refuses options that such a target does not support, in QEMU's words where it refuses them too.
 pub(super) fn check(args: &Args, format: Format) -> Result<(), Failure> {
-    if !matches!(format, Format::Vmdk | Format::Vhdx) {
-        return Err(only_read(format));
-    }
     let name = format.name();
+    if args.backing_file.is_some() {
+        return Err(Failure::new(no_backing(format)));
+    }
+    if args.bitmaps {
+        return Err(Failure::new(format_args!("Format driver '{name}' does not support bitmaps")));
+    }
+    if args.compress && format != Format::Vmdk {
+        return Err(Failure::new("Compression not supported for this file format"));
+    }
     let refused = [
         (args.no_create, "-n not supported"),
-        (args.backing_file.is_some(), "Backing file not supported"),
         (args.backing_format.is_some(), "Backing file format not supported"),
-        (args.compress && format != Format::Vmdk, "Compression not supported"),
-        (args.bitmaps, "bitmaps not supported"),
         (args.salvage, "--salvage not supported"),
         (args.rate.is_some(), "--rate not supported"),
-        (args.cache.is_direct(), "cache mode 'none' not supported"),
     ];
     match refused.into_iter().find(|(wrong, _)| *wrong) {
         Some((_, reason)) => Err(Failure::new(format_args!("{reason} for file format '{name}'"))),
@@ -72,82 +43,9 @@ pub(super) fn check(args: &Args, format: Format) -> Result<(), Failure> {
     }
 }
 
-/// The options of the new image.
-pub(super) enum Options {
-    Vmdk(VmdkOptions),
-    Vhdx(VhdxOptions),
-}
-
-impl Options {
-    /// Parses `-o`.
-    pub(super) fn parse(args: &Args, format: Format) -> Result<Self, Failure> {
-        let pairs = options::parse(&args.options);
-        if format == Format::Vmdk { vmdk(&pairs) } else { vhdx(&pairs) }
-    }
-}
-
-fn unknown(name: &str) -> Failure {
-    Failure::new(format_args!("Invalid parameter '{name}'"))
-}
-
-fn not_accepted(name: &str, value: &str) -> Failure {
-    Failure::new(format_args!("Parameter '{name}' does not accept value '{value}'"))
-}
-
-fn vmdk(pairs: &[(String, String)]) -> Result<Options, Failure> {
-    let ids = RandomState::new();
-    // All ones would stand for no parent.
-    let content_id = ids.hash_one("content") as u32 & 0x7fff_ffff;
-    let mut new = VmdkOptions { content_id, adapter: "ide", hardware_version: 4 };
-    let mut subformat = None;
-    for (name, value) in pairs {
-        match name.as_str() {
-            "subformat" => subformat = Some(value.as_str()),
-            "adapter_type" => {
-                let known = ["ide", "lsilogic", "buslogic", "legacyESX"];
-                let adapter = known.into_iter().find(|known| known == value);
-                new.adapter = adapter.ok_or_else(|| not_accepted(name, value))?;
-            }
-            "hwversion" => {
-                let version = value.parse().ok().filter(|version| *version >= 4);
-                new.hardware_version = version.ok_or_else(|| not_accepted(name, value))?;
-            }
-            _ => return Err(unknown(name)),
-        }
-    }
-    match subformat {
-        Some("streamOptimized") => Ok(Options::Vmdk(new)),
-        Some(other) => Err(Failure::new(format_args!(
-            "vmdk subformat '{other}' is read-only; use -o subformat=streamOptimized"
-        ))),
-        None => Err(Failure::new(
-            "vmdk subformat 'monolithicSparse', the default, is read-only; use \
-             -o subformat=streamOptimized",
-        )),
-    }
-}
-
-fn vhdx(pairs: &[(String, String)]) -> Result<Options, Failure> {
-    let ids = RandomState::new();
-    let id = |n: u64| u128::from(ids.hash_one(n)) << 64 | u128::from(ids.hash_one(!n));
-    let mut new = VhdxOptions { block_size: None, ids: [id(1), id(2), id(3)] };
-    for (name, value) in pairs {
-        match (name.as_str(), value.as_str()) {
-            ("subformat", "dynamic") => {}
-            ("subformat", other) => {
-                return Err(Failure::new(format_args!(
-                    "vhdx subformat '{other}' is read-only; use -o subformat=dynamic"
-                )));
-            }
-            ("block_size", text) => {
-                let bytes = size::parse(text).map_err(Failure::new)?;
-                // 0 is QEMU's default: a size that suits the disk.
-                new.block_size = Some(bytes).filter(|bytes| *bytes != 0);
-            }
-            _ => return Err(unknown(name)),
-        }
-    }
-    Ok(Options::Vhdx(new))
+/// The target's options.
+pub(super) fn options(args: &Args, format: Format) -> Result<Options, Failure> {
+    Options::parse(format, &options::parse(&args.options)).map_err(Failure::new)
 }
 
 /// Copies the sources, one after another, to a new image.
@@ -155,22 +53,23 @@ pub(super) async fn convert(
     args: &Args,
     sources: &[Arc<Disk<FileHost>>],
     name: &Path,
-    new: Options,
+    new: &Options,
     signals: &mut Signals,
 ) -> Outcome {
-    if name.exists() && !name.is_file() {
-        return Err(Failure::new(format_args!(
-            "'{}' is not a regular file; images in this format must be regular files",
-            name.display()
-        )));
-    }
     let total: u64 = sources.iter().map(|source| source.size()).sum();
-    let mode = OpenMode { writable: true, ..OpenMode::default() };
-    let file = Arc::new(FileHost.create(name, mode).await?);
-    // Its locks are held until the end.
-    let kept = Arc::clone(&file);
-    // A symbolic link stays, whatever happens to the file.
-    let real = FileHost.canonical(name)?;
+    let failed = |reason: String| {
+        let what = format!("error while converting {}", new.format().name());
+        Failure::new(reason).context(what).context(name.display())
+    };
+    let image = new.image().map_err(failed)?;
+    if args.compress && matches!(&image, NewImage::Vmdk(vmdk) if vmdk.subformat.is_flat()) {
+        return Err(Failure::new("invalid cluster size"));
+    }
+    for extent in image.extents(name, total)? {
+        refuse_source(&extent, sources).await?;
+    }
+    let (mut writer, files) =
+        image.create(name, total, args.cache.is_direct()).await.map_err(failed)?;
     let done = Rc::new(Cell::new(0));
     let interrupted = Cell::new(None);
     let progress = Progress::show(args.progress && !args.quiet, {
@@ -178,10 +77,6 @@ pub(super) async fn convert(
         move || (done.get(), total)
     });
     let work = async {
-        let mut writer = match new {
-            Options::Vmdk(new) => Writer::vmdk(file, total, new)?,
-            Options::Vhdx(new) => Writer::vhdx(file, total, new)?,
-        };
         let mut at = 0;
         while at < total {
             if interrupted.get().is_some() {
@@ -201,12 +96,7 @@ pub(super) async fn convert(
     if result.is_ok() && interrupted.get().is_none() {
         return Ok(0);
     }
-    let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
-    if FileHost.open(&real, look).await.is_ok_and(|found| found.id() == kept.id())
-        && let Err(error) = FileHost.remove(&real).await
-    {
-        tracing::warn!("{error}");
-    }
+    files.remove(false).await;
     match interrupted.get() {
         Some(signal) => {
             Err(Failure::new("interrupted; the target was removed").with_code(128 + signal as u8))

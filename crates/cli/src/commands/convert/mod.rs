@@ -180,7 +180,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let pairs = options::parse(&args.options);
     if pairs.iter().any(|(name, _)| name == "help" || name == "?") {
         return match args.output_format() {
-            ImageFormat::Foreign(format) => foreign::help(format, out),
+            ImageFormat::Foreign(format) => {
+                crate::commands::foreign::help(format, !args.images.is_empty(), out)
+            }
             format => create::help(format, out),
         };
     }
@@ -214,8 +216,8 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         let interrupted = Rc::new(Cell::new(None));
         let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
         if let ImageFormat::Foreign(format) = args.output_format() {
-            let new = foreign::Options::parse(args, format)?;
-            return foreign::convert(args, &sources, &name.path, new, &mut signals).await;
+            let new = foreign::options(args, format)?;
+            return foreign::convert(args, &sources, &name.path, &new, &mut signals).await;
         }
         let target = if args.no_create {
             Target::existing(name, args).await?

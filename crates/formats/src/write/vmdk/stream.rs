@@ -1,46 +1,29 @@
 //! Writing stream-optimized VMDK: each grain is compressed and follows a marker with its place; a grain table follows
 //! its grains, and the grain directory and the footer come last.
 
+use super::{DESCRIPTOR, ENTRIES, GRAIN, encode};
 use crate::error::{Blame, Result};
-use crate::piece::{PIECE, Piece};
 use crate::vmdk::{AT_END, SECTOR};
+use crate::write::piece::{PIECE, Piece};
 use flate2::{Compress, Compression, FlushCompress};
 use isobath_storage::{IoBuf, Storage};
 use std::path::{Path, PathBuf};
 
-/// Sectors in a grain.
-const GRAIN: u64 = PIECE as u64 / SECTOR;
-
-/// Entries in a grain table.
-const ENTRIES: u64 = 512;
-
 /// Sectors before the first grain.
 const OVERHEAD: u64 = 128;
-
-/// Sectors of the descriptor, which follows the header.
-const DESCRIPTOR: usize = 20;
 
 /// Markers that are not grains.
 const TABLE_MARKER: u32 = 1;
 const DIRECTORY_MARKER: u32 = 2;
 const FOOTER_MARKER: u32 = 3;
 
-/// Options of a VMDK.
-#[derive(Clone, Debug)]
-pub struct VmdkOptions {
-    /// The content's identity. It must not be the one that stands for no parent, all ones.
-    pub content_id: u32,
-    /// The disk's controller: `ide`, `buslogic`, `lsilogic` or `legacyESX`.
-    pub adapter: &'static str,
-    /// The version of `VMware`'s virtual hardware.
-    pub hardware_version: u32,
-}
-
-pub(crate) struct WriteVmdk {
+pub(crate) struct WriteStream {
     name: PathBuf,
-    options: VmdkOptions,
     /// Sectors of the disk.
     capacity: u64,
+    descriptor: Vec<u8>,
+    /// Entries of 1 stand for zeroes.
+    zeroed: bool,
     /// The next sector of the file.
     next: u64,
     /// The table of the grains being written, and its number.
@@ -76,31 +59,19 @@ fn marker(sectors: u64, kind: u32) -> Vec<u8> {
     marker
 }
 
-/// Entries in whole sectors.
-fn encode(entries: &[u32]) -> Vec<u8> {
-    let mut bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.to_le_bytes()).collect();
-    bytes.resize(bytes.len().next_multiple_of(SECTOR as usize), 0);
-    bytes
-}
-
-impl WriteVmdk {
-    pub(crate) fn new(name: &Path, size: u64, options: VmdkOptions) -> Result<Self> {
-        let capacity = size / SECTOR;
+impl WriteStream {
+    pub(super) fn new(name: &Path, capacity: u64, descriptor: Vec<u8>, zeroed: bool) -> Self {
         let tables = capacity.div_ceil(GRAIN * ENTRIES);
-        // What fits in a file whose sectors have 32-bit numbers, if all of it is data.
-        if capacity == 0 || capacity > u64::from(u32::MAX) * 64 {
-            let reason = "a stream-optimized VMDK has a disk from 512 bytes to 128 TiB";
-            return Err(Blame(name).unsupported("disk size", size, reason));
-        }
-        Ok(Self {
+        Self {
             name: name.to_owned(),
-            options,
             capacity,
+            descriptor,
+            zeroed,
             next: OVERHEAD,
             table: vec![0; ENTRIES as usize],
             number: 0,
             directory: vec![0; tables as usize],
-        })
+        }
     }
 
     /// The place of `bytes`, which are whole sectors, after everything else.
@@ -132,7 +103,7 @@ impl WriteVmdk {
         Ok(())
     }
 
-    pub(crate) async fn write<S: Storage>(
+    pub(super) async fn write<S: Storage>(
         &mut self,
         storage: &S,
         pieces: Vec<Piece>,
@@ -162,12 +133,13 @@ impl WriteVmdk {
         let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
         put(0, b"KDMV");
         put(4, &3_u32.to_le_bytes());
-        // Newlines can be checked; compressed grains; markers.
-        put(8, &0x3_0001_u32.to_le_bytes());
+        // Newlines can be checked; compressed grains; markers; and grains that are zero.
+        let flags: u32 = if self.zeroed { 0x3_0005 } else { 0x3_0001 };
+        put(8, &flags.to_le_bytes());
         put(12, &self.capacity.to_le_bytes());
         put(20, &GRAIN.to_le_bytes());
         put(28, &1_u64.to_le_bytes());
-        put(36, &(DESCRIPTOR as u64).to_le_bytes());
+        put(36, &DESCRIPTOR.to_le_bytes());
         put(44, &(ENTRIES as u32).to_le_bytes());
         put(56, &directory.to_le_bytes());
         put(64, &OVERHEAD.to_le_bytes());
@@ -176,31 +148,7 @@ impl WriteVmdk {
         header
     }
 
-    fn descriptor(&self) -> Vec<u8> {
-        let VmdkOptions { content_id, adapter, hardware_version } = self.options;
-        let name = self.name.file_name().unwrap_or_default().to_string_lossy();
-        // The name is for people: a quotation mark or a line's end would change the descriptor's meaning.
-        let name: String = name
-            .chars()
-            .take(200)
-            .map(|c| if c == '"' || c.is_control() { '_' } else { c })
-            .collect();
-        let (heads, sectors) = if adapter == "ide" { (16, 63) } else { (255, 63) };
-        let cylinders = self.capacity / (heads * sectors);
-        let text = format!(
-            "# Disk DescriptorFile\nversion=1\nCID={content_id:08x}\nparentCID=ffffffff\n\
-             createType=\"streamOptimized\"\n\n# Extent description\nRW {} SPARSE \"{name}\"\n\n\
-             # The Disk Data Base\n#DDB\n\nddb.virtualHWVersion = \"{hardware_version}\"\n\
-             ddb.geometry.cylinders = \"{cylinders}\"\nddb.geometry.heads = \"{heads}\"\n\
-             ddb.geometry.sectors = \"{sectors}\"\nddb.adapterType = \"{adapter}\"\n",
-            self.capacity
-        );
-        let mut bytes = text.into_bytes();
-        bytes.resize(DESCRIPTOR * SECTOR as usize, 0);
-        bytes
-    }
-
-    pub(crate) async fn finish<S: Storage>(mut self, storage: &S) -> Result<()> {
+    pub(super) async fn finish<S: Storage>(mut self, storage: &S) -> Result<()> {
         let start = self.next * SECTOR;
         let mut out = Vec::new();
         self.end_table(&mut out)?;
@@ -217,7 +165,7 @@ impl WriteVmdk {
         storage.write_at(start, IoBuf::copy_of(&out)).await?;
         storage.flush().await?;
         let mut front = self.header(AT_END);
-        front.extend(self.descriptor());
+        front.extend(self.descriptor);
         storage.write_at(0, IoBuf::copy_of(&front)).await?;
         storage.flush().await?;
         Ok(())

@@ -1,7 +1,8 @@
-//! Writing dynamic VHDX. The log is empty: the headers are written last.
+//! Writing VHDX, dynamic and fixed. The log is empty: the headers are written last.
 
+use super::piece::Piece;
+use super::placed::write_placed;
 use crate::error::{Blame, Result};
-use crate::piece::Piece;
 use crate::vhdx::{
     BAT, BITMAP_SECTORS, DISK_ID, DISK_SIZE, FILE_PARAMETERS, Guid, HEADERS, LOGICAL_SECTOR,
     MAX_SIZE, METADATA, MIB, PHYSICAL_SECTOR, REGION_TABLES, check_block, checksum,
@@ -10,13 +11,15 @@ use isobath_storage::{IoBuf, Storage};
 use std::path::Path;
 
 const LOG_AT: u64 = MIB;
-const METADATA_AT: u64 = 2 * MIB;
-const BAT_AT: u64 = 3 * MIB;
+
+/// The greatest length of a log.
+const MAX_LOG: u64 = (1 << 32) - MIB;
 
 /// Bytes in a sector of the disk.
 const SECTOR: u64 = 512;
 
 /// The states of blocks.
+const NOT_PRESENT: u64 = 0;
 const ZERO: u64 = 2;
 const PRESENT: u64 = 6;
 
@@ -25,6 +28,12 @@ const PRESENT: u64 = 6;
 pub struct VhdxOptions {
     /// Bytes in a block, a power of two from 1 MiB to 256 MiB; `None` chooses by the disk's size, as QEMU does.
     pub block_size: Option<u64>,
+    /// Bytes in the log, a multiple of 1 MiB below 4 GiB.
+    pub log_size: u64,
+    /// Each block has its place; otherwise only those that were written have one.
+    pub fixed: bool,
+    /// Of a dynamic image: blocks without a place are marked to be zero. Without a parent they are zero in any case.
+    pub zero_blocks: bool,
     /// Identities of the file, its data and the disk.
     pub ids: [u128; 3],
 }
@@ -32,6 +41,8 @@ pub struct VhdxOptions {
 pub(crate) struct WriteVhdx {
     ids: [Guid; 3],
     size: u64,
+    log: u64,
+    fixed: bool,
     block: u64,
     chunk: u64,
     bat: Vec<u64>,
@@ -41,9 +52,15 @@ pub(crate) struct WriteVhdx {
 
 impl WriteVhdx {
     pub(crate) fn new(name: &Path, size: u64, options: VhdxOptions) -> Result<Self> {
+        // QEMU opens an empty one only with a table of 64 MiB, for blocks that there are not.
         if size == 0 || size > MAX_SIZE {
             let reason = "a VHDX has a disk from 512 bytes to 64 TiB";
             return Err(Blame(name).unsupported("disk size", size, reason));
+        }
+        let log = options.log_size;
+        if !log.is_multiple_of(MIB) || !(MIB..=MAX_LOG).contains(&log) {
+            let reason = "it must be a multiple of 1 MiB, and below 4 GiB";
+            return Err(Blame(name).invalid("log size", log, reason));
         }
         let block = options.block_size.unwrap_or(match size {
             size if size > 32 << 40 => 64 * MIB,
@@ -55,10 +72,30 @@ impl WriteVhdx {
         let chunk = BITMAP_SECTORS * SECTOR / block;
         let blocks = size.div_ceil(block);
         let entries = blocks + (blocks - 1) / chunk;
-        let bat: Vec<u64> =
-            (0..entries).map(|n| if n % (chunk + 1) == chunk { 0 } else { ZERO }).collect();
-        let next = BAT_AT + (entries * 8).next_multiple_of(MIB);
-        Ok(Self { ids: options.ids.map(u128::to_le_bytes), size, block, chunk, bat, next })
+        // The metadata is between the log and the table.
+        let mut next = LOG_AT + log + MIB + (entries * 8).next_multiple_of(MIB);
+        let absent = if options.zero_blocks { ZERO } else { NOT_PRESENT };
+        let bat = (0..entries).map(|n| match n % (chunk + 1) == chunk {
+            // A bitmap of sectors, which only images with a parent have.
+            true => 0,
+            false if options.fixed => {
+                let place = next;
+                next += block;
+                place | PRESENT
+            }
+            false => absent,
+        });
+        let bat = bat.collect();
+        let ids = options.ids.map(u128::to_le_bytes);
+        Ok(Self { ids, size, log, fixed: options.fixed, block, chunk, bat, next })
+    }
+
+    const fn metadata_at(&self) -> u64 {
+        LOG_AT + self.log
+    }
+
+    const fn bat_at(&self) -> u64 {
+        self.metadata_at() + MIB
     }
 
     /// The place of the block that contains guest byte `at`, a new one if it has none.
@@ -78,27 +115,17 @@ impl WriteVhdx {
         storage: &S,
         pieces: Vec<Piece>,
     ) -> Result<()> {
-        // Adjacent pieces are written at once.
-        let mut run: Option<(u64, Vec<u8>)> = None;
+        let mut placed = Vec::new();
         for Piece { at, bytes } in pieces {
-            let place = self.place(at) + at % self.block;
-            match &mut run {
-                Some((start, run)) if *start + run.len() as u64 == place => run.extend(bytes),
-                _ => {
-                    if let Some((start, run)) = run.replace((place, bytes)) {
-                        storage.write_at(start, IoBuf::copy_of(&run)).await?;
-                    }
-                }
-            }
+            placed.push((self.place(at) + at % self.block, bytes));
         }
-        if let Some((start, run)) = run {
-            storage.write_at(start, IoBuf::copy_of(&run)).await?;
-        }
-        Ok(())
+        write_placed(storage, placed).await
     }
 
     fn metadata(&self) -> Vec<u8> {
-        let parameters = [(self.block as u32).to_le_bytes(), [0; 4]].concat();
+        let leave_allocated = u32::from(self.fixed);
+        let parameters = [(self.block as u32).to_le_bytes(), leave_allocated.to_le_bytes()];
+        let parameters = parameters.concat();
         let (user, disk, required) = (0, 2, 4);
         let items: [(Guid, u32, Vec<u8>); 5] = [
             (FILE_PARAMETERS, user | required, parameters),
@@ -131,7 +158,7 @@ impl WriteVhdx {
         table[..4].copy_from_slice(b"regi");
         table[8..12].copy_from_slice(&2_u32.to_le_bytes());
         let bat = (self.bat.len() as u64 * 8).next_multiple_of(MIB);
-        for (id, at, length) in [(BAT, BAT_AT, bat), (METADATA, METADATA_AT, MIB)] {
+        for (id, at, length) in [(BAT, self.bat_at(), bat), (METADATA, self.metadata_at(), MIB)] {
             table.extend(id);
             table.extend(at.to_le_bytes());
             table.extend((length as u32).to_le_bytes());
@@ -149,7 +176,7 @@ impl WriteVhdx {
         put(16, &self.ids[0]);
         put(32, &self.ids[1]);
         put(66, &1_u16.to_le_bytes());
-        put(68, &(MIB as u32).to_le_bytes());
+        put(68, &(self.log as u32).to_le_bytes());
         put(72, &LOG_AT.to_le_bytes());
         sealed(header)
     }
@@ -158,8 +185,8 @@ impl WriteVhdx {
         // Whole blocks belong to the file.
         storage.set_len(self.next).await?;
         let bat: Vec<u8> = self.bat.iter().flat_map(|entry| entry.to_le_bytes()).collect();
-        storage.write_at(BAT_AT, IoBuf::copy_of(&bat)).await?;
-        storage.write_at(METADATA_AT, IoBuf::copy_of(&self.metadata())).await?;
+        storage.write_at(self.bat_at(), IoBuf::copy_of(&bat)).await?;
+        storage.write_at(self.metadata_at(), IoBuf::copy_of(&self.metadata())).await?;
         let regions = self.region_table();
         for at in REGION_TABLES {
             storage.write_at(at, IoBuf::copy_of(&regions)).await?;

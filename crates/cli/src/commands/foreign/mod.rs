@@ -1,0 +1,125 @@
+//! New images in other programs' formats.
+
+mod options;
+
+use crate::failure::Failure;
+use isobath_disk::DiskError;
+use isobath_formats::{Error, Writer};
+use isobath_storage::{Host, Locking, OpenMode, StorageExt};
+use isobath_storage_file::{FileHost, FileStorage};
+pub(crate) use options::{NewImage, Options, help, no_backing};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The files of a new image. While this is there, no other program can write to them.
+#[derive(Default)]
+pub(crate) struct Files(Vec<Kept>);
+
+struct Kept {
+    name: PathBuf,
+    file: Arc<FileStorage>,
+    /// There was no file of that name.
+    is_new: bool,
+}
+
+/// Why an image cannot be created, without its name.
+fn reason(error: Error) -> String {
+    match error {
+        Error::Storage(error) => crate::image_name::reason(&DiskError::from(error)),
+        error @ Error::Format { .. } => error.to_string(),
+    }
+}
+
+impl Files {
+    async fn create(&mut self, name: &Path, direct: bool) -> Result<Arc<FileStorage>, String> {
+        if name.exists() && !name.is_file() {
+            return Err(format!(
+                "'{}' is not a regular file; images in this format must be regular files",
+                name.display()
+            ));
+        }
+        let failed = |error| reason(Error::Storage(error));
+        let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
+        let found = FileHost.open(name, look).await;
+        let is_new = found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+        let mode = OpenMode { writable: true, direct, ..OpenMode::default() };
+        let file = Arc::new(FileHost.create(name, mode).await.map_err(failed)?);
+        // A symbolic link stays, whatever happens to the file.
+        let name = FileHost.canonical(name).map_err(failed)?;
+        self.0.push(Kept { name, file: Arc::clone(&file), is_new });
+        Ok(file)
+    }
+
+    /// Deletes them, or only those that are new, if they still have their names.
+    pub(crate) async fn remove(&self, only_new: bool) {
+        let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
+        for Kept { name, file, .. } in self.0.iter().filter(|kept| kept.is_new || !only_new) {
+            if FileHost.open(name, look).await.is_ok_and(|found| found.id() == file.id())
+                && let Err(error) = FileHost.remove(name).await
+            {
+                tracing::warn!("{error}");
+            }
+        }
+    }
+}
+
+impl NewImage {
+    /// The files that the image `name` needs besides its own.
+    ///
+    /// # Errors
+    /// If they cannot have names, or the disk is too large.
+    pub(crate) fn extents(&self, name: &Path, size: u64) -> Result<Vec<PathBuf>, Failure> {
+        match self {
+            Self::Vmdk(options) => Ok(options.extents(name, size)?),
+            _ => Ok(Vec::new()),
+        }
+    }
+
+    /// Creates the image's files for a disk of `size` bytes, a multiple of 512. They are no image before the writer has
+    /// finished.
+    ///
+    /// # Errors
+    /// Why they cannot be created, without the image's name. Files that are new are then removed.
+    pub(crate) async fn create(
+        self,
+        name: &Path,
+        size: u64,
+        direct: bool,
+    ) -> Result<(Writer<FileStorage>, Files), String> {
+        let mut files = Files::default();
+        match self.begin(name, size, direct, &mut files).await {
+            Ok(writer) => Ok((writer, files)),
+            Err(reason) => {
+                files.remove(true).await;
+                Err(reason)
+            }
+        }
+    }
+
+    async fn begin(
+        self,
+        name: &Path,
+        size: u64,
+        direct: bool,
+        files: &mut Files,
+    ) -> Result<Writer<FileStorage>, String> {
+        let others = match &self {
+            Self::Vmdk(options) => options.extents(name, size).map_err(reason)?,
+            _ => Vec::new(),
+        };
+        let file = files.create(name, direct).await?;
+        let mut extents = Vec::new();
+        for other in others {
+            extents.push(files.create(&other, direct).await?);
+        }
+        let writer = match self {
+            Self::Vmdk(options) => Writer::vmdk(file, extents, size, &options),
+            Self::Vhdx(options) => Writer::vhdx(file, size, options),
+            Self::Vpc(options) => Writer::vpc(file, size, options),
+            Self::Vdi(options) => Writer::vdi(file, size, options),
+            Self::Qed(options) => Writer::qed(file, size, options),
+        };
+        writer.map_err(reason)
+    }
+}
