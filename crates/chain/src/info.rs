@@ -2,6 +2,7 @@
 
 use crate::index::{IndexInfo, IndexState, examine};
 use crate::open::open_layers;
+use isobath_formats::VmdkInfo;
 use isobath_image::encryption::{self, Secrets};
 use isobath_image::index_area::read_root;
 use isobath_image::layer::ImageFormat;
@@ -51,6 +52,19 @@ pub struct ImageInfo {
     pub snapshots: Vec<Snapshot>,
     /// Properties of qcow2 images only.
     pub qcow2: Option<Qcow2Info>,
+    /// Properties of images in other programs' formats only.
+    pub foreign: Option<ForeignInfo>,
+}
+
+/// Properties of images in other programs' formats only.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ForeignInfo {
+    /// Bytes in a block, if the image consists of such.
+    pub cluster_size: Option<u64>,
+    /// It says that it was not closed.
+    pub dirty: bool,
+    /// What a VMDK says about itself.
+    pub vmdk: Option<VmdkInfo>,
 }
 
 /// Properties of qcow2 images only.
@@ -209,6 +223,7 @@ async fn look<H: Host>(
         backing_format: None,
         snapshots: Vec::new(),
         qcow2: None,
+        foreign: None,
     };
     if let ImageFormat::Foreign(foreign) = format {
         let file = Arc::new(file);
@@ -216,6 +231,15 @@ async fn look<H: Host>(
         let image = Box::pin(open_foreign(host, name, foreign, &open, &file)).await?;
         info.format = format;
         info.virtual_size = image.size();
+        // Extents are files of their own.
+        for extent in image.storages().skip(1) {
+            info.actual_size += extent.allocated().await?;
+        }
+        info.foreign = Some(ForeignInfo {
+            cluster_size: image.cluster_size(),
+            dirty: image.is_dirty(),
+            vmdk: image.vmdk(),
+        });
         return Ok((info, file.id()));
     }
     if format == ImageFormat::Raw {

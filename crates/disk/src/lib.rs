@@ -56,9 +56,10 @@ pub use isobath_chain::create::{
 };
 pub use isobath_chain::index::{IndexInfo, IndexState};
 pub use isobath_chain::info::{
-    BitmapInfo, ImageInfo, InfoOptions, Qcow2Info, backing_chain_info, info,
+    BitmapInfo, ForeignInfo, ImageInfo, InfoOptions, Qcow2Info, backing_chain_info, info,
 };
 pub use isobath_chain::map::MapStats;
+pub use isobath_formats::{VmdkExtent, VmdkInfo};
 pub use isobath_image::amend::{Amend, amend, check_amend};
 pub use isobath_image::bitmaps::{BitmapAction, BitmapBits, BitmapEditor, read_bitmap};
 pub use isobath_image::check::{CheckEvent, CheckOptions, CheckReport, Repair};

@@ -9,6 +9,7 @@ use crate::{json, runtime};
 use isobath_disk::{
     ImageFormat, ImageInfo, IndexInfo, IndexState, InfoOptions, Qcow2Info, backing_chain_info, info,
 };
+use isobath_formats::VmdkInfo;
 use isobath_qcow2::Snapshot;
 use isobath_qmp::encryption;
 use isobath_storage::Locking;
@@ -88,23 +89,51 @@ fn object<const N: usize>(pairs: [(&str, Option<Value>); N]) -> Value {
 /// The object that `qemu-img info --output=json` prints.
 pub(crate) fn to_json(info: &ImageInfo) -> Value {
     let snapshots: Vec<Value> = info.snapshots.iter().map(snapshot_to_json).collect();
-    let qcow2 = info.qcow2.as_ref();
+    let (qcow2, foreign) = (info.qcow2.as_ref(), info.foreign.as_ref());
+    let cluster_size = match (qcow2, foreign) {
+        (Some(qcow2), _) => Some(qcow2.cluster_size),
+        (None, foreign) => foreign.and_then(|foreign| foreign.cluster_size),
+    };
+    let specific = match (qcow2, foreign.and_then(|foreign| foreign.vmdk.as_ref())) {
+        (Some(qcow2), _) => Some(json!({"type": "qcow2", "data": data(qcow2)})),
+        (None, Some(vmdk)) => Some(json!({"type": "vmdk", "data": vmdk_to_json(vmdk)})),
+        (None, None) => None,
+    };
+    let dirty = qcow2.is_some_and(|qcow2| qcow2.dirty) || foreign.is_some_and(|it| it.dirty);
     object([
         ("backing-filename-format", info.backing_format.as_ref().map(|format| json!(format))),
         ("snapshots", (!snapshots.is_empty()).then_some(Value::Array(snapshots))),
         ("virtual-size", Some(json!(info.virtual_size))),
         ("filename", Some(json!(info.filename.display().to_string()))),
-        ("cluster-size", qcow2.map(|qcow2| json!(qcow2.cluster_size))),
+        ("cluster-size", cluster_size.map(|size| json!(size))),
         ("format", Some(json!(info.format.name()))),
         ("actual-size", Some(json!(info.actual_size))),
-        ("format-specific", qcow2.map(|qcow2| json!({"type": "qcow2", "data": data(qcow2)}))),
+        ("format-specific", specific),
         (
             "full-backing-filename",
             info.full_backing_filename.as_ref().map(|name| json!(name.display().to_string())),
         ),
         ("backing-filename", info.backing_filename.as_ref().map(|name| json!(name))),
         ("encrypted", qcow2.filter(|qcow2| qcow2.encrypted).map(|_| json!(true))),
-        ("dirty-flag", Some(json!(qcow2.is_some_and(|qcow2| qcow2.dirty)))),
+        ("dirty-flag", Some(json!(dirty))),
+    ])
+}
+
+fn vmdk_to_json(vmdk: &VmdkInfo) -> Value {
+    let extents = vmdk.extents.iter().map(|extent| {
+        object([
+            ("compressed", extent.compressed.then(|| json!(true))),
+            ("virtual-size", Some(json!(extent.virtual_size))),
+            ("filename", Some(json!(extent.filename.display().to_string()))),
+            ("cluster-size", extent.cluster_size.map(|size| json!(size))),
+            ("format", Some(json!(extent.format))),
+        ])
+    });
+    object([
+        ("cid", Some(json!(vmdk.content_id))),
+        ("parent-cid", Some(json!(vmdk.parent_id))),
+        ("create-type", Some(json!(vmdk.create_type))),
+        ("extents", Some(Value::Array(extents.collect()))),
     ])
 }
 

@@ -5,6 +5,7 @@ use crate::options::printable;
 use crate::size::human;
 use isobath_disk::encryption::Info;
 use isobath_disk::{ImageInfo, IndexState, Qcow2Info};
+use isobath_formats::VmdkInfo;
 use isobath_qcow2::Snapshot;
 use std::io::{self, Write};
 
@@ -24,6 +25,14 @@ pub(super) fn print(out: &mut dyn Write, info: &ImageInfo) -> io::Result<()> {
             writeln!(out, "cleanly shut down: no")?;
         }
     }
+    if let Some(foreign) = &info.foreign {
+        if let Some(size) = foreign.cluster_size {
+            writeln!(out, "cluster_size: {size}")?;
+        }
+        if foreign.dirty {
+            writeln!(out, "cleanly shut down: no")?;
+        }
+    }
     if let Some(backing) = &info.backing_filename {
         let backing = printable(backing);
         write!(out, "backing file: {backing}")?;
@@ -38,6 +47,31 @@ pub(super) fn print(out: &mut dyn Write, info: &ImageInfo) -> io::Result<()> {
     snapshot_list(out, &info.snapshots)?;
     if let Some(qcow2) = &info.qcow2 {
         print_qcow2(out, qcow2)?;
+    }
+    if let Some(vmdk) = info.foreign.as_ref().and_then(|foreign| foreign.vmdk.as_ref()) {
+        print_vmdk(out, vmdk)?;
+    }
+    Ok(())
+}
+
+fn print_vmdk(out: &mut dyn Write, vmdk: &VmdkInfo) -> io::Result<()> {
+    writeln!(out, "Format specific information:")?;
+    writeln!(out, "    cid: {}", vmdk.content_id)?;
+    writeln!(out, "    parent cid: {}", vmdk.parent_id)?;
+    writeln!(out, "    create type: {}", printable(&vmdk.create_type))?;
+    writeln!(out, "    extents:")?;
+    for (number, extent) in vmdk.extents.iter().enumerate() {
+        writeln!(out, "        [{number}]:")?;
+        if extent.compressed {
+            writeln!(out, "            compressed: true")?;
+        }
+        writeln!(out, "            virtual size: {}", extent.virtual_size)?;
+        let name = extent.filename.display().to_string();
+        writeln!(out, "            filename: {}", printable(&name))?;
+        if let Some(size) = extent.cluster_size {
+            writeln!(out, "            cluster size: {size}")?;
+        }
+        writeln!(out, "            format: {}", printable(&extent.format))?;
     }
     Ok(())
 }
