@@ -7,7 +7,7 @@ use crate::options;
 use crate::workers::{self, Progress};
 use isobath_disk::Disk;
 use isobath_formats::{Format, PIECE, Piece, Writer};
-use isobath_ring::Signals;
+use isobath_ring::{Signals, sleep_until};
 use isobath_storage::IoBuf;
 use isobath_storage_file::FileHost;
 use std::cell::Cell;
@@ -15,6 +15,7 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::thread;
+use std::time::{Duration, Instant};
 
 /// Guest bytes read at once.
 const WINDOW: u64 = 8 << 20;
@@ -35,7 +36,6 @@ pub(super) fn check(args: &Args, format: Format) -> Result<(), Failure> {
         (args.no_create, "-n not supported"),
         (args.backing_format.is_some(), "Backing file format not supported"),
         (args.salvage, "--salvage not supported"),
-        (args.rate.is_some(), "--rate not supported"),
     ];
     match refused.into_iter().find(|(wrong, _)| *wrong) {
         Some((_, reason)) => Err(Failure::new(format_args!("{reason} for file format '{name}'"))),
@@ -77,13 +77,21 @@ pub(super) async fn convert(
         move || (done.get(), total)
     });
     let work = async {
-        let mut at = 0;
+        let rate = args.rate.filter(|rate| *rate > 0);
+        // What is copied in a second or two, so that a signal is noticed.
+        let window = rate.map_or(WINDOW, |rate| rate.min(WINDOW).next_multiple_of(PIECE as u64));
+        let (mut at, mut due) = (0, Instant::now());
         while at < total {
             if interrupted.get().is_some() {
                 return Ok(());
             }
-            let length = WINDOW.min(total - at);
+            let length = window.min(total - at);
             if let Some(bytes) = read(sources, at, length).await? {
+                if let Some(rate) = rate {
+                    sleep_until(due).await;
+                    let takes = Duration::from_secs_f64(length as f64 / rate as f64);
+                    due = due.max(Instant::now()) + takes;
+                }
                 writer.write(prepare(&writer, at, &bytes, args.tasks)).await?;
             }
             at += length;
