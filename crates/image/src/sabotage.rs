@@ -46,6 +46,8 @@ sabotages! {
     UnmarkedBitmaps => "unmarked-bitmaps",
     /// A write is not noted in the bitmaps that track writes.
     UnnotedWrites => "unnoted-writes",
+    /// A zone ends while zeroes are still being written to it.
+    ZonePreparedLate => "zone-prepared-late",
     /// A bitmap's mark is removed before its contents are durable.
     EarlyUnmark => "early-unmark",
     /// An ordered commit releases clusters while something durable still refers to them.

@@ -324,9 +324,12 @@ impl<H: Host> Disk<H> {
             if let Some(host) = plan.host {
                 qcow2.check_place(cluster * size, host)?;
             }
-            if plan.host.is_some() && qcow2.metadata.guest_io().has_checksums() {
-                // A record may have checksums of the data there.
-                return Ok(false);
+            if let Some(host) = plan.host {
+                let (place, io) = (host.get()..host.get() + size, qcow2.metadata.guest_io());
+                // A record may have checksums of the data there, or older data that is yet to be written there.
+                if io.has_checksums() || !io.is_stored_plain(&place) {
+                    return Ok(false);
+                }
             }
             plans.push(plan);
         }

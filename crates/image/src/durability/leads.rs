@@ -108,10 +108,10 @@ impl<S: Storage> Metadata<S> {
 
     /// Writes zeroes to clusters of a zone that are about to be used. The next flush pays for them.
     pub async fn prepare_zone(&self, clusters: u64) -> Result<()> {
-        let run = self.zones.unprepared(clusters);
-        let size = self.cluster_size();
+        let Some(preparing) = self.zones.begin_preparing(clusters) else { return Ok(()) };
+        let (run, size) = (&preparing.run, self.cluster_size());
         match write_zeroes(&**self.layer.storage(), run.start * size..run.end * size).await {
-            Ok(()) => self.zones.prepared(&run),
+            Ok(()) => preparing.done(),
             // Space is short: a write that needs it will report the error.
             Err(error) => {
                 tracing::debug!(%error, "cannot preallocate a zone");

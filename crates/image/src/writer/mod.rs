@@ -276,6 +276,9 @@ impl<S: Storage> Writer<S> {
         let Some(qcow2) = &self.qcow2 else { return Ok(()) };
         while qcow2.metadata.zones.any() {
             if !self.extract_some(true, readers).await? {
+                if !sabotage::is(Sabotage::ZonePreparedLate) {
+                    qcow2.metadata.zones.none_in_preparation().await;
+                }
                 // This record lists no zones.
                 self.commit_with_record(readers).await?;
             }

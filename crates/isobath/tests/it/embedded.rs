@@ -3,18 +3,23 @@
 
 use crate::common::{export, findings, has_journal, make};
 use futures_executor::block_on;
+use futures_util::future::join;
+use isobath_disk::sabotage::Sabotage;
 use isobath_disk::{Disk, MetadataMode, OpenOptions, Preallocation};
 use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf};
+use isobath_storage::{Host, IoBuf, Storage};
 use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::fault::{FaultHost, Plan};
 use isobath_storage_test::give_way;
+use isobath_storage_test::pass_through::{Call, Hooks, HostCall, HostHooks, PassThrough};
 use isobath_storage_test::recorder::{Change, Record, RecorderHost};
 use isobath_testkit::qemu;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 const NAME: &str = "disk.qcow2";
 const CLUSTER: u64 = 64 << 10;
@@ -244,5 +249,107 @@ fn a_journal_that_is_set_up_again_may_be_too_small_at_once() {
         disk.close().await.unwrap();
         drop(disk);
         assert_eq!(findings(&host, NAME).await, Vec::<String>::new());
+    });
+}
+
+/// Holds back the writes that prepare a zone, of 1 MiB, until they may go on. Those before it is `armed` set up the
+/// journal.
+#[derive(Clone, Default)]
+struct HeldBack {
+    armed: Arc<AtomicBool>,
+    begun: Arc<AtomicBool>,
+    go: Arc<AtomicBool>,
+}
+
+impl HostHooks for HeldBack {
+    type File = Self;
+    type Begun = ();
+
+    async fn begin(&self, _request: HostCall, _name: &Path) -> isobath_storage::Result<()> {
+        Ok(())
+    }
+
+    fn end(&self, _request: HostCall, _name: &Path, (): ()) {}
+
+    fn file(&self, _file: &impl Storage) -> Self {
+        self.clone()
+    }
+}
+
+impl Hooks for HeldBack {
+    type Begun = ();
+
+    async fn begin(&self, _file: &impl Storage, request: Call<'_>) -> isobath_storage::Result<()> {
+        if let Call::Write { bufs, .. } = request
+            && self.armed.load(Ordering::SeqCst)
+            && bufs.iter().map(IoBuf::len).sum::<usize>() == 1 << 20
+            && bufs.iter().all(|buf| buf.iter().all(|byte| *byte == 0))
+        {
+            self.begun.store(true, Ordering::SeqCst);
+            while !self.go.load(Ordering::SeqCst) {
+                give_way(1).await;
+            }
+        }
+        Ok(())
+    }
+
+    async fn end(
+        &self,
+        _file: &impl Storage,
+        (): (),
+        _done: Option<Call<'_>>,
+    ) -> isobath_storage::Result<()> {
+        Ok(())
+    }
+}
+
+/// Whether data stays that is written once the zones are gone, while zeroes were still on their way to one.
+async fn stays_when_zones_end() -> bool {
+    let memory = plain().await;
+    memory.set_gains_from_written_space(true);
+    let held = HeldBack::default();
+    let disk = open(PassThrough::around(memory.clone(), held.clone())).await;
+    let data = noise(9, 2 << 20);
+    let work = async {
+        let mut at = 0;
+        while !held.begun.load(Ordering::SeqCst) {
+            disk.write(at, text(1, CLUSTER)).await.unwrap();
+            disk.flush().await.unwrap();
+            held.armed.store(true, Ordering::SeqCst);
+            give_way(10).await;
+            at += CLUSTER;
+            assert!(at < SIZE / 2, "no zone is prepared");
+        }
+        let change = async {
+            disk.resize(SIZE * 2, Preallocation::Off, false).await.unwrap();
+            let written = disk.write(SIZE, IoBuf::copy_of(&data)).await;
+            written.unwrap();
+            disk.flush().await.unwrap();
+        };
+        let go_on = async {
+            give_way(2000).await;
+            held.go.store(true, Ordering::SeqCst);
+        };
+        join(change, go_on).await;
+        give_way(100).await;
+        disk.close().await.unwrap();
+    };
+    let (kept, ()) = join(disk.upkeep(), work).await;
+    kept.unwrap();
+    drop(disk);
+    let directory = export(&memory);
+    qemu::assert_clean(&directory.path().join(NAME));
+    let disk = open(memory).await;
+    let found = read(&disk, SIZE, data.len() as u64).await;
+    disk.close().await.unwrap();
+    *found == *data
+}
+
+#[test]
+fn a_zone_ends_only_once_it_is_prepared() {
+    block_on(async {
+        assert!(stays_when_zones_end().await);
+        let _broken = Sabotage::ZonePreparedLate.begin();
+        assert!(!stays_when_zones_end().await, "the test finds what it is for");
     });
 }

@@ -35,7 +35,7 @@ use crate::violated;
 use flight::{Flight, Flights};
 use isobath_qcow2::embedded::{LEAD, Mapping, ZoneId};
 use isobath_qcow2::{ClusterIndex, Geometry, HostCluster, Lsn, journal};
-use isobath_sync::{CheckedMutex, Invariants};
+use isobath_sync::{CheckedMutex, Condition, Invariants};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -62,6 +62,8 @@ pub struct Zones {
     suspended: AtomicUsize,
     /// Locked, by host bytes, while a lead block is changed.
     pub(crate) locks: RangeLocks,
+    /// A zone is no longer being prepared.
+    prepared: Condition,
     state: CheckedMutex<ZoneState>,
 }
 
@@ -224,6 +226,7 @@ impl Zones {
             any: AtomicBool::new(false),
             suspended: AtomicUsize::new(0),
             locks: RangeLocks::default(),
+            prepared: Condition::default(),
             state: CheckedMutex::default(),
         }
     }
@@ -551,22 +554,56 @@ impl Zones {
         Some(step.div_ceil(settings.cluster_size))
     }
 
-    /// Up to `most` clusters to prepare, adjacent to those already prepared.
-    pub(crate) fn unprepared(&self, most: u64) -> Range<u64> {
-        let state = self.state.lock();
-        let mut runs = state.zones.iter().map(|zone| zone.unprepared(most));
-        runs.find(|run| !run.is_empty()).unwrap_or_default()
+    /// Begins to prepare up to `most` clusters, adjacent to those already prepared. Their zone stays until that ends,
+    /// so nobody else is given its space.
+    pub(crate) fn begin_preparing(&self, most: u64) -> Option<Preparing<'_>> {
+        let mut state = self.state.lock();
+        state.zones.iter_mut().find_map(|zone| {
+            let run = zone.unprepared(most);
+            if run.is_empty() {
+                return None;
+            }
+            zone.preparing = true;
+            Some(Preparing { zones: self, run })
+        })
+    }
+
+    /// Waits until no zone is being prepared. While embedding is suspended, none begins to be.
+    pub(crate) async fn none_in_preparation(&self) {
+        self.prepared.until(|| !self.state.lock().zones.iter().any(|zone| zone.preparing)).await;
     }
 
     /// Notes that the host has no space to prepare any.
     pub(crate) fn cannot_prepare(&self) {
         self.state.lock().exhausted = true;
     }
+}
 
-    pub(crate) fn prepared(&self, run: &Range<u64>) {
-        if let Some(zone) = self.state.lock().zone(run.start) {
-            zone.prepared_to(run.end);
+/// Clusters of a zone to which zeroes are being written.
+#[must_use = "their zone cannot end before this is dropped"]
+pub(crate) struct Preparing<'a> {
+    zones: &'a Zones,
+    /// The host clusters.
+    pub(crate) run: Range<u64>,
+}
+
+impl Preparing<'_> {
+    /// They are zero.
+    pub(crate) fn done(self) {
+        match self.zones.state.lock().zone(self.run.start) {
+            Some(zone) => zone.prepared_to(self.run.end),
+            None if sabotage::is(Sabotage::ZonePreparedLate) => {}
+            None => violated("a zone stays while it is prepared"),
         }
+    }
+}
+
+impl Drop for Preparing<'_> {
+    fn drop(&mut self) {
+        if let Some(zone) = self.zones.state.lock().zone(self.run.start) {
+            zone.preparing = false;
+        }
+        self.zones.prepared.changed();
     }
 }
 

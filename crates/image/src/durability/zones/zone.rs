@@ -1,5 +1,6 @@
 //! One zone: a run of host clusters with embedded mappings.
 
+use crate::sabotage::{self, Sabotage};
 use crate::violated;
 use isobath_qcow2::embedded::{Span, ZoneId};
 use isobath_qcow2::{HostOffset, Lsn, journal};
@@ -47,6 +48,8 @@ pub(super) struct Zone {
     freed: Vec<usize>,
     /// Slots before this are in space that was written before.
     prepared: usize,
+    /// Zeroes are being written to slots behind these.
+    pub(super) preparing: bool,
     /// Bytes that were never used read as zeroes.
     zeroed: bool,
     /// Slots whose lead block the next record lists as plain; one bit each.
@@ -104,6 +107,7 @@ impl Zone {
             next: 0,
             freed: Vec::new(),
             prepared: if prepared { count } else { 0 },
+            preparing: false,
             zeroed,
             plain: vec![0; count.div_ceil(8)],
             listed: false,
@@ -198,14 +202,15 @@ impl Zone {
         })
     }
 
-    /// Nothing in it is embedded, and a record says so.
+    /// Nothing in it is embedded, and a record says so; nor are zeroes being written to it.
     pub(super) fn is_spent(&self) -> bool {
         let done = |(place, slot): (usize, &Slot)| match slot {
             Slot::Free => true,
             Slot::Plain => self.is_plain(place),
             Slot::Taken | Slot::Left(_) | Slot::Embedded(_) => false,
         };
-        self.frozen && self.slots.iter().enumerate().all(done)
+        let preparing = self.preparing && !sabotage::is(Sabotage::ZonePreparedLate);
+        self.frozen && !preparing && self.slots.iter().enumerate().all(done)
     }
 
     /// The number of slots that can be taken.
@@ -223,15 +228,18 @@ impl Zone {
         self.start + self.next as u64..self.clusters().end
     }
 
-    /// Up to `most` host clusters that are not prepared.
+    /// Up to `most` host clusters that are not prepared, nor being prepared.
     pub(super) fn unprepared(&self, most: u64) -> Range<u64> {
-        let left = if self.frozen { 0 } else { self.slots.len() - self.prepared };
+        let left = if self.frozen || self.preparing { 0 } else { self.slots.len() - self.prepared };
         let start = self.start + self.prepared as u64;
         start..start + most.min(left as u64)
     }
 
     /// Notes that host clusters are prepared up to this one.
     pub(super) fn prepared_to(&mut self, end: u64) {
+        if end > self.clusters().end {
+            violated("the prepared clusters of a zone lie in it");
+        }
         self.prepared = (end - self.start) as usize;
     }
 
@@ -308,6 +316,19 @@ mod tests {
         zone.prepared_to(11);
         assert_eq!((zone.ready(), zone.unprepared(100)), (3, 11..16));
         assert_eq!(zone.take(), Some((8, true)));
+    }
+
+    #[test]
+    fn a_zone_is_not_spent_while_it_is_being_prepared() {
+        let mut zone = Zone::new(&(8..16), ZoneId([7; 16]), true, false);
+        zone.listed = true;
+        zone.preparing = true;
+        assert_eq!(zone.unprepared(3), 8..8, "only once at a time");
+        zone.frozen = true;
+        assert!(!zone.is_spent());
+        zone.preparing = false;
+        assert!(zone.is_spent());
+        assert_violated("lie in it", zone, |zone| zone.prepared_to(17));
     }
 
     #[test]
