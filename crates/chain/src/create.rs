@@ -12,7 +12,7 @@ use isobath_luks::{CreateOptions, Secret, system_random};
 use isobath_qcow2::index::IndexExtension;
 use isobath_qcow2::{CompressionType, FormatError, HostOffset, NewImage, Plan};
 use isobath_storage::{
-    FileId, Host, IoBuf, Locking, OpenMode, Storage, StorageError, StorageExt, ZeroMode,
+    FileId, Host, IoBuf, Layout, Locking, OpenMode, Storage, StorageError, StorageExt, ZeroMode,
 };
 use std::io;
 use std::path::{Path, PathBuf};
@@ -88,6 +88,8 @@ pub struct NewDisk {
     pub open_backing: bool,
     /// Encrypt the guest's data.
     pub encryption: Option<NewEncryption>,
+    /// How the host lays out the files.
+    pub layout: Layout,
     /// Write the direct-access index of the layers below. It needs an open backing file, and is omitted if the chain is
     /// not suited.
     pub index: bool,
@@ -111,6 +113,7 @@ impl Default for NewDisk {
             backing_format: None,
             open_backing: true,
             encryption: None,
+            layout: Layout::default(),
             index: true,
         }
     }
@@ -182,6 +185,7 @@ setters! {
     data_file_raw: bool,
     open_backing: bool,
     encryption: Option<NewEncryption>,
+    layout: Layout,
     index: bool,
 }
 
@@ -256,7 +260,7 @@ pub async fn create_held<'a, H: Host>(
         Some(encryption) => new_keys(name, encryption.clone()).await?,
         None => Vec::new(),
     };
-    let mut created = Created { host, size, files: Vec::new() };
+    let mut created = Created { host, size, layout: new.layout, files: Vec::new() };
     let result = match &plan {
         Some((plan, index)) => {
             let contents = Contents { plan, index, keys: &keys };
@@ -438,6 +442,7 @@ fn check_raw(name: &Path, new: &NewDisk) -> Result<()> {
 pub struct Created<'a, H: Host> {
     host: &'a H,
     size: u64,
+    layout: Layout,
     files: Vec<Kept<H::File>>,
 }
 
@@ -495,6 +500,7 @@ impl<H: Host> Created<'_, H> {
         };
         drop(found);
         let file = Arc::new(self.host.create(name, OpenMode::default()).await?);
+        file.lay_out(self.layout).await;
         // A link stays.
         let name = self.host.canonical(name)?;
         self.files.push(Kept { name, file: Arc::clone(&file), is_new });

@@ -8,7 +8,7 @@ use isobath_image::index_area::read_root;
 use isobath_image::layer::{ImageFormat, Layer, ShownLog};
 use isobath_image::offline::bring_in;
 use isobath_image::open::{open_layer, referenced_file};
-use isobath_image::options::{OpenOptions, Trust};
+use isobath_image::options::{BackingFile, OpenOptions, Trust};
 use isobath_image::{DiskError, Result};
 use isobath_qcow2::IncompatibleFeatures;
 use isobath_storage::{FileId, Host, Storage, StorageExt};
@@ -43,7 +43,7 @@ pub async fn open_layers<H: Host>(
     let mut next = Some((name.to_owned(), options.format));
     let mut visible = u64::MAX;
     let mut ahead = OpenedAhead::default();
-    let below = options.clone().snapshot(None);
+    let below = options.clone().snapshot(None).data_file(None);
     while let Some((name, format)) = next.take() {
         if layers.len() == MAX_LAYERS {
             return Err(DiskError::Refused {
@@ -87,7 +87,12 @@ pub async fn open_layers<H: Host>(
         layer.limit_visible(visible);
         visible = layer.visible();
         if options.backing {
-            next = backing_of(host, &layer, &options.trust)?;
+            next = match options.backing_file(layers.len()) {
+                Some(BackingFile { name, format }) if layer.header().is_some() => {
+                    Some((name.clone(), *format))
+                }
+                _ => backing_of(host, &layer, &options.trust)?,
+            };
             if next.is_some() && ahead.is_empty() && options.may_use_index() {
                 ahead = open_ahead(host, &layer, layers.len(), options).await;
             }

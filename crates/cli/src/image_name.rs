@@ -5,7 +5,7 @@
 use crate::failure::Failure;
 use crate::options;
 use isobath_disk::encryption::{Secret, Secrets};
-use isobath_disk::{Disk, DiskError, ImageFormat, OpenOptions};
+use isobath_disk::{BackingFile, Disk, DiskError, ImageFormat, OpenOptions};
 use isobath_qmp::secret::{Description, Source};
 use isobath_storage::{Locking, Operation, StorageError};
 use isobath_storage_file::FileHost;
@@ -132,6 +132,11 @@ pub(crate) struct Image {
     read_only: bool,
     unlocked: bool,
     backing: bool,
+    /// Writes are compressed (QEMU's filter `compress`).
+    compress: bool,
+    /// The external data file, and the backing files by depth, if the options name them.
+    data_file: Option<PathBuf>,
+    backing_files: Vec<Option<BackingFile>>,
     secrets: Secrets,
 }
 
@@ -224,14 +229,38 @@ impl Naming {
 impl Image {
     fn plain(shown: String, path: PathBuf, format: Option<ImageFormat>) -> Self {
         let (direct, read_only, unlocked, backing) = (None, false, false, true);
+        let (compress, data_file, backing_files) = (false, None, Vec::new());
         let secrets = Secrets::default();
-        Self { shown, path, format, direct, read_only, unlocked, backing, secrets }
+        Self {
+            shown,
+            path,
+            format,
+            direct,
+            read_only,
+            unlocked,
+            backing,
+            compress,
+            data_file,
+            backing_files,
+            secrets,
+        }
+    }
+
+    /// Whether writes are to be compressed. The caller does so.
+    pub(crate) fn take_compress(&mut self) -> bool {
+        std::mem::take(&mut self.compress)
     }
 
     /// How to open a temporary overlay of it.
     pub(crate) fn overlay_options(&self, direct: bool, locking: Locking) -> OpenOptions {
         let options = self.options(direct, locking).format(ImageFormat::Qcow2);
-        options.writable(true).backing(true)
+        // The image is one below it there.
+        let below = std::iter::once(None).chain(self.backing_files.iter().cloned());
+        options
+            .writable(true)
+            .backing(true)
+            .data_file(None)
+            .backing_files(below.collect::<Vec<_>>())
     }
 
     /// How to open it. `direct` follows from the command's cache mode, `locking` from its option for locks.
@@ -242,6 +271,8 @@ impl Image {
             .direct(self.direct.unwrap_or(direct))
             .locking(locking)
             .backing(self.backing)
+            .data_file(self.data_file.clone())
+            .backing_files(self.backing_files.clone())
             .secrets(self.secrets.clone())
     }
 
@@ -255,6 +286,12 @@ impl Image {
     /// # Errors
     /// If the options for the image say read-only.
     pub(crate) fn writable(&self, direct: bool) -> Result<OpenOptions, Failure> {
+        if self.compress {
+            return Err(could_not_open(
+                &self.shown,
+                "driver 'compress' is supported by qemu-nbd only",
+            ));
+        }
         if self.read_only {
             return Err(could_not_open(
                 &self.shown,
@@ -391,6 +428,20 @@ impl Naming {
         mut image: Image,
         mut pairs: Vec<(String, String)>,
     ) -> Result<Image, String> {
+        if pairs.iter().any(|(name, value)| name == "driver" && value == "compress") {
+            pairs.retain(|(name, _)| name != "driver");
+            for (name, _) in &mut pairs {
+                *name = match name.strip_prefix("file.") {
+                    Some(name) => name.to_owned(),
+                    None => {
+                        return Err(format!(
+                            "Block format 'compress' does not support the option '{name}'"
+                        ));
+                    }
+                };
+            }
+            image.compress = true;
+        }
         let mut take = |name: &str| {
             let at = pairs.iter().position(|(other, _)| other == name)?;
             Some(pairs.swap_remove(at).1)
@@ -426,7 +477,9 @@ impl Naming {
         };
         let name = name.strip_prefix("file:").unwrap_or(&name);
         image.path = name.into();
-        let rest = std::mem::take(&mut pairs);
+        let mut rest = std::mem::take(&mut pairs);
+        image.data_file = data_file(&mut rest)?;
+        image.backing_files = backing_files(&mut rest)?;
         for (option, value) in rest {
             let of_file = option.strip_prefix("file.");
             let on = || options::on_off(&option, &value);
@@ -500,6 +553,54 @@ impl Naming {
         }
         Ok(())
     }
+}
+
+/// Takes the file of `data-file` out of the options.
+fn data_file(pairs: &mut Vec<(String, String)>) -> Result<Option<PathBuf>, String> {
+    if let Some(driver) = take(pairs, "data-file.driver")
+        && !is_protocol(&driver)
+    {
+        return Err(unknown_driver(&driver));
+    }
+    Ok(take(pairs, "data-file.filename").map(plain_path))
+}
+
+/// Takes the files of `backing`, `backing.backing` and so on out of the options.
+fn backing_files(pairs: &mut Vec<(String, String)>) -> Result<Vec<Option<BackingFile>>, String> {
+    let mut files = Vec::new();
+    let mut prefix = String::from("backing.");
+    while pairs.iter().any(|(name, _)| name.starts_with(&prefix)) {
+        let mut own = |name: &str| take(pairs, &format!("{prefix}{name}"));
+        let mut driver = own("driver");
+        let mut protocol = own("file.driver");
+        if driver.as_deref().is_some_and(is_protocol) {
+            protocol = driver.replace("raw".into());
+        }
+        if let Some(protocol) = protocol.filter(|protocol| !is_protocol(protocol)) {
+            return Err(unknown_driver(&protocol));
+        }
+        let format = driver
+            .map(|driver| ImageFormat::from_name(&driver).ok_or_else(|| unknown_driver(&driver)));
+        let format = format.transpose()?;
+        let name = own("file.filename").or_else(|| own("filename")).map(plain_path);
+        if name.is_none() && format.is_some() {
+            return Err(format!("A block device must be specified for \"{prefix}file\""));
+        }
+        files.push(name.map(|name| BackingFile { name, format }));
+        prefix.push_str("backing.");
+    }
+    Ok(files)
+}
+
+/// Takes an option's value.
+fn take(pairs: &mut Vec<(String, String)>, name: &str) -> Option<String> {
+    let at = pairs.iter().position(|(other, _)| other == name)?;
+    Some(pairs.swap_remove(at).1)
+}
+
+/// The path in a file name of the options.
+fn plain_path(name: String) -> PathBuf {
+    name.strip_prefix("file:").map_or_else(|| PathBuf::from(&name), PathBuf::from)
 }
 
 /// Whether an option is about encryption: of the image, or of one below it.

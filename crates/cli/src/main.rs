@@ -25,10 +25,11 @@ mod workers;
 #[path = "../tests/it/documented_commands/documented.rs"]
 mod documented;
 
-use clap::Parser;
 use clap::error::ErrorKind;
+use clap::{CommandFactory, FromArgMatches, Parser};
 use failure::{Failure, Outcome};
 use isobath_image::sabotage::Sabotage;
+use std::ffi::OsString;
 use std::io::{self, Write};
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
@@ -65,7 +66,10 @@ fn run() -> ExitCode {
     if let Some(version) = program::version(&line) {
         return ended(writeln!(io::stdout(), "{version}").map_err(Failure::from).map(|()| 0));
     }
-    let cli = match Cli::try_parse_from(&line) {
+    if let Some(help) = program::help(&line, &Cli::command()) {
+        return ended(writeln!(io::stdout(), "{help}").map_err(Failure::from).map(|()| 0));
+    }
+    let cli = match parse(&line) {
         Ok(cli) => cli,
         Err(error)
             if error.use_stderr()
@@ -90,6 +94,12 @@ fn run() -> ExitCode {
     ended(result.and_then(|code| Ok(out.flush().map(|()| code)?)))
 }
 
+/// Parses a command line. QEMU's programs accept a long option's beginning, if no other option begins so.
+fn parse(line: &[OsString]) -> Result<Cli, clap::Error> {
+    let command = Cli::command().infer_long_args(program::is_link());
+    Cli::from_arg_matches(&command.try_get_matches_from(line)?)
+}
+
 /// Returns the exit code and prints the error, if any.
 fn ended(result: Outcome) -> ExitCode {
     match result {
@@ -106,12 +116,11 @@ fn ended(result: Outcome) -> ExitCode {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::{Arg, CommandFactory};
-    use std::ffi::OsString;
+    use clap::Arg;
 
     /// Parses a command line as the program does before it runs the command.
-    fn parse(words: &[String]) -> Result<Cli, clap::Error> {
-        Cli::try_parse_from(program::command_line(words.iter().map(OsString::from)))
+    fn parse_words(words: &[String]) -> Result<Cli, clap::Error> {
+        parse(&program::command_line(words.iter().map(OsString::from)))
     }
 
     #[test]
@@ -119,7 +128,7 @@ mod tests {
         let documented = documented::command_lines();
         let wrong: Vec<String> = documented
             .iter()
-            .filter_map(|line| Some(format!("{line}\n{}", parse(&line.words).err()?)))
+            .filter_map(|line| Some(format!("{line}\n{}", parse_words(&line.words).err()?)))
             .collect();
         assert!(wrong.is_empty(), "{} wrong command lines:\n{}", wrong.len(), wrong.join("\n"));
         assert!(documented.len() > 60, "{} command lines", documented.len());

@@ -68,11 +68,11 @@ fn pair(option: &str) -> Option<(String, String)> {
     (!name.is_empty()).then(|| (name.to_owned(), value.to_owned()))
 }
 
-/// The value of an option that is on or off.
+/// The value of an option that is on or off, in any of QEMU's spellings.
 pub(crate) fn on_off(name: &str, value: &str) -> Result<bool, String> {
     match value {
-        "on" => Ok(true),
-        "off" => Ok(false),
+        "on" | "yes" | "true" | "y" => Ok(true),
+        "off" | "no" | "false" | "n" => Ok(false),
         _ => Err(format!("Parameter '{name}' expects 'on' or 'off'")),
     }
 }

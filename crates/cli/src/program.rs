@@ -4,7 +4,10 @@
 //! program in scripts.
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{Arg, Command};
+use isobath_disk::ImageFormat;
 use std::ffi::OsString;
+use std::fmt::Write as _;
 use std::path::Path;
 use std::sync::OnceLock;
 
@@ -16,6 +19,11 @@ static NAME: OnceLock<&'static str> = OnceLock::new();
 /// The program's name, for messages.
 pub(crate) fn name() -> &'static str {
     NAME.get().copied().unwrap_or("isobath")
+}
+
+/// Whether it was started under a QEMU program's name.
+pub(crate) fn is_link() -> bool {
+    NAME.get().is_some()
 }
 
 /// The command line to parse, from the one that was given.
@@ -41,12 +49,67 @@ pub(crate) fn command_line(given: impl Iterator<Item = OsString>) -> Vec<OsStrin
     line
 }
 
+/// Whether the program was started under a QEMU program's name, and the first argument is one of these.
+fn begins_with(line: &[OsString], options: [&str; 2]) -> Option<&'static str> {
+    let place = if name() == "qemu-img" { 1 } else { 2 };
+    let asked = line.get(place).is_some_and(|first| options.iter().any(|option| first == option));
+    Some(name()).filter(|name| LINKS.contains(name) && asked)
+}
+
 /// What `--version` prints, if given, under a QEMU program's name: callers take the first number for QEMU's version.
 pub(crate) fn version(line: &[OsString]) -> Option<String> {
-    let place = if name() == "qemu-img" { 1 } else { 2 };
-    let asked = line.get(place).is_some_and(|option| option == "-V" || option == "--version");
-    let program = Some(name()).filter(|name| LINKS.contains(name) && asked)?;
-    Some(format!("{program} version 7.2.0 (isobath {})", env!("CARGO_PKG_VERSION")))
+    begins_with(line, ["-V", "--version"]).map(version_of)
+}
+
+fn version_of(program: &str) -> String {
+    // As in QEMU, which omits the word for qemu-nbd alone.
+    let word = if program == "qemu-nbd" { "" } else { " version" };
+    format!("{program}{word} 7.2.0 (isobath {})", env!("CARGO_PKG_VERSION"))
+}
+
+/// What `--help` prints, if given, under the name of qemu-img: callers look in it for options and formats. `isobath` is
+/// the command line of this program.
+pub(crate) fn help(line: &[OsString], isobath: &Command) -> Option<String> {
+    let program = begins_with(line, ["-h", "--help"]).filter(|program| *program == "qemu-img")?;
+    let mut text = format!(
+        "{}\nusage: qemu-img [standard options] command [command options]\n\
+         Work with disk images\n\n    \
+         '-h', '--help'       print this help, or with a command its options\n    \
+         '-V', '--version'    print the version\n    \
+         '-T', '--trace'      accepted for compatibility\n\n\
+         Command syntax:\n",
+        version_of(program)
+    );
+    for command in QEMU_IMG.iter().filter_map(|name| isobath.find_subcommand(name)) {
+        let arguments = command.get_arguments().filter(|argument| !argument.is_hide_set());
+        let syntax: String = arguments.map(syntax).collect();
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "  {}{syntax}", command.get_name());
+    }
+    let formats = ImageFormat::names().replace(',', "");
+    let _ = write!(text, "\nSupported formats: {formats} file host_device");
+    Some(text)
+}
+
+/// The commands of qemu-img.
+const QEMU_IMG: [&str; 15] = [
+    "amend", "bench", "bitmap", "check", "commit", "compare", "convert", "create", "dd", "info",
+    "map", "measure", "snapshot", "rebase", "resize",
+];
+
+/// An argument in a command's syntax.
+fn syntax(argument: &Arg) -> String {
+    let values = argument.get_value_names().unwrap_or_default();
+    let value = values.first().filter(|_| argument.get_action().takes_values());
+    let value = value.map(|value| value.to_lowercase()).unwrap_or_default();
+    let shown = match (argument.get_short(), argument.get_long()) {
+        (Some(short), _) if value.is_empty() => format!("-{short}"),
+        (Some(short), _) => format!("-{short} {value}"),
+        (None, Some(long)) if value.is_empty() => format!("--{long}"),
+        (None, Some(long)) => format!("--{long}={value}"),
+        (None, None) => return format!(" {value}"),
+    };
+    if argument.is_required_set() { format!(" {shown}") } else { format!(" [{shown}]") }
 }
 
 /// Describes a wrong command line in one line, as qemu-img does.
@@ -120,6 +183,18 @@ pub(crate) fn points_to_help(error: &clap::Error) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use clap::ArgAction;
+
+    #[test]
+    fn an_arguments_syntax_is_as_qemu_img_shows_it() {
+        let flag = Arg::new("quiet").short('q').long("quiet").action(ArgAction::SetTrue);
+        let format = Arg::new("format").short('f').long("format").value_name("FMT");
+        let output = Arg::new("output").long("output").value_name("OFMT");
+        let backing = Arg::new("backing").short('b').value_name("FILE").required(true);
+        let image = Arg::new("image").value_name("IMAGE").required(true);
+        let shown: Vec<_> = [flag, format, output, backing, image].iter().map(syntax).collect();
+        assert_eq!(shown, [" [-q]", " [-f fmt]", " [--output=ofmt]", " -b file", " image"]);
+    }
 
     #[test]
     fn a_link_takes_the_command_line_of_the_program_it_replaces() {

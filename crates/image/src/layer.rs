@@ -457,6 +457,14 @@ impl<S: Storage> Layer<S> {
         }
     }
 
+    /// The name of the external data file, as it was opened.
+    pub fn data_file(&self) -> Option<&Path> {
+        match &self.data {
+            Data::File(file) => Some(file.identity().name),
+            Data::Own | Data::Foreign(_) => None,
+        }
+    }
+
     /// The image's file, and the external data file, if it has one.
     pub fn files(&self) -> impl Iterator<Item = &S> {
         let data = match &self.data {

@@ -60,13 +60,14 @@ pub async fn open_layer<H: Host>(
 }
 
 /// Opens once more, for writing, an image that is open as `layer`: with the format that it was taken for, however it
-/// begins now, and the same key.
+/// begins now, the same data file and the same key.
 pub async fn open_again<H: Host>(
     host: &H,
     layer: &Layer<H::File>,
     options: &OpenOptions,
 ) -> Result<Layer<H::File>> {
     let format = Some(layer.format());
+    let options = &options.clone().data_file(layer.data_file().map(Path::to_owned));
     let again = open_layer(host, layer.name(), format, true, options, &layer.key()).await?;
     Ok(if layer.is_detected_raw() { again.detected() } else { again })
 }
@@ -152,7 +153,8 @@ async fn load_layer<H: Host>(
     }
     let l1 = read_l1(&**storage, name, &header, length, replayed.as_ref()).await?;
     let data = if header.incompatible.contains(IncompatibleFeatures::DATA_FILE) {
-        let Some(file) = header.data_file() else {
+        let named = header.data_file();
+        let Some(file) = named.or(options.data_file.is_some().then_some("")) else {
             return Err(DiskError::Refused {
                 image: name.to_owned(),
                 reason: "it keeps its data in an external file but does not name it; name it with \
@@ -160,7 +162,10 @@ async fn load_layer<H: Host>(
                     .into(),
             });
         };
-        let path = referenced_file(host, name, "data file", file, &options.trust)?;
+        let path = match &options.data_file {
+            Some(path) => path.clone(),
+            None => referenced_file(host, name, "data file", file, &options.trust)?,
+        };
         let data = host.open(&path, options.mode(writable)).await?;
         if data.id() == storage.id() {
             return Err(DiskError::Refused {

@@ -68,6 +68,15 @@ impl SnapshotChoice {
     }
 }
 
+/// A backing file, instead of the one that an image's header names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BackingFile {
+    /// The file.
+    pub name: PathBuf,
+    /// Its format; `None` probes.
+    pub format: Option<ImageFormat>,
+}
+
 /// How to open a disk.
 ///
 /// ```
@@ -94,6 +103,11 @@ pub struct OpenOptions {
     pub bring_in: bool,
     /// Whether to open the backing chain; without it, its data reads as zeroes.
     pub backing: bool,
+    /// The active layer's external data file, instead of the one that its header names. It is trusted.
+    pub data_file: Option<PathBuf>,
+    /// The backing files of the active layer, of the one below it, and so on, instead of those that the headers name.
+    /// They are trusted. Direct-access indexes, which describe the others, are not used.
+    pub backing_files: Vec<Option<BackingFile>>,
     /// How far names in headers are trusted.
     pub trust: Trust,
     /// How changes of metadata reach the file.
@@ -127,6 +141,8 @@ impl Default for OpenOptions {
             snapshot: None,
             bring_in: false,
             backing: true,
+            data_file: None,
+            backing_files: Vec::new(),
             trust: Trust::default(),
             metadata: MetadataMode::default(),
             journal_size: None,
@@ -159,6 +175,13 @@ impl OpenOptions {
         self
     }
 
+    /// Sets [`data_file`](Self::data_file).
+    #[must_use]
+    pub fn data_file(mut self, name: impl Into<Option<PathBuf>>) -> Self {
+        self.data_file = name.into();
+        self
+    }
+
     /// Sets [`snapshot`](Self::snapshot).
     #[must_use]
     pub fn snapshot(mut self, snapshot: impl Into<Option<SnapshotChoice>>) -> Self {
@@ -174,6 +197,7 @@ setters! {
     locking: Locking,
     bring_in: bool,
     backing: bool,
+    backing_files: Vec<Option<BackingFile>>,
     trust: Trust,
     metadata: MetadataMode,
     journal_size: u64,
@@ -187,7 +211,15 @@ impl OpenOptions {
     /// Whether an index is used: it is trusted, and describes what is opened. A malicious one could expose parts of the
     /// files below that no guest may see; one of the current state says nothing of a snapshot.
     pub fn may_use_index(&self) -> bool {
-        self.trust == Trust::Full && self.snapshot.is_none()
+        self.trust == Trust::Full
+            && self.snapshot.is_none()
+            && self.backing_files.iter().all(Option::is_none)
+    }
+
+    /// The backing file to use instead of the one that the header of the layer at `depth` names, 0 being the active
+    /// layer.
+    pub fn backing_file(&self, depth: usize) -> Option<&BackingFile> {
+        self.backing_files.get(depth)?.as_ref()
     }
 
     /// How to open a file of the disk.

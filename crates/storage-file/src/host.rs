@@ -99,7 +99,7 @@ async fn create(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Attempt<FileSt
     mode.check(name)?;
     for _ in 0..MOST_REPLACED {
         match fs::metadata(name) {
-            Ok(found) => check_type(found.mode())?,
+            Ok(found) => check_type(found.mode(), found.rdev(), mode)?,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(error.into()),
         }

@@ -53,9 +53,9 @@ pub use storage::FileStorage;
 use crate::lock::Wanted;
 use isobath_storage::Operation;
 use isobath_storage::{
-    Access, Allocation, BoxFuture, Capabilities, Extensions, Hints, Identity, IoBuf, MemoryUse,
-    Reflink, RestartMemories, RestartMemory, Result, Roles, SECTOR, Stamp, Stamps, Storage, Usage,
-    ZeroMode,
+    Access, Allocation, BoxFuture, Capabilities, Extensions, Hints, Identity, IoBuf, Layout,
+    MemoryUse, Reflink, RestartMemories, RestartMemory, Result, Roles, SECTOR, Stamp, Stamps,
+    Storage, Usage, ZeroMode,
 };
 use open::Kind;
 use source::Source;
@@ -292,6 +292,22 @@ impl Hints for FileStorage {
             if let Ok(target) = self.target().await {
                 sys::advise(&target.file, advice);
             }
+        })
+    }
+
+    fn lay_out(&self, layout: Layout) -> BoxFuture<'_, ()> {
+        Box::pin(async move {
+            let Ok(target) = self.target().await else { return };
+            let asked = |wanted: bool, what: &str, set: &dyn Fn() -> std::io::Result<()>| {
+                if wanted && let Err(error) = set() {
+                    tracing::debug!(name = ?self.file.name, %error, "cannot set {what}");
+                }
+            };
+            let size = layout.extent_size;
+            asked(layout.no_copy_on_write, "nocow", &|| sys::set_nocow(&target.file));
+            asked(size.is_some(), "the extent size", &|| {
+                sys::set_extent_size(&target.file, size.unwrap_or(0))
+            });
         })
     }
 }

@@ -128,7 +128,8 @@ pub(super) async fn descriptor(
 ) -> Result<Opened> {
     let open = async || {
         // Checked before it is opened, since opening a device can have side effects.
-        check_type(fs::metadata(path)?.mode())?;
+        let found = fs::metadata(path)?;
+        check_type(found.mode(), found.rdev(), mode)?;
         let permit = pool.admit().await;
         let file = pool.open(|| options(mode).open(path)).await;
         let file = file.map_err(|error| explain_direct(error, mode))?;
@@ -169,7 +170,7 @@ pub(super) async fn attach(
 ) -> Attempt<Opened> {
     let file: Arc<OwnedFd> = Arc::new(file.into());
     let stat = sys::stat(&file)?;
-    check_type(stat.st_mode)?;
+    check_type(stat.st_mode, stat.st_rdev, mode)?;
     sys::set_blocking(&file, mode.direct)?;
     let device = stat.st_mode & libc::S_IFMT == libc::S_IFBLK;
     let kind =
@@ -232,10 +233,15 @@ pub(super) async fn wait_for<T>(
     taken
 }
 
-/// Checks the type in a file's mode.
-pub(super) fn check_type(mode: u32) -> io::Result<()> {
-    let what = match mode & libc::S_IFMT {
+/// `/dev/null`, as a file's `rdev`.
+const NULL_DEVICE: u64 = libc::makedev(1, 3);
+
+/// Checks the type in a file's `mode`. `/dev/null` can be read, as an empty image: programs name it as the backing file
+/// of an image without one.
+pub(super) fn check_type(kind: u32, rdev: u64, mode: OpenMode) -> io::Result<()> {
+    let what = match kind & libc::S_IFMT {
         libc::S_IFREG | libc::S_IFBLK => return Ok(()),
+        libc::S_IFCHR if rdev == NULL_DEVICE && !mode.writable => return Ok(()),
         libc::S_IFDIR => return Err(io::Error::from_raw_os_error(libc::EISDIR)),
         libc::S_IFIFO => "a named pipe",
         libc::S_IFSOCK => "a socket",

@@ -14,14 +14,20 @@ const BLKGETSIZE64: libc::Ioctl = 0x8008_1272_u32 as libc::Ioctl;
 const FICLONERANGE: libc::Ioctl = 0x4020_940D;
 
 const FS_IOC_FSGETXATTR: libc::Ioctl = 0x801C_581F_u32 as libc::Ioctl;
+const FS_IOC_FSSETXATTR: libc::Ioctl = 0x401C_5820_u32 as libc::Ioctl;
 const FS_XFLAG_REALTIME: u32 = 1;
+const FS_XFLAG_EXTSIZE: u32 = 0x800;
+const FS_IOC_GETFLAGS: libc::Ioctl = 0x8008_6601_u32 as libc::Ioctl;
+const FS_IOC_SETFLAGS: libc::Ioctl = 0x4008_6602_u32 as libc::Ioctl;
+const FS_NOCOW_FL: libc::c_int = 0x0080_0000;
 
 /// `struct fsxattr`.
 #[repr(C)]
 #[derive(Default)]
 struct Attributes {
     flags: u32,
-    _rest: [u32; 6],
+    extent_size: u32,
+    _rest: [u32; 5],
 }
 
 /// `struct file_clone_range`.
@@ -160,6 +166,33 @@ pub(super) fn is_realtime(file: &OwnedFd) -> io::Result<bool> {
     // SAFETY: there is room for the answer.
     done(unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_FSGETXATTR, &raw mut found) })?;
     Ok(found.flags & FS_XFLAG_REALTIME > 0)
+}
+
+/// Makes the file system overwrite an empty file in place (Btrfs).
+pub(super) fn set_nocow(file: &OwnedFd) -> io::Result<()> {
+    // The kernel uses an int of the long that the request's number speaks of.
+    let mut flags: libc::c_int = 0;
+    // SAFETY: there is room for the answer, and the kernel reads what is live.
+    unsafe {
+        done(libc::ioctl(file.as_raw_fd(), FS_IOC_GETFLAGS, &raw mut flags))?;
+        flags |= FS_NOCOW_FL;
+        done(libc::ioctl(file.as_raw_fd(), FS_IOC_SETFLAGS, &raw const flags))
+    }
+}
+
+/// Makes the file system allocate a file's space in multiples of this many bytes (XFS); of its own choice with 0.
+pub(super) fn set_extent_size(file: &OwnedFd, bytes: u32) -> io::Result<()> {
+    let mut attributes = Attributes::default();
+    // SAFETY: there is room for the answer, and the kernel reads what is live.
+    unsafe {
+        done(libc::ioctl(file.as_raw_fd(), FS_IOC_FSGETXATTR, &raw mut attributes))?;
+        attributes.extent_size = bytes;
+        attributes.flags &= !FS_XFLAG_EXTSIZE;
+        if bytes > 0 {
+            attributes.flags |= FS_XFLAG_EXTSIZE;
+        }
+        done(libc::ioctl(file.as_raw_fd(), FS_IOC_FSSETXATTR, &raw const attributes))
+    }
 }
 
 fn statfs(file: &OwnedFd) -> io::Result<libc::statfs> {

@@ -180,11 +180,42 @@ pub trait Usage {
 pub trait Hints {
     /// Tells the host how the file will be read from now on.
     fn advise(&self, access: Access) -> BoxFuture<'_, ()>;
+
+    /// Tells the host how to lay out a file that was just created, before its first bytes are written. What it does not
+    /// support it ignores.
+    fn lay_out(&self, layout: Layout) -> BoxFuture<'_, ()> {
+        let _ = layout;
+        Box::pin(async {})
+    }
+}
+
+/// How a new file is laid out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Layout {
+    /// The file system overwrites the file in place instead of copying on write (Btrfs), without checksums of its data.
+    pub no_copy_on_write: bool,
+    /// Space is allocated in multiples of this many bytes (XFS); 0 leaves that to the file system, and so does `None`
+    /// without saying so.
+    pub extent_size: Option<u32>,
 }
 
 /// Methods that every storage has, based on those of [`Storage`] and its extensions. They define the result if an
 /// extension is missing.
 pub trait StorageExt {
+    /// As [`Hints::lay_out`]; nothing without hints.
+    fn lay_out(&self, layout: Layout) -> impl Future<Output = ()>
+    where
+        Self: Storage,
+    {
+        async move {
+            if let Some(hints) = self.extensions().hints
+                && layout != Layout::default()
+            {
+                hints.lay_out(layout).await;
+            }
+        }
+    }
+
     /// The name given to [`Host::open`](crate::Host::open), for messages.
     fn name(&self) -> &Path
     where

@@ -16,7 +16,8 @@ pub mod restart_memory;
 
 pub use error::{Operation, StorageError, cause, shown};
 pub use extension::{
-    BoxFuture, Extensions, Hints, Reflink, RestartMemories, Roles, Stamps, StorageExt, Usage,
+    BoxFuture, Extensions, Hints, Layout, Reflink, RestartMemories, Roles, Stamps, StorageExt,
+    Usage,
 };
 /// The buffers of every operation.
 pub use isobath_buf::IoBuf;

@@ -67,7 +67,9 @@ const HELP: &[(&str, &str)] = &[
     ("encrypt.ivgen-hash-alg=<str>", "Name of IV generator hash algorithm"),
     ("encrypt.key-secret=<str>", "ID of secret providing the LUKS passphrase"),
     ("extended_l2=<bool (on/off)>", "Extended L2 tables"),
+    ("extent_size_hint=<size>", "Extent size hint for the image file, 0 to disable"),
     ("lazy_refcounts=<bool (on/off)>", "Postpone refcount updates"),
+    ("nocow=<bool (on/off)>", "Turn off copy-on-write (valid only on btrfs)"),
     ("preallocation=<str>", "Preallocation mode (allowed values: off, metadata, falloc, full)"),
     ("refcount_bits=<num>", "Width of a reference count entry in bits"),
     ("size=<size>", "Virtual disk size"),
@@ -95,7 +97,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if given.iter().any(|(name, _)| name == "help" || name == "?") {
         return match format {
             ImageFormat::Foreign(format) => foreign::help(format, args.image.is_some(), out),
-            format => help(format, out),
+            format => help(format, args.image.is_some(), out),
         };
     }
     let Some(image) = &args.image else { return Err(Failure::usage("Expecting image file name")) };
@@ -198,14 +200,30 @@ fn create_foreign(
     })
 }
 
-pub(crate) fn help(format: ImageFormat, out: &mut dyn Write) -> Outcome {
-    writeln!(out, "Supported {} options:", format.name())?;
-    let raw = ["preallocation", "size"];
+/// Lists the options of a format; with a file, also those of files.
+pub(crate) fn help(format: ImageFormat, with_file: bool, out: &mut dyn Write) -> Outcome {
+    let whose = if with_file { String::new() } else { format!("{} ", format.name()) };
+    writeln!(out, "Supported {whose}options:")?;
     for (option, meaning) in HELP {
         let name = option.split('=').next().unwrap_or(option);
-        if format == ImageFormat::Qcow2 || raw.contains(&name) {
+        let raw = format == ImageFormat::Raw;
+        let listed = match name {
+            "size" => true,
+            "extent_size_hint" | "nocow" => with_file,
+            // That of a raw image is its file's.
+            "preallocation" => with_file || !raw,
+            _ => !raw,
+        };
+        if listed {
+            // A raw image has no metadata.
+            let meaning = meaning.replace(if raw { ", metadata" } else { "\n" }, "");
             writeln!(out, "  {option:<22} - {meaning}")?;
         }
+    }
+    if !with_file {
+        let hint = "The protocol level may support further options.\n\
+                    Specify the target filename to include those options.";
+        writeln!(out, "\n{hint}")?;
     }
     Ok(0)
 }
@@ -276,7 +294,8 @@ pub(crate) fn encryption(
 
 /// Applies an option of `-o`.
 fn apply(new: &mut NewDisk, name: &str, value: &str) -> Result<(), String> {
-    if new.format == ImageFormat::Raw && !matches!(name, "size" | "preallocation") {
+    let of_files = ["size", "preallocation", "nocow", "extent_size_hint"];
+    if new.format == ImageFormat::Raw && !of_files.contains(&name) {
         return Err(match name {
             "backing_file" => "Backing file not supported for file format 'raw'".to_owned(),
             "backing_fmt" => "Backing file format not supported for file format 'raw'".to_owned(),
@@ -310,6 +329,12 @@ fn apply(new: &mut NewDisk, name: &str, value: &str) -> Result<(), String> {
         "preallocation" => {
             new.preallocation = Preallocation::from_name(value).ok_or_else(refuse)?;
         }
+        "nocow" => new.layout.no_copy_on_write = options::on_off(name, value)?,
+        "extent_size_hint" => {
+            let size = u32::try_from(size::parse(value)?);
+            let size = size.map_err(|_| format!("Extent size hint is too large: {value}"))?;
+            new.layout.extent_size = Some(size);
+        }
         "refcount_bits" => {
             new.refcount_bits =
                 value.parse().map_err(|_| format!("Parameter '{name}' expects a number"))?;
@@ -328,33 +353,54 @@ fn apply(new: &mut NewDisk, name: &str, value: &str) -> Result<(), String> {
 
 /// The options of a new disk, as qemu-img prints them.
 fn describe(new: &NewDisk, size: u64, given: &[(String, String)]) -> String {
-    let on_off = |on| if on { "on" } else { "off" };
-    let was_given = |name: &str| given.iter().any(|(given, _)| given == name);
     let mut text = format!("fmt={}", new.format.name());
     // Writing to a string cannot fail.
     let mut put = |name: &str, value: &str| {
         let _ = write!(text, " {name}={value}");
     };
+    let typed = |name: &str| typed(given, name);
     if new.format == ImageFormat::Raw {
         put("size", &size.to_string());
-        if was_given("preallocation") {
+        if typed("preallocation").is_some() {
             put("preallocation", new.preallocation.name());
         }
-        return text;
+    } else {
+        describe_qcow2(new, size, given, &mut put);
     }
+    if let Some(nocow) = typed("nocow") {
+        put("nocow", nocow);
+    }
+    if let Some(size) = new.layout.extent_size {
+        put("extent_size_hint", &size.to_string());
+    }
+    text
+}
+
+/// An option's value as it was typed.
+fn typed<'a>(given: &'a [(String, String)], option: &str) -> Option<&'a str> {
+    given.iter().rfind(|(name, _)| name == option).map(|(_, value)| value.as_str())
+}
+
+fn describe_qcow2(
+    new: &NewDisk,
+    size: u64,
+    given: &[(String, String)],
+    put: &mut impl FnMut(&str, &str),
+) {
+    let typed = |name: &str| typed(given, name);
     for option in ENCRYPTION {
-        if let Some((name, value)) = given.iter().rfind(|(name, _)| name == option) {
-            put(name, &options::printable(value));
+        if let Some(value) = typed(option) {
+            put(option, &options::printable(value));
         }
     }
     put("cluster_size", &new.cluster_size.to_string());
-    put("extended_l2", on_off(new.extended_l2));
-    if was_given("preallocation") {
+    put("extended_l2", typed("extended_l2").unwrap_or("off"));
+    if typed("preallocation").is_some() {
         put("preallocation", new.preallocation.name());
     }
     put("compression_type", new.compression_type.name());
     put("size", &size.to_string());
-    if let Some((_, compat)) = given.iter().rfind(|(name, _)| name == "compat") {
+    if let Some(compat) = typed("compat") {
         put("compat", compat);
     }
     let names = [
@@ -367,10 +413,9 @@ fn describe(new: &NewDisk, size: u64, given: &[(String, String)]) -> String {
             put(option, &options::printable(name));
         }
     }
-    if was_given("data_file_raw") {
-        put("data_file_raw", on_off(new.data_file_raw));
+    if let Some(raw) = typed("data_file_raw") {
+        put("data_file_raw", raw);
     }
-    put("lazy_refcounts", on_off(new.lazy_refcounts));
+    put("lazy_refcounts", typed("lazy_refcounts").unwrap_or("off"));
     put("refcount_bits", &new.refcount_bits.to_string());
-    text
 }

@@ -109,8 +109,10 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
             refuse_loop(&disk, file, format).await?;
         }
         if args.unsafe_mode {
+            let progress = Progress::show(args.progress && !args.quiet, || (0, 1));
             disk.set_backing(backing).await?;
             disk.close().await?;
+            progress.end(true);
             return Ok(());
         }
         let below = match (backing, &below) {

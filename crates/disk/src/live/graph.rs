@@ -9,7 +9,6 @@ use isobath_image::durability::MetadataMode;
 use isobath_image::layer::{ImageFormat, Layer};
 use isobath_image::name::plain_file_name;
 use isobath_image::open::open_again;
-use isobath_image::options::Trust;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::{Result, invariant};
 use isobath_storage::{FileId, Host, Storage, StorageExt};
@@ -248,7 +247,7 @@ impl<H: Host> LiveDisk<H> {
     }
 
     pub(super) fn may_use_index(&self) -> bool {
-        self.options.load().trust == Trust::Full
+        self.options.load().may_use_index()
     }
 }
 

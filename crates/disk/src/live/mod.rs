@@ -417,6 +417,17 @@ impl<H: Host> LiveDisk<H> {
         self.change(Kind::Write, range, |disk| async move { disk.write(offset, buf).await }).await
     }
 
+    /// Writes one cluster, compressed if that makes it smaller, as [`Disk::write_compressed`] does.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn write_compressed(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        let range = (offset, buf.len() as u64);
+        let write =
+            |disk: Arc<Disk<H>>| async move { Box::pin(disk.write_compressed(offset, buf)).await };
+        self.change(Kind::Write, range, write).await
+    }
+
     /// Makes a range read as zeroes.
     ///
     /// # Errors

@@ -150,7 +150,9 @@ impl<H: Host> LiveDisk<H> {
             Overlay::Existing(_) => options.secrets.at(0).or(active),
         };
         let key = Key::Secret(secret.cloned());
-        let layer = open_layer(disk.host(), path, format, true, &options, &key).await?;
+        // The data file was given for the image that has been the active one.
+        let own = (*options).clone().data_file(None);
+        let layer = open_layer(disk.host(), path, format, true, &own, &key).await?;
         if disk.layers().any(|other| other.storage().id() == layer.storage().id()) {
             return Err(unfit(&layer, "it is already part of the chain"));
         }

@@ -41,7 +41,6 @@ pub const PROTOCOL: Protocol = Protocol {
             qmp: Presence::Optional,
             option: None,
         },
-        // Clients are always offered `qemu:allocation-depth`, so this has no effect.
         Parameter {
             name: "allocation-depth",
             takes: Takes::Flag,
@@ -83,7 +82,7 @@ impl<D: BlockDevice> Frontend<D> for NbdFrontend<D> {
             name: name.clone(),
             description: settings.text("description").unwrap_or_default().to_owned(),
             read_only: !disk.writable,
-            allocation_depth: true,
+            allocation_depth: settings.flag("allocation-depth"),
             bitmaps: Arc::default(),
             device: disk.device,
         });

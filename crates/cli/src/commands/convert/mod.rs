@@ -33,7 +33,7 @@ pub(crate) struct Args {
     format: Option<ImageFormat>,
     /// The target's format
     #[arg(short = 'O', long = "target-format", alias = "output-format", value_name = "FMT")]
-    #[arg(value_parser = options::format)]
+    #[arg(value_parser = target_format)]
     output_format: Option<ImageFormat>,
     /// The target's backing file; only the active layer is copied, so its contents must equal those of the source's
     /// backing file
@@ -156,6 +156,14 @@ impl Args {
     }
 }
 
+/// Parses the target's format. QEMU's drivers of files and devices are formats to it, too: the disk as it is.
+fn target_format(name: &str) -> Result<ImageFormat, String> {
+    match name {
+        "file" | "host_device" => Ok(ImageFormat::Raw),
+        name => options::format(name),
+    }
+}
+
 fn rate(text: &str) -> Result<u64, String> {
     size::parse(text).map_err(|_| size::explained("rate limit"))
 }
@@ -181,9 +189,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if pairs.iter().any(|(name, _)| name == "help" || name == "?") {
         return match args.output_format() {
             ImageFormat::Foreign(format) => {
-                crate::commands::foreign::help(format, !args.images.is_empty(), out)
+                crate::commands::foreign::help(format, args.images.len() > 1, out)
             }
-            format => create::help(format, out),
+            format => create::help(format, args.images.len() > 1, out),
         };
     }
     let Some((name, inputs)) = args.images.split_last().filter(|(_, inputs)| !inputs.is_empty())

@@ -23,7 +23,7 @@ use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
-use view::{DetectZeroes, View};
+use view::{Compressed, DetectZeroes, View};
 
 /// Serve an image over NBD, with qemu-nbd's options
 ///
@@ -46,7 +46,7 @@ pub(crate) struct Args {
     #[arg(short = 'k', long, value_name = "PATH")]
     socket: Option<PathBuf>,
     /// Maximum number of clients at a time, 0 for no limit; others wait
-    #[arg(short = 'e', long, value_name = "NUM", default_value_t = 1)]
+    #[arg(short = 'e', long, value_name = "NUM", default_value = "1", value_parser = shared)]
     shared: usize,
     /// Continue when the last client disconnects
     #[arg(short = 't', long)]
@@ -155,6 +155,11 @@ impl Refused {
             None => Ok(()),
         }
     }
+}
+
+/// Parses the number of clients, which may follow blanks as in QEMU.
+fn shared(text: &str) -> Result<usize, std::num::ParseIntError> {
+    text.trim_start().parse()
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
@@ -330,12 +335,18 @@ impl Args {
         endpoint: &Endpoint,
         daemon: Option<Daemon>,
     ) -> Result<(), Failure> {
+        let mut image = image.clone();
+        let compress = image.take_compress();
         let mut signals = signals::receive()?;
-        let disk = match signals::unless_signalled(&mut signals, self.open(image)).await {
+        let disk = match signals::unless_signalled(&mut signals, self.open(&image)).await {
             Some(disk) => disk?,
             None => return Err(Failure::new("interrupted by a signal during startup")),
         };
-        let served = self.serve_disk(&disk, endpoint, daemon, signals).await;
+        let compressed = if compress { Compressed::of(&disk).map(Some) } else { Ok(None) };
+        let served = match compressed {
+            Ok(compressed) => self.serve_disk(&disk, compressed, endpoint, daemon, signals).await,
+            Err(reason) => Err(self.cannot_open(reason)),
+        };
         let closed = disk.close().await.map_err(Failure::from);
         served.and(closed)
     }
@@ -343,6 +354,7 @@ impl Args {
     async fn serve_disk(
         &self,
         disk: &Arc<LiveDisk<FileHost>>,
+        compressed: Option<Compressed>,
         endpoint: &Endpoint,
         daemon: Option<Daemon>,
         mut signals: isobath_ring::Signals,
@@ -359,6 +371,7 @@ impl Args {
             offset: self.offset,
             size: size - self.offset,
             cache: self.cache(),
+            compressed,
             discards: self.discard == Discard::Unmap,
             detect_zeroes: self.detect_zeroes,
         };

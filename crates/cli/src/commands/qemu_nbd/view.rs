@@ -5,6 +5,7 @@ use isobath_disk::copy::is_zero;
 use isobath_disk::{BlockDevice, BlockStatus, LiveDisk, Result, ZeroFlags};
 use isobath_storage::IoBuf;
 use isobath_storage_file::FileHost;
+use isobath_sync::{AsyncMutex, AsyncMutexGuard};
 use std::sync::Arc;
 
 /// What to do with writes of zeroes.
@@ -31,18 +32,79 @@ impl DetectZeroes {
     }
 }
 
+/// Compression of everything that is written, by whole clusters.
+pub(super) struct Compressed {
+    cluster_size: u64,
+    /// Held while anything is changed: where a part of a cluster is written, the rest is read, and written with it.
+    alone: AsyncMutex<()>,
+}
+
+impl Compressed {
+    /// For this disk.
+    ///
+    /// # Errors
+    /// If its image cannot hold compressed clusters.
+    pub(super) fn of(disk: &LiveDisk<FileHost>) -> std::result::Result<Self, String> {
+        let layers = disk.layers();
+        let active = layers.first();
+        let geometry = active.and_then(|layer| Some(layer.as_qcow2()?.geometry));
+        match geometry.filter(|geometry| !geometry.has_data_file()) {
+            Some(_) if active.is_some_and(|layer| layer.is_encrypted()) => {
+                Err("Compression and encryption not supported at the same time".into())
+            }
+            Some(geometry) => {
+                let cluster_size = geometry.cluster_size();
+                Ok(Self { cluster_size, alone: AsyncMutex::default() })
+            }
+            None => Err("Compression is not supported for this image".into()),
+        }
+    }
+
+    async fn write(&self, disk: &LiveDisk<FileHost>, offset: u64, buf: &IoBuf) -> Result<()> {
+        let end = offset + buf.len() as u64;
+        let mut at = offset;
+        while at < end {
+            let start = at - at % self.cluster_size;
+            let limit = (start + self.cluster_size).min(disk.size());
+            let until = end.min(limit);
+            let bytes = &buf[(at - offset) as usize..(until - offset) as usize];
+            let _alone = self.alone.lock().await;
+            let cluster = if bytes.len() as u64 == limit - start {
+                IoBuf::copy_of(bytes)
+            } else {
+                let mut cluster = disk.read(start, IoBuf::zeroed((limit - start) as usize)).await?;
+                cluster[(at - start) as usize..][..bytes.len()].copy_from_slice(bytes);
+                cluster
+            };
+            disk.write_compressed(start, cluster).await?;
+            at = until;
+        }
+        Ok(())
+    }
+}
+
 /// A part of a disk, from `offset` to its end.
 pub(super) struct View {
     pub(super) disk: Arc<LiveDisk<FileHost>>,
     pub(super) offset: u64,
     pub(super) size: u64,
     pub(super) cache: CacheMode,
+    /// Writes are compressed.
+    pub(super) compressed: Option<Compressed>,
     /// Discards reach the disk.
     pub(super) discards: bool,
     pub(super) detect_zeroes: DetectZeroes,
 }
 
 impl View {
+    /// Keeps a change apart from writes of whole clusters.
+    async fn alone(&self) -> Option<AsyncMutexGuard<'_, ()>> {
+        match &self.compressed {
+            Some(compressed) => Some(compressed.alone.lock().await),
+            None => None,
+        }
+    }
+
     /// Makes a change durable before it completes, if the cache mode says so.
     async fn changed(&self) -> Result<()> {
         match self.cache {
@@ -74,7 +136,11 @@ impl BlockDevice for View {
         let buf = if self.detect_zeroes != DetectZeroes::Off && is_zero(&buf) {
             let may_unmap = self.detect_zeroes == DetectZeroes::Unmap;
             let flags = ZeroFlags { may_unmap, only_fast: false };
+            let _alone = self.alone().await;
             self.disk.write_zeroes(at, buf.len() as u64, flags).await?;
+            buf
+        } else if let Some(compressed) = &self.compressed {
+            Box::pin(compressed.write(&self.disk, at, &buf)).await?;
             buf
         } else {
             self.disk.write(at, buf).await?
@@ -85,6 +151,7 @@ impl BlockDevice for View {
 
     async fn write_zeroes(&self, offset: u64, length: u64, flags: ZeroFlags) -> Result<()> {
         let flags = ZeroFlags { may_unmap: flags.may_unmap && self.discards, ..flags };
+        let _alone = self.alone().await;
         self.disk.write_zeroes(self.offset + offset, length, flags).await?;
         self.changed().await
     }
@@ -93,6 +160,7 @@ impl BlockDevice for View {
         if !self.discards {
             return Ok(());
         }
+        let _alone = self.alone().await;
         self.disk.discard(self.offset + offset, length).await?;
         self.changed().await
     }
