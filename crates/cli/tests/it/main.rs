@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by a panic")]
 
+mod adopters;
 #[cfg(target_arch = "x86_64")]
 mod at_every_call;
 mod block_device;

@@ -122,7 +122,7 @@ impl Sides {
 }
 
 /// What a command printed, without what no two runs have in common.
-fn normal(text: &str) -> String {
+pub(crate) fn normal(text: &str) -> String {
     let mut out = String::new();
     for line in text.split(['\n', '\r']).filter(|line| !line.is_empty()) {
         // Where data lies in a file, and what the file takes, is each program's own affair.

@@ -1,0 +1,81 @@
+//! Servers: what they export.
+
+use super::Side;
+use isobath_testkit::process::{Finished, run};
+use isobath_testkit::{args, tools, until, until_some};
+use serde_json::Value;
+use std::fs;
+use std::net::TcpListener;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+/// A TCP port that nobody uses now.
+pub(super) fn free_port() -> u16 {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    listener.local_addr().unwrap().port()
+}
+
+/// What of an export both programs must agree on.
+fn export(uri: &str) -> Option<Value> {
+    let done = run(Command::new(tools::require("nbdinfo")).args(args!["--json", uri]));
+    if done.code() != 0 {
+        return None;
+    }
+    let shown = done.json();
+    let export = shown["exports"][0].as_object()?;
+    let kept = export.iter().filter(|(key, _)| {
+        key.starts_with("can_")
+            || ["export-size", "is_read_only", "contexts"].contains(&key.as_str())
+    });
+    Some(kept.map(|(key, value)| (key.clone(), value.clone())).collect())
+}
+
+/// Runs a server, asks what it exports, and ends it. Without an export, it has ended before.
+pub(super) fn serve(mut command: Command, uri: &str, side: &Side) -> (Finished, Option<Value>) {
+    let log = side.directory.join("server.log");
+    let file = fs::File::create(&log).unwrap();
+    command.stdin(Stdio::null()).stdout(file.try_clone().unwrap()).stderr(file).process_group(0);
+    let shown = format!("{command:?}");
+    let mut child = command.spawn().unwrap();
+    // With --fork, it ends once it can be asked.
+    let exported = until_some("the server shows its export, or fails", || {
+        if let Some(found) = export(uri) {
+            return Some(Some(found));
+        }
+        let failed = child.try_wait().unwrap().is_some_and(|status| !status.success());
+        failed.then_some(None)
+    });
+    let daemons = daemons(&side.directory);
+    end(&mut child, &daemons);
+    let status = child.wait().unwrap();
+    let stderr = fs::read_to_string(&log).unwrap();
+    (Finished { command: shown, status, stdout: Vec::new(), stderr }, exported)
+}
+
+/// The processes that files in the directory name.
+fn daemons(directory: &Path) -> Vec<i32> {
+    let files = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+    let files = files.filter(|file| file.extension().is_some_and(|end| end == "pid"));
+    files.filter_map(|file| fs::read_to_string(file).ok()?.trim().parse().ok()).collect()
+}
+
+/// Ends a server, in the background or not.
+fn end(child: &mut Child, daemons: &[i32]) {
+    let own = i32::try_from(child.id()).unwrap();
+    let others = daemons.iter().filter(|daemon| **daemon != own);
+    for process in others.clone() {
+        terminate(*process);
+    }
+    if child.try_wait().unwrap().is_none() {
+        terminate(own);
+    }
+    for process in others {
+        until("the daemon has ended", || !Path::new(&format!("/proc/{process}")).exists());
+    }
+}
+
+fn terminate(process: i32) {
+    // A server that serves one client has ended by itself.
+    let _ = run(Command::new("kill").arg(process.to_string()));
+}
