@@ -5,8 +5,8 @@ use crate::index::{Built, Folding, Place, build};
 use crate::open::open_chain;
 use isobath_image::encryption::{Secrets, on_thread};
 use isobath_image::layer::ImageFormat;
-use isobath_image::name::plain_file_name;
-use isobath_image::options::{OpenOptions, setters};
+use isobath_image::name::name_in_header;
+use isobath_image::options::{OpenOptions, Trust, setters};
 use isobath_image::{DiskError, Result, always, invariant};
 use isobath_luks::{CreateOptions, Secret, system_random};
 use isobath_qcow2::index::IndexExtension;
@@ -313,7 +313,7 @@ async fn backing<H: Host>(
     if new.format == ImageFormat::Raw {
         return Err(refused("Backing file not supported for file format 'raw'".into()));
     }
-    let plain = plain_file_name(name, "backing file", file);
+    let plain = name_in_header(host, name, "backing file", file, &Trust::Full);
     let path = plain.as_ref().ok().map(|plain| host.resolve(name, plain));
     if path.as_deref() == Some(name) {
         return Err(refused(
@@ -364,6 +364,10 @@ async fn index_of<H: Host>(
     new: &NewDisk,
 ) -> Result<Option<Built>> {
     let chain = &backing.chain;
+    // Whether an index still fits is found out by opening the layers, and a server may admit one client only once.
+    if chain.layers().any(|(_, layer)| host.protocol_name(&layer.name().to_string_lossy())) {
+        return Ok(None);
+    }
     let place = Place {
         at: HostOffset::new(new.cluster_size),
         cluster_size: new.cluster_size,
@@ -498,8 +502,10 @@ impl<H: Host> Created<'_, H> {
             Ok(_) => false,
             Err(error) => error.kind() == io::ErrorKind::NotFound,
         };
-        drop(found);
+        // A server may end with its last client.
+        let found = found.ok().filter(|_| self.host.protocol_name(&name.to_string_lossy()));
         let file = Arc::new(self.host.create(name, OpenMode::default()).await?);
+        drop(found);
         file.lay_out(self.layout).await;
         // A link stays.
         let name = self.host.canonical(name)?;

@@ -6,9 +6,9 @@ use isobath_formats::VmdkInfo;
 use isobath_image::encryption::{self, Secrets};
 use isobath_image::index_area::read_root;
 use isobath_image::layer::ImageFormat;
-use isobath_image::name::plain_file_name;
+use isobath_image::name::name_in_header;
 use isobath_image::open::open_foreign;
-use isobath_image::options::OpenOptions;
+use isobath_image::options::{OpenOptions, Trust};
 use isobath_image::probe::format_of;
 use isobath_image::snapshot_table::read_snapshots;
 use isobath_image::{DiskError, Result};
@@ -40,8 +40,8 @@ pub struct ImageInfo {
     pub format: ImageFormat,
     /// The disk's size in bytes.
     pub virtual_size: u64,
-    /// Bytes that the file uses in its file system.
-    pub actual_size: u64,
+    /// Bytes that the file uses in its file system; `None` if it is in none, as an export of a server.
+    pub actual_size: Option<u64>,
     /// The backing file's name, as the image has it.
     pub backing_filename: Option<String>,
     /// The path under which the backing file is opened.
@@ -182,7 +182,8 @@ pub async fn backing_chain_info<H: Host>(
             });
         }
         if let Some(backing) = &info.backing_filename {
-            let backing = host.resolve(&name, plain_file_name(&name, "backing file", backing)?);
+            let backing = name_in_header(host, &name, "backing file", backing, &Trust::Full)?;
+            let backing = host.resolve(&name, backing);
             let format = match &info.backing_format {
                 Some(format) => {
                     Some(ImageFormat::from_name(format).ok_or_else(|| DiskError::Refused {
@@ -210,7 +211,8 @@ async fn look<H: Host>(
     let mode = OpenMode { writable: false, direct: false, locking: options.locking };
     let file = host.open(name, mode).await?;
     let length = file.len().await?;
-    let actual_size = file.allocated().await?;
+    let elsewhere = host.protocol_name(&name.to_string_lossy());
+    let actual_size = if elsewhere { None } else { Some(file.allocated().await?) };
     let start = file.read_at(0, IoBuf::zeroed(4096)).await?;
     let format = format_of(name, options.format, &start)?;
     let mut info = ImageInfo {
@@ -233,7 +235,8 @@ async fn look<H: Host>(
         info.virtual_size = image.size();
         // Extents are files of their own.
         for extent in image.storages().skip(1) {
-            info.actual_size += extent.allocated().await?;
+            let own = extent.allocated().await?;
+            info.actual_size = info.actual_size.map(|size| size + own);
         }
         info.foreign = Some(ForeignInfo {
             cluster_size: image.cluster_size(),

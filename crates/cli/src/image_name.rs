@@ -1,14 +1,15 @@
 //! Images as the command line names them: a path, `file:PATH`, `json:{...}`, or with `--image-opts` QEMU's options.
 //!
-//! Only names that the user types are parsed like this. A name in an image's header must be a plain file name.
+//! A path may be the name of an NBD export. Only names that the user types are parsed like this: what a name in an
+//! image's header may be, `isobath_image::name` says.
 
 use crate::failure::Failure;
-use crate::options;
+use crate::host::{self, ImageHost, images};
+use crate::{nbd_options, options};
 use isobath_disk::encryption::{Secret, Secrets};
 use isobath_disk::{BackingFile, Disk, DiskError, ImageFormat, OpenOptions};
 use isobath_qmp::secret::{Description, Source};
 use isobath_storage::{Locking, Operation, StorageError};
-use isobath_storage_file::FileHost;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -192,7 +193,10 @@ impl Naming {
             return self.described(plain(PathBuf::new(), format), pairs);
         }
         if let Some(path) = shown.strip_prefix("file:") {
-            return Ok(plain(path.into(), format));
+            return Ok(plain(host::path_of_file(path), format));
+        }
+        if host::is_export(name) {
+            return Ok(plain(nbd_options::named(&shown)?, format));
         }
         if let Some(protocol) = protocol(&shown) {
             return Err(unknown_protocol(protocol));
@@ -305,8 +309,11 @@ impl Image {
     ///
     /// # Errors
     /// In QEMU's words.
-    pub(crate) async fn open(&self, options: &OpenOptions) -> Result<Arc<Disk<FileHost>>, Failure> {
-        match Disk::open(FileHost, &self.path, options).await {
+    pub(crate) async fn open(
+        &self,
+        options: &OpenOptions,
+    ) -> Result<Arc<Disk<ImageHost>>, Failure> {
+        match Disk::open(images().clone(), &self.path, options).await {
             Ok(disk) => Ok(Arc::new(disk)),
             Err(DiskError::Refused { reason, .. }) if reason == NO_SNAPSHOT => {
                 Err(Failure::new(format_args!("Failed to load snapshot: {NO_SNAPSHOT}")))
@@ -345,8 +352,11 @@ pub(crate) fn reason(error: &DiskError) -> String {
 fn storage_reason(error: &StorageError) -> String {
     match error.operation {
         Operation::Open => {
-            let name = isobath_storage::shown(&error.name);
-            format!("Could not open '{name}': {}", isobath_storage::cause(&error.source))
+            let cause = isobath_storage::cause(&error.source);
+            if host::is_export(&error.name) {
+                return cause;
+            }
+            format!("Could not open '{}': {cause}", isobath_storage::shown(&error.name))
         }
         Operation::Create => {
             let name = isobath_storage::shown(&error.name);
@@ -375,9 +385,6 @@ fn unknown_protocol(protocol: &str) -> String {
         "http",
         "https",
         "iscsi",
-        "nbd",
-        "nbd+tcp",
-        "nbd+unix",
         "nfs",
         "null-aio",
         "null-co",
@@ -464,6 +471,10 @@ impl Naming {
         } else if prefix.is_empty() {
             image.format = Some(ImageFormat::Raw);
         }
+        if inner.as_deref() == Some("nbd") {
+            image.path = nbd_options::described(prefix, &mut pairs)?;
+            return self.opened_as(image, pairs);
+        }
         let name = take(&format!("{prefix}filename"));
         // With a format, `filename` may stand for `file.filename`.
         let name = name.or_else(|| take("filename"));
@@ -475,12 +486,24 @@ impl Naming {
             };
             return Err(what.into());
         };
-        let name = name.strip_prefix("file:").unwrap_or(&name);
-        image.path = name.into();
-        let mut rest = std::mem::take(&mut pairs);
-        image.data_file = data_file(&mut rest)?;
-        image.backing_files = backing_files(&mut rest)?;
-        for (option, value) in rest {
+        let plain = name.strip_prefix("file:");
+        image.path = if inner.is_none() && plain.is_none() && host::is_export(name.as_ref()) {
+            nbd_options::named(&name)?
+        } else {
+            host::path_of_file(plain.unwrap_or(&name))
+        };
+        self.opened_as(image, pairs)
+    }
+
+    /// Applies the options that say how an image is opened.
+    fn opened_as(
+        &self,
+        mut image: Image,
+        mut pairs: Vec<(String, String)>,
+    ) -> Result<Image, String> {
+        image.data_file = data_file(&mut pairs)?;
+        image.backing_files = backing_files(&mut pairs)?;
+        for (option, value) in pairs {
             let of_file = option.strip_prefix("file.");
             let on = || options::on_off(&option, &value);
             match of_file.unwrap_or(&option) {
@@ -521,7 +544,11 @@ impl Naming {
                     let format = image.format.map_or("qcow2", ImageFormat::name);
                     return Err(match of_file {
                         Some(option) => {
-                            format!("Block protocol 'file' doesn't support the option '{option}'")
+                            let protocol =
+                                if host::is_export(&image.path) { "nbd" } else { "file" };
+                            format!(
+                                "Block protocol '{protocol}' doesn't support the option '{option}'"
+                            )
                         }
                         None => {
                             format!(
@@ -610,7 +637,7 @@ fn is_encryption(option: &str) -> bool {
 
 /// Whether a driver is a protocol, for files or devices.
 fn is_protocol(driver: &str) -> bool {
-    matches!(driver, "file" | "host_device")
+    matches!(driver, "file" | "host_device" | "nbd")
 }
 
 fn unknown_driver(driver: &str) -> String {
@@ -644,6 +671,23 @@ mod tests {
             (r#"json:{"driver":"qcow2","file.filename":"c"}"#, false, "c", Some("qcow2")),
             (r#"json:{"driver":"file","filename":"d"}"#, false, "d", Some("raw")),
             (r#"json:{"file":{"filename":"d"}}"#, false, "d", None),
+            ("file:nbd:x", false, "./nbd:x", None),
+            ("nbd:unix:/x", false, "nbd+unix://?socket=/x", None),
+            ("file.filename=nbd:unix:/x,driver=raw", true, "nbd+unix://?socket=/x", Some("raw")),
+            ("driver=file,filename=nbd:x", true, "./nbd:x", Some("raw")),
+            ("driver=nbd,host=h", true, "nbd://h:10809", Some("raw")),
+            (
+                "driver=qcow2,file.driver=nbd,file.server.type=unix,file.server.path=/x,file.export=e",
+                true,
+                "nbd+unix:///e?socket=/x",
+                Some("qcow2"),
+            ),
+            (
+                r#"json:{"driver":"raw","file":{"driver":"nbd","server":{"type":"inet","host":"::1","port":"7"}}}"#,
+                false,
+                "nbd://[::1]:7",
+                Some("raw"),
+            ),
             ("driver=raw,file.filename=e,,f", true, "e,f", Some("raw")),
             ("file.filename=g,file.filename=h,driver=qcow2", true, "h", Some("qcow2")),
         ] {
@@ -657,7 +701,11 @@ mod tests {
     fn what_cannot_be_used_is_refused() {
         for (name, image_opts, text) in [
             ("foo:bar", false, "Unknown protocol 'foo'"),
-            ("nbd:unix:/x", false, "protocol 'nbd' is not supported"),
+            ("nbd:foo", false, "error parsing address 'foo'"),
+            ("nbds://x", false, "Unknown protocol 'nbds'"),
+            (r#"json:{"driver":"nbd","tls-creds":"t","path":"/x"}"#, false, "TLS"),
+            (r#"json:{"driver":"nbd"}"#, false, "NBD server address missing"),
+            (r#"json:{"driver":"nbd","path":"/x","bogus":1}"#, false, "option 'bogus'"),
             ("json:{x", false, "Could not parse the JSON options"),
             (r#"json:{"driver":"bogus","file.filename":"a"}"#, false, "Unknown driver 'bogus'"),
             (r#"json:{"driver":"qcow2","file":"node"}"#, false, "node names are not supported"),

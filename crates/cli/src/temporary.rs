@@ -1,10 +1,10 @@
 //! Temporary overlays, for writes that are discarded in the end.
 
 use crate::failure::Failure;
+use crate::host::{ImageHost, images};
 use crate::image_name::Image;
 use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, create};
 use isobath_storage::Locking;
-use isobath_storage_file::FileHost;
 use std::path::PathBuf;
 
 /// Creates and opens an overlay that nobody else sees: its file is unlinked once it is open. Also returns the options
@@ -15,7 +15,7 @@ pub(crate) async fn overlay(
     size: u64,
     direct: bool,
     locking: Locking,
-) -> Result<(Disk<FileHost>, OpenOptions), Failure> {
+) -> Result<(Disk<ImageHost>, OpenOptions), Failure> {
     let directory = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
     let named = |what: &str, error: std::io::Error| {
         let cause = isobath_storage::cause(&error);
@@ -30,9 +30,9 @@ pub(crate) async fn overlay(
     })?;
     let mut new = NewDisk::overlay(below.display().to_string(), format.name()).index(false);
     new.size = Some(size);
-    create(&FileHost, &file, &new).await?;
+    create(images(), &file, &new).await?;
     let options = image.overlay_options(direct, locking);
-    let disk = Disk::open(FileHost, &file, &options).await?;
+    let disk = Disk::open(images().clone(), &file, &options).await?;
     file.close().map_err(|error| named("remove a temporary file", error))?;
     Ok((disk, options))
 }

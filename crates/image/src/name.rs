@@ -1,7 +1,38 @@
 //! The interpretation of file names in an image's header.
 
+use crate::options::Trust;
 use crate::{DiskError, Result};
+use isobath_storage::Host;
 use std::path::Path;
+
+/// The name that a header's backing or data file name stands for, which `host` [resolves](Host::resolve), or an error
+/// if it must not be opened.
+///
+/// It is a [plain file name](plain_file_name), or one with a protocol that `host` itself [knows](Host::protocol_name),
+/// unless the image is untrusted. An image that is no file itself has no directory: it names files by absolute paths.
+pub fn name_in_header<'a, H: Host>(
+    host: &H,
+    image: &Path,
+    field: &str,
+    name: &'a str,
+    trust: &Trust,
+) -> Result<&'a str> {
+    if *trust == Trust::Full && host.protocol_name(name) && !name.contains('\0') {
+        return Ok(name);
+    }
+    let plain = plain_file_name(image, field, name)?;
+    if host.protocol_name(&image.to_string_lossy()) && !Path::new(plain).is_absolute() {
+        return Err(DiskError::Refused {
+            image: image.to_owned(),
+            reason: format!(
+                "its {field} is '{}': the image is no file, so a relative name has no meaning; rebase it to an \
+                 absolute one",
+                name.escape_debug()
+            ),
+        });
+    }
+    Ok(plain)
+}
 
 /// The file name that a header's backing or data file name stands for, or an error if it is not a plain file name: QEMU
 /// would take `json:` and `protocol:` names as instructions to open something else, and an image must not choose that

@@ -3,7 +3,7 @@
 use crate::check::repair_dirty;
 use crate::encryption::{Key, unlock};
 use crate::layer::{ImageFormat, Layer, OpeningId, Qcow2, ShownLog};
-use crate::name::plain_file_name;
+use crate::name::name_in_header;
 use crate::options::{OpenOptions, SnapshotChoice, Trust};
 use crate::probe::format_of;
 use crate::recovery::{Purpose, Recovered, overlay, recover};
@@ -26,7 +26,7 @@ pub fn referenced_file<H: Host>(
     name: &str,
     trust: &Trust,
 ) -> Result<PathBuf> {
-    let path = host.resolve(referrer, plain_file_name(referrer, field, name)?);
+    let path = host.resolve(referrer, name_in_header(host, referrer, field, name, trust)?);
     if let Trust::Within(directories) = trust {
         let real = host.canonical(&path)?;
         if !directories.iter().any(|directory| real.starts_with(directory)) {

@@ -38,6 +38,7 @@ trait DynHost: Send + Sync {
     fn create<'a>(&'a self, name: &'a Path, mode: OpenMode) -> BoxFuture<'a, Result<AnyFile>>;
     fn remove<'a>(&'a self, name: &'a Path) -> BoxFuture<'a, Result<()>>;
     fn canonical(&self, name: &Path) -> Result<PathBuf>;
+    fn protocol_name(&self, name: &str) -> bool;
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf;
 }
 
@@ -56,6 +57,10 @@ impl<H: Host> DynHost for Typed<H> {
 
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
         self.0.canonical(name)
+    }
+
+    fn protocol_name(&self, name: &str) -> bool {
+        self.0.protocol_name(name)
     }
 
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {
@@ -80,6 +85,10 @@ impl Host for AnyHost {
 
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
         self.0.canonical(name)
+    }
+
+    fn protocol_name(&self, name: &str) -> bool {
+        self.0.protocol_name(name)
     }
 
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {

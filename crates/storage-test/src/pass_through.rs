@@ -170,6 +170,10 @@ impl<H: Host, K: HostHooks> Host for PassThrough<H, K> {
         self.inner.canonical(name)
     }
 
+    fn protocol_name(&self, name: &str) -> bool {
+        self.inner.protocol_name(name)
+    }
+
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {
         self.inner.resolve(referrer, name)
     }

@@ -34,7 +34,8 @@ pub struct EitherHost<A, B> {
 
 impl<A: Host, B: Host> EitherHost<A, B> {
     /// Combines two hosts. `rule` decides where a name, as given to [`Host::open`], belongs; the same name must always
-    /// get the same answer. A name in an image is [resolved](Host::resolve) by the host of that image first.
+    /// get the same answer. A name in an image is [resolved](Host::resolve) first: by the host whose
+    /// [protocol](Host::protocol_name) it has, or by the host of that image.
     pub fn new(first: A, second: B, rule: impl Fn(&Path) -> Side + Send + Sync + 'static) -> Self {
         Self { first, second, rule: Arc::new(rule) }
     }
@@ -49,20 +50,21 @@ impl<A: fmt::Debug, B: fmt::Debug> fmt::Debug for EitherHost<A, B> {
     }
 }
 
+/// The futures that open a file are boxed: they are large, and need not be in those of everything that opens one.
 impl<A: Host, B: Host> Host for EitherHost<A, B> {
     type File = EitherFile<A::File, B::File>;
 
     async fn open(&self, name: &Path, mode: OpenMode) -> Result<Self::File> {
         match (self.rule)(name) {
-            Side::First => Ok(EitherFile::First(self.first.open(name, mode).await?)),
-            Side::Second => Ok(EitherFile::Second(self.second.open(name, mode).await?)),
+            Side::First => Ok(EitherFile::First(Box::pin(self.first.open(name, mode)).await?)),
+            Side::Second => Ok(EitherFile::Second(Box::pin(self.second.open(name, mode)).await?)),
         }
     }
 
     async fn create(&self, name: &Path, mode: OpenMode) -> Result<Self::File> {
         match (self.rule)(name) {
-            Side::First => Ok(EitherFile::First(self.first.create(name, mode).await?)),
-            Side::Second => Ok(EitherFile::Second(self.second.create(name, mode).await?)),
+            Side::First => Ok(EitherFile::First(Box::pin(self.first.create(name, mode)).await?)),
+            Side::Second => Ok(EitherFile::Second(Box::pin(self.second.create(name, mode)).await?)),
         }
     }
 
@@ -92,7 +94,17 @@ impl<A: Host, B: Host> Host for EitherHost<A, B> {
         Ok(canonical)
     }
 
+    fn protocol_name(&self, name: &str) -> bool {
+        self.first.protocol_name(name) || self.second.protocol_name(name)
+    }
+
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {
+        if self.first.protocol_name(name) {
+            return self.first.resolve(referrer, name);
+        }
+        if self.second.protocol_name(name) {
+            return self.second.resolve(referrer, name);
+        }
         match (self.rule)(referrer) {
             Side::First => self.first.resolve(referrer, name),
             Side::Second => self.second.resolve(referrer, name),
@@ -109,6 +121,18 @@ pub enum EitherFile<A, B> {
     Second(B),
 }
 
+impl<A, B> EitherFile<A, B> {
+    /// What identifies a file here that has this id on its own host.
+    pub fn id_of(side: Side, id: FileId) -> FileId {
+        // Hosts may use the same device numbers: the lowest bit distinguishes them. Linux's numbers have 32 bits.
+        let lowest = match side {
+            Side::First => 0,
+            Side::Second => 1,
+        };
+        FileId { device: id.device << 1 | lowest, ..id }
+    }
+}
+
 /// Calls the same on whichever variant it is.
 macro_rules! either {
     ($file:expr, $inner:ident => $result:expr) => {
@@ -122,11 +146,10 @@ macro_rules! either {
 impl<A: Storage, B: Storage> Storage for EitherFile<A, B> {
     fn identity(&self) -> Identity<'_> {
         let (Identity { name, id }, side) = match self {
-            Self::First(file) => (file.identity(), 0),
-            Self::Second(file) => (file.identity(), 1),
+            Self::First(file) => (file.identity(), Side::First),
+            Self::Second(file) => (file.identity(), Side::Second),
         };
-        // Hosts may use the same device numbers: the lowest bit distinguishes them. Linux's numbers have 32 bits.
-        Identity { name, id: FileId { device: id.device << 1 | side, ..id } }
+        Identity { name, id: Self::id_of(side, id) }
     }
 
     fn capabilities(&self) -> Capabilities {

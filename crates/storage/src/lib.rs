@@ -289,6 +289,13 @@ pub trait Host: Send + Sync + 'static {
         Ok(name.to_owned())
     }
 
+    /// Whether a name with a protocol's prefix, such as `nbd:`, is one that this host opens. It is no path: it stands
+    /// for itself, in whichever header it is written. By default no name is.
+    fn protocol_name(&self, name: &str) -> bool {
+        let _ = name;
+        false
+    }
+
     /// The name under which `name`, as written in the header of the image `referrer`, is opened:
     /// relative names are relative to the referrer's directory.
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {

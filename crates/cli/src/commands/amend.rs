@@ -2,11 +2,11 @@
 
 use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
+use crate::host::images;
 use crate::image_name::{Image, Naming, Objects, reason};
 use crate::{options, runtime, size};
 use isobath_disk::encryption::SlotState;
 use isobath_disk::{Amend, ImageFormat, KeyChange, Preallocation, amend, change_keys};
-use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -222,14 +222,14 @@ async fn change(args: &Args, image: &Image, wanted: Wanted) -> Result<(), Failur
     let last =
         Amend { version: wanted.amend.version.filter(|version| *version < 3), ..Amend::default() };
     // Refuse before changing anything.
-    isobath_disk::check_amend(&FileHost, &image.path, &options, &wanted.amend)
+    isobath_disk::check_amend(images(), &image.path, &options, &wanted.amend)
         .await
         .map_err(failed)?;
     let first =
         Amend { version: wanted.amend.version.filter(|version| *version > 2), ..wanted.amend };
-    Box::pin(amend(&FileHost, &image.path, &options, &first)).await.map_err(failed)?;
+    Box::pin(amend(images(), &image.path, &options, &first)).await.map_err(failed)?;
     if let Some(keys) = keys {
-        let change = change_keys(&FileHost, &image.path, &options, keys, args.force);
+        let change = change_keys(images(), &image.path, &options, keys, args.force);
         Box::pin(change).await.map_err(failed)?;
     }
     if let Some(size) = wanted.size {
@@ -242,7 +242,7 @@ async fn change(args: &Args, image: &Image, wanted: Wanted) -> Result<(), Failur
         disk.expand_zeroes().await?;
         disk.close().await?;
         drop(disk);
-        Box::pin(amend(&FileHost, &image.path, &options, &last)).await.map_err(failed)?;
+        Box::pin(amend(images(), &image.path, &options, &last)).await.map_err(failed)?;
     }
     Ok(())
 }

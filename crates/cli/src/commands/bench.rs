@@ -2,12 +2,12 @@
 
 use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
+use crate::host::ImageHost;
 use crate::image_name::{Naming, reason};
 use crate::{options, runtime, size, workers};
 use isobath_disk::{Disk, DiskError, ImageFormat};
 use isobath_ring::spawn;
 use isobath_storage::IoBuf;
-use isobath_storage_file::FileHost;
 use isobath_sync::Semaphore;
 use std::cell::Cell;
 use std::io::Write;
@@ -209,7 +209,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
 
 /// State shared by the tasks.
 struct Load {
-    disk: Arc<Disk<FileHost>>,
+    disk: Arc<Disk<ImageHost>>,
     /// The byte to write; `None` to read.
     write: Option<u8>,
     size: u64,

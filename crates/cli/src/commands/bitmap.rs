@@ -1,12 +1,12 @@
 //! `isobath bitmap`
 
 use crate::failure::{Failure, Outcome};
+use crate::host::images;
 use crate::image_name::{Naming, reason};
 use crate::{options, runtime, size};
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches};
 use isobath_disk::{BitmapAction, BitmapEditor, DiskError, ImageFormat, OpenOptions, read_bitmap};
 use isobath_storage::Locking;
-use isobath_storage_file::FileHost;
 use std::ffi::OsString;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -130,7 +130,7 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     let base = base.transpose()?;
     let options = image.writable(false)?;
     runtime::block_on(async || {
-        let editor = Box::pin(BitmapEditor::open(&FileHost, &image.path, &options)).await;
+        let editor = Box::pin(BitmapEditor::open(images(), &image.path, &options)).await;
         let mut editor = editor.map_err(|error| image.failed(&error))?;
         for action in actions {
             let failed = |error: &DiskError| failed(action.name(), bitmap, error);
@@ -144,7 +144,7 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
                     None => BitmapAction::Merge(source.clone()),
                     Some(base) => {
                         let options: OpenOptions = base.options(false, Locking::Exclusive);
-                        let bits = read_bitmap(&FileHost, &base.path, &options, source).await;
+                        let bits = read_bitmap(images(), &base.path, &options, source).await;
                         BitmapAction::MergeFrom(bits.map_err(|error| failed(&error))?)
                     }
                 },

@@ -2,6 +2,7 @@
 
 use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
+use crate::host::{ImageFile, images};
 use crate::image_name::{Image, Naming};
 use crate::options::{self, OutputFormat};
 use crate::{json, messages, runtime};
@@ -10,7 +11,6 @@ use isobath_disk::{
 };
 use isobath_qcow2::text::Shown;
 use isobath_storage::{Host, OpenMode, StorageExt};
-use isobath_storage_file::{FileHost, FileStorage};
 use serde_json::{Map, Value, json};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -107,8 +107,8 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
 ///
 /// # Errors
 /// If another program writes to it.
-async fn kept(image: &Image) -> Result<Option<FileStorage>, Failure> {
-    let file = match FileHost.open(&image.path, OpenMode::default()).await {
+async fn kept(image: &Image) -> Result<Option<ImageFile>, Failure> {
+    let file = match images().open(&image.path, OpenMode::default()).await {
         Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
             return Err(image.failed(&DiskError::from(error)));
         }
@@ -126,7 +126,7 @@ fn examine(image: &Image, options: CheckOptions) -> Result<CheckReport, Failure>
                 messages::tell(Shown(text));
             }
         };
-        match check(&FileHost, &image.path, &options, &mut events).await {
+        match check(images(), &image.path, &options, &mut events).await {
             Err(error @ DiskError::Unsupported(_)) => Err(Failure::from(error).with_code(63)),
             Err(error) => Err(image.failed(&error)),
             Ok(report) => Ok(report),

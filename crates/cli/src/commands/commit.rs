@@ -2,6 +2,7 @@
 
 use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
+use crate::host::images;
 use crate::image_name::Naming;
 use crate::{block_job, chain_files, options, runtime, size};
 use isobath_disk::{ImageFormat, LayerIndex, LiveDisk};
@@ -9,7 +10,6 @@ use isobath_image::sabotage::{self, Sabotage};
 use isobath_jobs::CommitOptions;
 use isobath_ring::Signals;
 use isobath_storage::StorageExt;
-use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -53,7 +53,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let options = image.writable(args.cache.is_direct())?;
     runtime::block_on(async || {
         let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
-        let live = LiveDisk::open(FileHost, &image.path, &options).await;
+        let live = LiveDisk::open(images().clone(), &image.path, &options).await;
         let mut live = live.map_err(|error| image.failed(&error))?;
         let layers = live.layers();
         let Some(below) = u16::try_from(layers.len()).ok().and_then(|depth| depth.checked_sub(2))
@@ -79,7 +79,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             if sabotage::is(Sabotage::EmptiedLater) {
                 live.close().await?;
                 drop((layers, live));
-                live = LiveDisk::open(FileHost, &image.path, &options).await?;
+                live = LiveDisk::open(images().clone(), &image.path, &options).await?;
             }
             done = live.make_empty().await.map_err(Failure::from);
         }

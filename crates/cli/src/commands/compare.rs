@@ -2,11 +2,11 @@
 
 use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
+use crate::host::ImageHost;
 use crate::image_name::Naming;
 use crate::workers::{self, Progress};
 use crate::{options, runtime};
 use isobath_disk::{Compare, CompareError, Difference, Disk, ImageFormat};
-use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -114,7 +114,7 @@ async fn open(
     cache: CacheMode,
     image: &Path,
     format: Option<ImageFormat>,
-) -> Result<Arc<Disk<FileHost>>, Failure> {
+) -> Result<Arc<Disk<ImageHost>>, Failure> {
     let image = args.naming.image(image, format).map_err(|failure| failure.with_code(2))?;
     let locking = options::locking(args.force_share);
     let options = image.options(cache.is_direct(), locking);

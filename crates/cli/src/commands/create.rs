@@ -2,13 +2,13 @@
 
 use crate::commands::foreign;
 use crate::failure::{Failure, Outcome};
+use crate::host::images;
 use crate::image_name::{Naming, Objects, reason};
 use crate::{options, runtime, size};
 use isobath_disk::encryption::{CreateOptions, IvGenerator};
 use isobath_disk::{DiskError, ImageFormat, NewDisk, NewEncryption, Preallocation, create};
 use isobath_formats::Format;
 use isobath_qcow2::CompressionType;
-use isobath_storage_file::FileHost;
 use std::fmt::Write as _;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -135,7 +135,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     }
     let new = new.clone().encryption(keys.map_err(|error| failure(&error))?);
     let made = runtime::block_on(async || {
-        let made = create(&FileHost, &path, &new).await;
+        let made = create(images(), &path, &new).await;
         made.map_err(|error| {
             let text = match &error {
                 DiskError::Backing { source, .. } => {

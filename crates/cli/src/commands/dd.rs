@@ -3,12 +3,12 @@
 use super::convert::refuse_source;
 use super::foreign;
 use crate::failure::{Failure, Outcome};
+use crate::host::{ImageHost, images};
 use crate::image_name::Naming;
 use crate::{messages, options, runtime, size};
 use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, create_held};
 use isobath_formats::{Format, PIECE};
 use isobath_storage::IoBuf;
-use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::ops::Range;
 use std::path::Path;
@@ -104,7 +104,7 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
             );
         }
         let new = NewDisk::new(length.next_multiple_of(512)).format(args.output_format);
-        let created = create_held(&FileHost, &target.path, &new).await.map_err(|error| {
+        let created = create_held(images(), &target.path, &new).await.map_err(|error| {
             Failure::new(crate::image_name::reason(&error))
                 .context(format_args!("{output}: error while creating output image"))
         })?;
@@ -120,7 +120,7 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
 
 /// Copies a range to a new image in another program's format.
 async fn copy_to_foreign(
-    source: &Disk<FileHost>,
+    source: &Disk<ImageHost>,
     range: Range<u64>,
     format: Format,
     target: &Path,
@@ -153,8 +153,8 @@ async fn copy_to_foreign(
 }
 
 async fn copy(
-    source: &Disk<FileHost>,
-    sink: &Disk<FileHost>,
+    source: &Disk<ImageHost>,
+    sink: &Disk<ImageHost>,
     range: Range<u64>,
 ) -> Result<(), Failure> {
     let mut at = range.start;

@@ -1,11 +1,11 @@
 //! `isobath index`
 
 use crate::failure::{Failure, Outcome};
+use crate::host::{images, only_files};
 use crate::size::human;
 use crate::workers::Progress;
 use crate::{options, runtime};
 use isobath_disk::{Disk, ImageFormat, IndexProgress, OpenOptions, Secrets};
-use isobath_storage_file::FileHost;
 use std::cell::Cell;
 use std::io::Write;
 use std::path::PathBuf;
@@ -41,13 +41,14 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if args.force_share && !args.verify {
         return Err(Failure::usage("-U (--force-share) requires --verify"));
     }
+    only_files(&args.image, "'index'")?;
     let options = OpenOptions::new()
         .writable(!args.verify)
         .format(ImageFormat::Qcow2)
         .locking(options::locking(args.force_share))
         .secrets(Secrets::unneeded());
     runtime::block_on(async || {
-        let disk = Disk::open(FileHost, &args.image, &options).await?;
+        let disk = Disk::open(images().clone(), &args.image, &options).await?;
         let name = options::printable(&args.image.display().to_string());
         if args.drop {
             let dropped = disk.drop_index().await?;
@@ -57,6 +58,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
                 writeln!(out, "{what}")?;
             }
             return Ok(0);
+        }
+        for layer in disk.layers() {
+            only_files(layer.name(), "an index of the layers")?;
         }
         let state = Rc::new(Cell::new((0, 0)));
         let progress = Progress::show(args.progress && !args.quiet, {

@@ -1,12 +1,12 @@
 //! `isobath map`
 
 use crate::failure::{Failure, Outcome};
+use crate::host::ImageHost;
 use crate::image_name::Naming;
 use crate::options::{self, OutputFormat, printable};
 use crate::{runtime, size};
 use isobath_disk::{Disk, ImageFormat, MapEntry};
 use isobath_storage::IoBuf;
-use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -59,7 +59,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
 }
 
 async fn json(
-    disk: &Disk<FileHost>,
+    disk: &Disk<ImageHost>,
     range: std::ops::Range<u64>,
     start: u64,
     out: &mut dyn Write,
@@ -100,7 +100,7 @@ async fn json(
 }
 
 async fn human(
-    disk: &Disk<FileHost>,
+    disk: &Disk<ImageHost>,
     range: std::ops::Range<u64>,
     out: &mut dyn Write,
 ) -> Result<(), Failure> {

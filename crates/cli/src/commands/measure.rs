@@ -2,11 +2,11 @@
 
 use crate::commands::{create, foreign};
 use crate::failure::{Failure, Outcome};
+use crate::host::ImageHost;
 use crate::image_name::Naming;
 use crate::options::{self, OutputFormat};
 use crate::{json, runtime, size};
 use isobath_disk::{ImageFormat, NewDisk, SnapshotChoice, measure};
-use isobath_storage_file::FileHost;
 use serde_json::{Map, Value};
 use std::io::Write;
 use std::path::PathBuf;
@@ -66,7 +66,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         create::encryption(&new, &given, &args.naming.objects).map_err(Failure::new)?;
     let (measured, bitmaps) = runtime::block_on(async || {
         let Some(image) = &args.image else {
-            return Ok((measure::<FileHost>(&new, None).await?, None));
+            return Ok((measure::<ImageHost>(&new, None).await?, None));
         };
         let locking = options::locking(args.force_share);
         let image = args.naming.image(image, args.format)?;

@@ -2,15 +2,15 @@
 
 use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
+use crate::host::{ImageHost, images, is_export};
 use crate::image_name::Naming;
 use crate::workers::{self, Progress};
 use crate::{options, runtime};
-use isobath_disk::{Disk, ImageFormat, OpenOptions, Rebase, Secrets};
-use isobath_image::name::plain_file_name;
+use isobath_disk::{Disk, ImageFormat, OpenOptions, Rebase, Secrets, Trust};
+use isobath_image::name::name_in_header;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_ring::Signals;
 use isobath_storage::{Host, Locking, StorageExt};
-use isobath_storage_file::FileHost;
 use std::cell::Cell;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -79,8 +79,10 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
         (name, Some(format)) => Some((name, format.as_str())),
         // Guessing the format would let the guest of a raw disk choose what is opened.
         (name, None) => {
-            let path = FileHost.resolve(&args.image, name);
-            if let Err(error) = std::fs::metadata(&path) {
+            let path = images().resolve(&args.image, name);
+            if !is_export(&path)
+                && let Err(error) = std::fs::metadata(&path)
+            {
                 let error = isobath_storage::cause(&error);
                 return Err(new_backing(name, format_args!("Could not open '{name}': {error}")));
             }
@@ -134,17 +136,18 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
 
 /// The file that the new backing file's name, as stored in the header, refers to.
 fn file_of(args: &Args, name: &str) -> Result<PathBuf, Failure> {
-    let plain = plain_file_name(&args.image, "new backing file", name);
-    Ok(FileHost.resolve(&args.image, plain?))
+    let field = "new backing file";
+    let named = name_in_header(images(), &args.image, field, name, &Trust::Full);
+    Ok(images().resolve(&args.image, named?))
 }
 
 /// Refuses a new backing file whose chain contains the image.
-async fn refuse_loop(disk: &Disk<FileHost>, below: &Path, format: &str) -> Result<(), Failure> {
+async fn refuse_loop(disk: &Disk<ImageHost>, below: &Path, format: &str) -> Result<(), Failure> {
     let format = options::format(format).map_err(Failure::new)?;
     let look =
         OpenOptions::new().format(format).locking(Locking::Unlocked).secrets(Secrets::unneeded());
     // A file that cannot be opened now may still be moved to its place.
-    let Ok(chain) = Disk::open(FileHost, below, &look).await else { return Ok(()) };
+    let Ok(chain) = Disk::open(images().clone(), below, &look).await else { return Ok(()) };
     let own = disk.layers().next().map(|layer| layer.storage().id());
     if chain.layers().any(|layer| Some(layer.storage().id()) == own) {
         return Err(new_backing(
@@ -166,7 +169,7 @@ async fn open_below(
     name: &str,
     path: &Path,
     format: &str,
-) -> Result<Arc<Disk<FileHost>>, Failure> {
+) -> Result<Arc<Disk<ImageHost>>, Failure> {
     let format = options::format(format).map_err(Failure::new)?;
     let options = OpenOptions::new()
         .format(format)
@@ -174,14 +177,14 @@ async fn open_below(
         .direct(args.source_cache.is_direct())
         .bring_in(true)
         .secrets(args.naming.secret_file.secrets()?);
-    let below = Disk::open(FileHost, path, &options).await;
+    let below = Disk::open(images().clone(), path, &options).await;
     let below = below.map_err(|error| new_backing(name, crate::image_name::reason(&error)));
     Ok(Arc::new(below?))
 }
 
 async fn copy(
     args: &Args,
-    rebase: &Arc<Rebase<FileHost>>,
+    rebase: &Arc<Rebase<ImageHost>>,
     signals: &mut Signals,
 ) -> Result<(), Failure> {
     let progress = Progress::show(args.progress && !args.quiet, {

@@ -1,10 +1,11 @@
 //! `isobath resize`
 
 use crate::failure::{Failure, Outcome};
+use crate::host::is_export;
 use crate::image_name::Naming;
 use crate::size::NewSize;
 use crate::{options, program, runtime};
-use isobath_disk::{ImageFormat, Preallocation};
+use isobath_disk::{ImageFormat, Layer, Preallocation};
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -57,6 +58,10 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
                  an image will delete all data beyond the shrunken image's end. Before performing \
                  such an operation, make sure there is no important data there."
             )));
+        }
+        let keeps_size = |layer: &Layer<_>| layer.header().is_none() && is_export(layer.name());
+        if new != old && disk.layers().next().is_some_and(|layer| keeps_size(layer)) {
+            return Err(Failure::new("Cannot resize NBD nodes"));
         }
         if new <= old && args.preallocation != Preallocation::Off {
             return Err(Failure::new("Preallocation can only be used for growing images"));

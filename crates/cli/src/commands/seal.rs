@@ -1,10 +1,10 @@
 //! `isobath seal`
 
 use crate::failure::Outcome;
+use crate::host::{images, only_files};
 use crate::options;
 use crate::runtime;
 use isobath_disk::{Disk, ImageFormat, OpenOptions, Secrets};
-use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -30,7 +30,8 @@ pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
         .secrets(Secrets::unneeded());
     runtime::block_on(async || {
         for image in &args.images {
-            Disk::open(FileHost, image, &options).await?.close().await?;
+            only_files(image, "'seal'")?;
+            Disk::open(images().clone(), image, &options).await?.close().await?;
         }
         Ok(0)
     })

@@ -2,11 +2,11 @@
 
 use super::info;
 use crate::failure::{Failure, Outcome};
+use crate::host::images;
 use crate::image_name::{Naming, reason};
 use crate::options::printable;
 use crate::{options, runtime};
 use isobath_disk::{DiskError, ImageFormat, apply_snapshot, create_snapshot, delete_snapshot};
-use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -59,7 +59,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         return Err(Failure::new("--force-share cannot be used when the image is changed"));
     }
     let options = image.writable(false)?;
-    let (host, image) = (&FileHost, &image.path);
+    let (host, image) = (images(), &image.path);
     runtime::block_on(async || {
         if let Some(name) = &args.create {
             let taken = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();

@@ -33,6 +33,7 @@ mod live;
 mod live_guest;
 mod live_killed;
 mod live_snapshots;
+mod nbd_names;
 mod programs;
 mod qemu_img_options;
 mod qemu_nbd;

@@ -466,7 +466,7 @@ fn every_command_means_the_same_by_a_backing_files_name() {
         ("base", true),
         ("file:base", true),
         ("./base", true),
-        ("nbd:localhost:1", false),
+        ("ssh://localhost/base", false),
         ("json:{\"driver\":\"raw\",\"file\":{\"driver\":\"file\",\"filename\":\"base\"}}", false),
         ("base:1", false),
     ] {

@@ -7,8 +7,9 @@ use isobath_chain::index;
 use isobath_chain::map::{Unit, UnitKind};
 use isobath_image::durability::MetadataMode;
 use isobath_image::layer::{ImageFormat, Layer};
-use isobath_image::name::plain_file_name;
+use isobath_image::name::name_in_header;
 use isobath_image::open::open_again;
+use isobath_image::options::Trust;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::{Result, invariant};
 use isobath_storage::{FileId, Host, Storage, StorageExt};
@@ -292,8 +293,14 @@ impl<H: Host> Disk<H> {
         let mut joined = PathBuf::new();
         for (_, link) in self.chain.top_down().filter(|(index, _)| (next..=top).contains(index)) {
             let name = link.header().and_then(|header| header.backing_file).unwrap_or_default();
-            let Ok(plain) = plain_file_name(link.name(), "backing file", &name) else { break };
-            joined = joined.parent().unwrap_or(Path::new("")).join(plain);
+            let named =
+                name_in_header(&*self.host, link.name(), "backing file", &name, &Trust::Full);
+            let Ok(plain) = named else { break };
+            joined = if self.host.protocol_name(plain) {
+                PathBuf::from(plain)
+            } else {
+                joined.parent().unwrap_or(Path::new("")).join(plain)
+            };
         }
         // A chain may have been put together under other names.
         let means = self.host.resolve(overlay.name(), &joined.to_string_lossy());

@@ -56,11 +56,12 @@ mod server;
 mod session;
 mod transport;
 mod window;
-pub mod wire;
 
 pub use bitmap::{ExportedBitmap, MAX_BITMAPS};
 pub use exports::{Export, ExportError, ExportState, RemoveError};
 pub use frontend::{NbdFrontend, PROTOCOL};
+/// The numbers of the protocol.
+pub use isobath_nbd_client::wire;
 pub use live::Gone;
 pub use server::{Limits, Server, ServerError, WhenFull};
 pub use session::{InFlight, SessionError};

@@ -7,7 +7,7 @@ use crate::error::QmpError;
 use isobath_disk::{LiveDisk, Preallocation};
 use isobath_storage::{Host, Locking};
 use serde_json::Value;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 /// The storage of an added node.
@@ -32,7 +32,7 @@ impl<H: Host + Clone> Monitor<H> {
             return Err(QmpError::new(format_args!("detect-zeroes '{detect}' is not supported")));
         }
         let Some(format) = format_of(text(&arguments, "driver")) else {
-            let path = PathBuf::from(text(&arguments, "filename"));
+            let path = self.path_of_file(text(&arguments, "filename"));
             self.host.canonical(&path).map_err(|error| {
                 let cause = isobath_storage::cause(&error.source);
                 QmpError::new(format_args!("Could not open '{}': {cause}", path.display()))
@@ -85,6 +85,11 @@ impl<H: Host + Clone> Monitor<H> {
         Ok(())
     }
 
+    /// The path that the driver `file` opens, whatever it looks like.
+    fn path_of_file(&self, name: &str) -> PathBuf {
+        if self.host.protocol_name(name) { Path::new(".").join(name) } else { name.into() }
+    }
+
     /// The node that `file` refers to: one that was added, or one described inline.
     fn protocol(&self, file: Option<&Value>) -> Result<Protocol> {
         match file {
@@ -95,7 +100,7 @@ impl<H: Host + Clone> Monitor<H> {
                         "driver '{driver}' cannot hold an image; use 'file'"
                     )));
                 }
-                let path = text(options, "filename").into();
+                let path = self.path_of_file(text(options, "filename"));
                 Ok(Protocol { path, options: options.clone(), node: None })
             }
             Some(Value::String(name)) => {

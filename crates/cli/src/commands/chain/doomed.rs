@@ -3,6 +3,7 @@
 use super::note;
 use super::users::{Identity, Users, header, identity};
 use crate::failure::Failure;
+use crate::host;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_storage::{FileId, Host, Locking, OpenMode, StorageExt};
 use isobath_storage_file::{FileHost, FileStorage};
@@ -26,6 +27,7 @@ impl Doomed {
     /// If another program uses it; it cannot be opened for writing, which the locks require; its name is a symbolic
     /// link to another directory; or it has internal snapshots.
     pub(super) async fn lock(path: &Path) -> Result<Self, Failure> {
+        host::only_files(path, "the deletion of a layer")?;
         let locked = open(path).await?;
         // Others may use a link's target by links of their own, which are not searched for.
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
@@ -50,8 +52,9 @@ impl Doomed {
         &self.path
     }
 
+    /// What identifies it among the layers of a chain.
     pub(super) fn id(&self) -> FileId {
-        self.locked.id()
+        host::id_of_file(self.locked.id())
     }
 
     /// Admits readers, as for a merge of the layer, but still no writers of other programs.

@@ -1,12 +1,12 @@
 //! `isobath chain generate`
 
 use crate::failure::{Failure, Outcome};
+use crate::host::images;
 use crate::workers::{self, Progress};
 use crate::{runtime, size};
 use isobath_disk::{Disk, OpenOptions};
 use isobath_generate::{Chain, Data, Distribution, Fill, GenerateError, Ownership, trace};
 use isobath_ring::{Config, Signals, Worker};
-use isobath_storage_file::FileHost;
 use std::cell::Cell;
 use std::fs::File;
 use std::io::{BufReader, Write};
@@ -140,7 +140,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         let active = generate(args, chain, ownership).await?;
         if indexed {
             let options = OpenOptions::new().writable(true);
-            let disk = Disk::open(FileHost, &active, &options).await?;
+            let disk = Disk::open(images().clone(), &active, &options).await?;
             disk.write_index(|_| {}).await?;
             disk.close().await?;
         }

@@ -5,6 +5,7 @@ use super::note;
 use super::unfinished::Unfinished;
 use super::users::{Users, directories, header, identity};
 use crate::failure::{Failure, Outcome};
+use crate::host::{ImageHost, images, only_files};
 use crate::image_name::SecretFile;
 use crate::options::printable;
 use crate::{block_job, chain_files, runtime, size};
@@ -12,7 +13,6 @@ use isobath_disk::{Disk, ImageFormat, LiveDisk, OpenOptions, Secrets};
 use isobath_jobs::StreamOptions;
 use isobath_ring::Signals;
 use isobath_storage::{FileId, Locking, StorageExt};
-use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -108,8 +108,9 @@ pub(crate) fn delete(args: &DeleteArgs, out: &mut dyn Write) -> Outcome {
 
 /// Removes the layer. Returns its file, unless `--keep` is given, and an image that needs the file, if any.
 async fn removed(args: &DeleteArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>, Failure> {
+    only_files(&args.image, "'chain'")?;
     let look = OpenOptions::new().locking(Locking::Unlocked).secrets(Secrets::unneeded());
-    let disk = Disk::open(FileHost, &args.image, &look).await?;
+    let disk = Disk::open(images().clone(), &args.image, &look).await?;
     let layers: Vec<_> = disk.layers().cloned().collect();
     let chain: Vec<_> = layers.iter().map(|layer| layer.name().to_owned()).collect();
     if chain_files::find(&layers, &args.layer).is_none()
@@ -181,12 +182,13 @@ fn say(args: &Shared, out: &mut dyn Write, what: &str) -> Outcome {
 /// The files of an image's chain, the active one first.
 pub(super) async fn chain_of(image: &Path) -> Result<Vec<PathBuf>, Failure> {
     let look = OpenOptions::new().locking(Locking::Unlocked).secrets(Secrets::unneeded());
-    let disk = Disk::open(FileHost, image, &look).await?;
+    let disk = Disk::open(images().clone(), image, &look).await?;
     Ok(disk.layers().map(|one| one.name().to_owned()).collect())
 }
 
 /// Merges the layers from `from` up into `image` above them; without `from`, all layers below it.
 async fn merge_into(image: &Path, from: Option<&str>, args: &Shared) -> Result<(), Failure> {
+    only_files(image, "'chain'")?;
     let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
     let (live, base) = open(image, from, args).await?;
     let done = run(&live, base, args, &mut signals).await;
@@ -197,7 +199,7 @@ async fn merge_into(image: &Path, from: Option<&str>, args: &Shared) -> Result<(
 /// Layers that were merged.
 pub(super) struct Merged {
     /// The disk of the image that took their data. It is closed, but keeps its locks.
-    pub(super) overlay: Arc<LiveDisk<FileHost>>,
+    pub(super) overlay: Arc<LiveDisk<ImageHost>>,
     /// Their files, locked; or why one must stay.
     pub(super) layers: Vec<Result<Doomed, Failure>>,
 }
@@ -256,9 +258,9 @@ async fn open(
     image: &Path,
     from: Option<&str>,
     args: &Shared,
-) -> Result<(Arc<LiveDisk<FileHost>>, Option<FileId>), Failure> {
+) -> Result<(Arc<LiveDisk<ImageHost>>, Option<FileId>), Failure> {
     let options = OpenOptions::new().writable(true).secrets(args.secret_file.secrets()?);
-    let live = LiveDisk::open(FileHost, image, &options).await?;
+    let live = LiveDisk::open(images().clone(), image, &options).await?;
     let Some(from) = from else { return Ok((live, None)) };
     let layers = live.layers();
     let found = chain_files::required(&layers, from, image).and_then(|from| {
@@ -281,7 +283,7 @@ async fn open(
 
 /// Merges all layers above `base`; without it, all layers.
 async fn run(
-    live: &Arc<LiveDisk<FileHost>>,
+    live: &Arc<LiveDisk<ImageHost>>,
     base: Option<FileId>,
     args: &Shared,
     signals: &mut Signals,

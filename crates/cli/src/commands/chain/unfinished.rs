@@ -9,10 +9,10 @@ use super::doomed::Doomed;
 use super::note::{Note, fingerprint, of_overlay};
 use super::users::{Users, directories, identity};
 use crate::failure::Failure;
+use crate::host::{ImageHost, images};
 use isobath_disk::{BlockStatus, Disk, ImageFormat, OpenOptions, Secrets};
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_storage::{IoBuf, Locking, Storage, StorageExt};
-use isobath_storage_file::FileHost;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -63,10 +63,10 @@ impl Unfinished {
             return Err(kept(&"another program has changed it"));
         }
         let options = OpenOptions::new().secrets(secrets.clone());
-        let overlay = Disk::open(FileHost, &self.overlay, &options).await?;
+        let overlay = Disk::open(images().clone(), &self.overlay, &options).await?;
         // It is locked already.
         let options = options.locking(Locking::Unlocked).format(self.format);
-        let layer = Disk::open(FileHost, &self.layer, &options).await?;
+        let layer = Disk::open(images().clone(), &self.layer, &options).await?;
         let trusted = sabotage::is(Sabotage::TrustedNote);
         if !trusted && !has_all_of(&overlay, &layer).await? {
             let (overlay, layer) = (self.overlay.display(), self.layer.display());
@@ -89,7 +89,7 @@ impl Unfinished {
 }
 
 /// Whether the image reads as it would with the layer below it.
-async fn has_all_of(image: &Disk<FileHost>, layer: &Disk<FileHost>) -> Result<bool, Failure> {
+async fn has_all_of(image: &Disk<ImageHost>, layer: &Disk<ImageHost>) -> Result<bool, Failure> {
     let mut at = 0;
     while at < image.size() {
         let length = WINDOW.min(image.size() - at);
@@ -105,8 +105,8 @@ async fn has_all_of(image: &Disk<FileHost>, layer: &Disk<FileHost>) -> Result<bo
 }
 
 async fn reads_alike(
-    image: &Disk<FileHost>,
-    layer: &Disk<FileHost>,
+    image: &Disk<ImageHost>,
+    layer: &Disk<ImageHost>,
     offset: u64,
     run: BlockStatus,
 ) -> Result<bool, Failure> {
@@ -143,7 +143,7 @@ async fn reads_alike(
 }
 
 /// The file that holds plain data, and the offset in it.
-fn place(disk: &Disk<FileHost>, run: &BlockStatus) -> Option<((u64, u64), u64)> {
+fn place(disk: &Disk<ImageHost>, run: &BlockStatus) -> Option<((u64, u64), u64)> {
     let (depth, host) = run.host?;
     let layer = disk.layers().nth(depth as usize)?;
     let file = layer.data().id();

@@ -1,11 +1,11 @@
 //! Finds the images that need a file.
 
 use crate::failure::Failure;
+use crate::host::images;
 use isobath_image::name::plain_file_name;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_qcow2::Header;
 use isobath_storage::Host;
-use isobath_storage_file::FileHost;
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
@@ -43,7 +43,7 @@ impl Users {
             let plain = plain_file_name(image, field, &name);
             let plain = plain.map_err(|error| unreadable(image, &error))?;
             let plain = if sabotage::is(Sabotage::PlainNames) { &name } else { plain };
-            match identity(&FileHost.resolve(image, plain)) {
+            match identity(&images().resolve(image, plain)) {
                 Ok(id) => {
                     let users = self.0.entry(id).or_default();
                     if !users.iter().any(|user| user == image) {

@@ -2,10 +2,10 @@
 
 use super::Args;
 use crate::failure::Failure;
+use crate::host::images;
 use crate::image_name::{Image, reason};
 use crate::{messages, options};
 use isobath_disk::{BitmapAction, BitmapBits, BitmapEditor, InfoOptions, info, read_bitmap};
-use isobath_storage_file::FileHost;
 
 /// A bitmap of the source.
 pub(super) struct Copied {
@@ -19,8 +19,7 @@ pub(super) struct Copied {
 pub(super) async fn of(source: &Image, args: &Args) -> Result<Vec<Copied>, Failure> {
     let open = source.options(false, options::locking(args.force_share));
     let look = InfoOptions { locking: open.locking, format: open.format };
-    let found =
-        info(&FileHost, &source.path, &look).await.map_err(|error| source.failed(&error))?;
+    let found = info(images(), &source.path, &look).await.map_err(|error| source.failed(&error))?;
     let Some(qcow2) = found.qcow2.filter(|qcow2| qcow2.version >= 3) else {
         return Err(Failure::new("Source lacks bitmap support"));
     };
@@ -37,7 +36,7 @@ pub(super) async fn of(source: &Image, args: &Args) -> Result<Vec<Copied>, Failu
                  'qemu-img bitmap --remove'"
             )));
         }
-        let bits = read_bitmap(&FileHost, &source.path, &open, &bitmap.name).await;
+        let bits = read_bitmap(images(), &source.path, &open, &bitmap.name).await;
         let bits = bits.map_err(|error| {
             Failure::new(format_args!("Failed to read bitmap {name}: {}", reason(&error)))
         })?;
@@ -54,7 +53,7 @@ pub(super) async fn of(source: &Image, args: &Args) -> Result<Vec<Copied>, Failu
 /// Adds the bitmaps to the target.
 pub(super) async fn copy(bitmaps: Vec<Copied>, target: &Image) -> Result<(), Failure> {
     let options = target.writable(false)?;
-    let editor = Box::pin(BitmapEditor::open(&FileHost, &target.path, &options)).await;
+    let editor = Box::pin(BitmapEditor::open(images(), &target.path, &options)).await;
     let mut editor = editor.map_err(|error| target.failed(&error))?;
     for bitmap in bitmaps {
         let mut actions =

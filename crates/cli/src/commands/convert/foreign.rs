@@ -3,13 +3,13 @@
 use super::{Args, refuse_source};
 use crate::commands::foreign::{NewImage, Options, no_backing};
 use crate::failure::{Failure, Outcome};
+use crate::host::ImageHost;
 use crate::options;
 use crate::workers::{self, Progress};
 use isobath_disk::Disk;
 use isobath_formats::{Format, PIECE, Piece, Writer};
 use isobath_ring::{Signals, sleep_until};
 use isobath_storage::IoBuf;
-use isobath_storage_file::FileHost;
 use std::cell::Cell;
 use std::path::Path;
 use std::rc::Rc;
@@ -51,7 +51,7 @@ pub(super) fn options(args: &Args, format: Format) -> Result<Options, Failure> {
 /// Copies the sources, one after another, to a new image.
 pub(super) async fn convert(
     args: &Args,
-    sources: &[Arc<Disk<FileHost>>],
+    sources: &[Arc<Disk<ImageHost>>],
     name: &Path,
     new: &Options,
     signals: &mut Signals,
@@ -115,7 +115,7 @@ pub(super) async fn convert(
 
 /// Bytes of the concatenated disks; `None` if they are known to be zero.
 async fn read(
-    sources: &[Arc<Disk<FileHost>>],
+    sources: &[Arc<Disk<ImageHost>>],
     at: u64,
     length: u64,
 ) -> Result<Option<IoBuf>, Failure> {

@@ -7,13 +7,13 @@ mod target;
 use crate::cache::CacheMode;
 use crate::commands::create;
 use crate::failure::{Failure, Outcome};
+use crate::host::{ImageHost, only_files};
 use crate::image_name::{Image, Naming};
 use crate::workers::{self, Progress};
 use crate::{options, runtime, size};
 use isobath_disk::{CopyOptions, Disk, DiskCopy, ImageFormat, SnapshotChoice};
 use isobath_ring::Signals;
 use isobath_storage::StorageExt;
-use isobath_storage_file::FileHost;
 use std::cell::Cell;
 use std::io::Write;
 use std::path::PathBuf;
@@ -224,6 +224,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         let interrupted = Rc::new(Cell::new(None));
         let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
         if let ImageFormat::Foreign(format) = args.output_format() {
+            only_files(&name.path, "writing this format")?;
             let new = foreign::options(args, format)?;
             return foreign::convert(args, &sources, &name.path, &new, &mut signals).await;
         }
@@ -254,7 +255,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
 
 async fn copy(
     args: &Args,
-    sources: Vec<Arc<Disk<FileHost>>>,
+    sources: Vec<Arc<Disk<ImageHost>>>,
     target: &Target,
     signals: &mut Signals,
     interrupted: &Rc<Cell<Option<i32>>>,

@@ -3,21 +3,21 @@
 use super::Args;
 use crate::commands::create;
 use crate::failure::Failure;
+use crate::host::{self, ImageHost, images};
 use crate::image_name::Image;
 use crate::options;
 use isobath_disk::{Created, Disk, NewDisk};
-use isobath_storage::{FileId, Host, Locking, OpenMode, Storage, StorageExt};
-use isobath_storage_file::FileHost;
+use isobath_storage::{FileId, Storage, StorageExt};
 use std::path::Path;
 use std::sync::Arc;
 
 /// The target of a copy.
 pub(super) struct Target {
-    pub(super) disk: Arc<Disk<FileHost>>,
+    pub(super) disk: Arc<Disk<ImageHost>>,
     /// Only the source's active layer is copied.
     pub(super) shares_backing: bool,
     /// Its files, if they were created for it. They are held, with their locks, until the disk is closed.
-    made: Option<Created<'static, FileHost>>,
+    made: Option<Created<'static, ImageHost>>,
 }
 
 impl Target {
@@ -53,7 +53,7 @@ impl Target {
         if new.backing_file.is_some() && new.backing_format.is_none() {
             return Err(Failure::new("Use of backing file requires explicit backing format"));
         }
-        let made = isobath_disk::create_held(&FileHost, name, &new).await;
+        let made = isobath_disk::create_held(images(), name, &new).await;
         let made = made.map_err(|error| image.failed(&error))?;
         let shares_backing = new.backing_file.is_some();
         let options = image.writable(args.cache.is_direct())?.format(args.output_format());
@@ -105,16 +105,15 @@ impl Target {
 /// Fails if the target is one of the files to copy, under any name.
 pub(crate) async fn refuse_source(
     name: &Path,
-    sources: &[Arc<Disk<FileHost>>],
+    sources: &[Arc<Disk<ImageHost>>],
 ) -> Result<(), Failure> {
-    let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
     // A file that cannot be opened now is created, or refused, later.
-    let Ok(file) = FileHost.open(name, look).await else { return Ok(()) };
+    let Some(target) = host::identity(name).await else { return Ok(()) };
     let mut layers = sources.iter().flat_map(|source| source.layers());
     let ids = |layer: &isobath_disk::Layer<_>| -> [FileId; 2] {
         [StorageExt::id(&**layer.storage()), StorageExt::id(&**layer.data())]
     };
-    if layers.any(|layer| ids(layer).contains(&file.id())) {
+    if layers.any(|layer| ids(layer).contains(&target)) {
         return Err(Failure::new(format_args!(
             "the target '{}' is one of the images to copy, or in their backing chains",
             name.display()

@@ -3,6 +3,7 @@
 mod options;
 
 use crate::failure::Failure;
+use crate::host;
 use isobath_disk::DiskError;
 use isobath_formats::{Error, Writer};
 use isobath_storage::{Host, Locking, OpenMode, StorageExt};
@@ -33,7 +34,7 @@ fn reason(error: Error) -> String {
 
 impl Files {
     async fn create(&mut self, name: &Path, direct: bool) -> Result<Arc<FileStorage>, String> {
-        if name.exists() && !name.is_file() {
+        if host::is_export(name) || name.exists() && !name.is_file() {
             return Err(format!(
                 "'{}' is not a regular file; images in this format must be regular files",
                 name.display()

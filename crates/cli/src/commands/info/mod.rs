@@ -3,6 +3,7 @@
 pub(crate) mod text;
 
 use crate::failure::{Failure, Outcome};
+use crate::host::images;
 use crate::image_name::{Image, Naming};
 use crate::options::{self, OutputFormat};
 use crate::{json, runtime};
@@ -13,7 +14,6 @@ use isobath_formats::VmdkInfo;
 use isobath_qcow2::Snapshot;
 use isobath_qmp::encryption;
 use isobath_storage::Locking;
-use isobath_storage_file::FileHost;
 use serde_json::{Map, Value, json};
 use std::io::Write;
 use std::path::PathBuf;
@@ -72,9 +72,9 @@ pub(crate) fn read(
     let look = InfoOptions { locking: options.locking, format: options.format };
     runtime::block_on(async || {
         let images = if whole_chain {
-            backing_chain_info(&FileHost, &image.path, &look).await
+            backing_chain_info(images(), &image.path, &look).await
         } else {
-            info(&FileHost, &image.path, &look).await.map(|info| vec![info])
+            info(images(), &image.path, &look).await.map(|info| vec![info])
         };
         images.map_err(|error| image.failed(&error))
     })
@@ -107,7 +107,7 @@ pub(crate) fn to_json(info: &ImageInfo) -> Value {
         ("filename", Some(json!(info.filename.display().to_string()))),
         ("cluster-size", cluster_size.map(|size| json!(size))),
         ("format", Some(json!(info.format.name()))),
-        ("actual-size", Some(json!(info.actual_size))),
+        ("actual-size", info.actual_size.map(|size| json!(size))),
         ("format-specific", specific),
         (
             "full-backing-filename",
@@ -115,7 +115,8 @@ pub(crate) fn to_json(info: &ImageInfo) -> Value {
         ),
         ("backing-filename", info.backing_filename.as_ref().map(|name| json!(name))),
         ("encrypted", qcow2.filter(|qcow2| qcow2.encrypted).map(|_| json!(true))),
-        ("dirty-flag", Some(json!(dirty))),
+        // QEMU knows nothing of a raw export of an NBD server.
+        ("dirty-flag", info.actual_size.or(qcow2.map(|_| 0)).map(|_| json!(dirty))),
     ])
 }
 

@@ -15,7 +15,8 @@ pub(super) fn print(out: &mut dyn Write, info: &ImageInfo) -> io::Result<()> {
     writeln!(out, "file format: {}", info.format.name())?;
     let size = info.virtual_size;
     writeln!(out, "virtual size: {} ({size} bytes)", human(size))?;
-    writeln!(out, "disk size: {}", human(info.actual_size))?;
+    let actual = info.actual_size.map_or_else(|| "unavailable".into(), human);
+    writeln!(out, "disk size: {actual}")?;
     if let Some(qcow2) = &info.qcow2 {
         if qcow2.encrypted {
             writeln!(out, "encrypted: yes")?;

@@ -2,12 +2,12 @@
 
 use crate::cache::{CacheMode, Discard};
 use crate::failure::Failure;
+use crate::host::{ImageHost, images};
 use crate::image_name::{Image, reason};
 use crate::options::printable;
 use crate::temporary;
 use isobath_disk::{Disk, ImageFormat, SnapshotChoice};
 use isobath_storage::Locking;
-use isobath_storage_file::FileHost;
 use std::fmt::Display;
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ pub(super) struct Opening {
 
 /// An open image.
 pub(super) struct Opened {
-    pub(super) disk: Arc<Disk<FileHost>>,
+    pub(super) disk: Arc<Disk<ImageHost>>,
     opening: Opening,
 }
 
@@ -67,7 +67,7 @@ impl Opening {
             image.writable(cache.is_direct())?
         };
         let options = options.snapshot(self.snapshot.clone());
-        let open = Disk::open(FileHost, &image.path, &options).await;
+        let open = Disk::open(images().clone(), &image.path, &options).await;
         let mut disk = Arc::new(open.map_err(|error| failed(reason(&error)))?);
         if self.overlay {
             let format = disk.layers().next().map_or(ImageFormat::Raw, |layer| layer.format());

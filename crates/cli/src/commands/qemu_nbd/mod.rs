@@ -5,6 +5,7 @@ mod view;
 
 use crate::cache::{CacheMode, Discard, is_native};
 use crate::failure::{Failure, Outcome};
+use crate::host::{ImageHost, images};
 use crate::image_name::{Image, NO_SNAPSHOT, Naming, reason};
 use crate::server::daemon::Daemon;
 use crate::server::endpoint::{Endpoint, PORT};
@@ -19,7 +20,6 @@ use isobath_export::nbd::wire::MAX_STRING;
 use isobath_export::nbd::{Export, ExportError, ExportedBitmap, Limits, Server, WhenFull};
 use isobath_ring::{Handle, spawn};
 use isobath_storage::Locking;
-use isobath_storage_file::FileHost;
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -247,7 +247,7 @@ impl Args {
         Failure::new(format_args!("Failed to blk_new_open '{name}': {reason}"))
     }
 
-    async fn open(&self, image: &Image) -> Result<Arc<LiveDisk<FileHost>>, Failure> {
+    async fn open(&self, image: &Image) -> Result<Arc<LiveDisk<ImageHost>>, Failure> {
         let direct = self.cache().is_direct();
         let overlaid = self.is_overlaid();
         let options = if self.is_read_only() || overlaid {
@@ -256,7 +256,7 @@ impl Args {
             image.writable(direct)?
         };
         let options = options.snapshot(self.load_snapshot.clone()).metadata(MetadataMode::Ordered);
-        let live = LiveDisk::open(FileHost, &image.path, &options).await;
+        let live = LiveDisk::open(images().clone(), &image.path, &options).await;
         let live = live.map_err(|error| {
             let reason = reason(&error);
             if reason == NO_SNAPSHOT {
@@ -290,7 +290,7 @@ impl Args {
     }
 
     /// The bitmaps to offer, each from the highest layer that has a bitmap of that name.
-    async fn bitmaps(&self, disk: &LiveDisk<FileHost>) -> Result<Vec<ExportedBitmap>, Failure> {
+    async fn bitmaps(&self, disk: &LiveDisk<ImageHost>) -> Result<Vec<ExportedBitmap>, Failure> {
         let mut bitmaps = Vec::new();
         let layers = disk.layers();
         // The temporary overlay's file no longer has a name.
@@ -300,7 +300,7 @@ impl Args {
         for name in self.bitmap.iter().rev() {
             let mut found = None;
             for layer in named().filter(|layer| layer.format() == ImageFormat::Qcow2) {
-                let info = info(&FileHost, layer.name(), &look).await?.qcow2;
+                let info = info(images(), layer.name(), &look).await?.qcow2;
                 let bitmap =
                     info.and_then(|info| info.bitmaps.into_iter().find(|one| one.name == *name));
                 if let Some(bitmap) = bitmap {
@@ -319,7 +319,7 @@ impl Args {
                 )));
             }
             let options = OpenOptions::new().locking(Locking::Unlocked).format(ImageFormat::Qcow2);
-            let bits = read_bitmap(&FileHost, layer.name(), &options, name).await;
+            let bits = read_bitmap(images(), layer.name(), &options, name).await;
             let bits = bits.map_err(|error| Failure::new(reason(&error)))?;
             let from = |at: u64| at.saturating_sub(self.offset);
             let ranges = bits.ranges().map(|range| from(range.start)..from(range.end));
@@ -353,7 +353,7 @@ impl Args {
 
     async fn serve_disk(
         &self,
-        disk: &Arc<LiveDisk<FileHost>>,
+        disk: &Arc<LiveDisk<ImageHost>>,
         compressed: Option<Compressed>,
         endpoint: &Endpoint,
         daemon: Option<Daemon>,

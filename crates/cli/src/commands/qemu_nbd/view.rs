@@ -1,10 +1,10 @@
 //! A disk as exposed by the options of `qemu-nbd`.
 
 use crate::cache::CacheMode;
+use crate::host::ImageHost;
 use isobath_disk::copy::is_zero;
 use isobath_disk::{BlockDevice, BlockStatus, LiveDisk, Result, ZeroFlags};
 use isobath_storage::IoBuf;
-use isobath_storage_file::FileHost;
 use isobath_sync::{AsyncMutex, AsyncMutexGuard};
 use std::sync::Arc;
 
@@ -44,7 +44,7 @@ impl Compressed {
     ///
     /// # Errors
     /// If its image cannot hold compressed clusters.
-    pub(super) fn of(disk: &LiveDisk<FileHost>) -> std::result::Result<Self, String> {
+    pub(super) fn of(disk: &LiveDisk<ImageHost>) -> std::result::Result<Self, String> {
         let layers = disk.layers();
         let active = layers.first();
         let geometry = active.and_then(|layer| Some(layer.as_qcow2()?.geometry));
@@ -60,7 +60,7 @@ impl Compressed {
         }
     }
 
-    async fn write(&self, disk: &LiveDisk<FileHost>, offset: u64, buf: &IoBuf) -> Result<()> {
+    async fn write(&self, disk: &LiveDisk<ImageHost>, offset: u64, buf: &IoBuf) -> Result<()> {
         let end = offset + buf.len() as u64;
         let mut at = offset;
         while at < end {
@@ -85,7 +85,7 @@ impl Compressed {
 
 /// A part of a disk, from `offset` to its end.
 pub(super) struct View {
-    pub(super) disk: Arc<LiveDisk<FileHost>>,
+    pub(super) disk: Arc<LiveDisk<ImageHost>>,
     pub(super) offset: u64,
     pub(super) size: u64,
     pub(super) cache: CacheMode,

@@ -3,6 +3,7 @@
 mod chardev;
 
 use crate::failure::{Failure, Outcome};
+use crate::host::{ImageHost, images};
 use crate::image_name::Objects;
 use crate::options;
 use crate::server::daemon::Daemon;
@@ -16,13 +17,12 @@ use isobath_qmp::monitor::Monitor;
 use isobath_qmp::schema::{Object, check, from_text};
 use isobath_qmp::server::{self as qmp, Events, Service};
 use isobath_ring::{Handle, Signals, spawn};
-use isobath_storage_file::FileHost;
 use serde_json::{Map, Value};
 use std::io::Write;
 use std::path::PathBuf;
 use std::rc::Rc;
 
-type Daemons = qmp::Server<Monitor<FileHost>>;
+type Daemons = qmp::Server<Monitor<ImageHost>>;
 
 /// Serve images with qemu-storage-daemon's options
 ///
@@ -125,11 +125,11 @@ impl Args {
         let events = Events::default();
         let opening = OpenOptions::new().writable(true).metadata(MetadataMode::Ordered);
         let monitor =
-            Monitor::new(FileHost, opening, Vec::new(), frontends.clone(), events.clone());
+            Monitor::new(images().clone(), opening, Vec::new(), frontends.clone(), events.clone());
         let control = qmp::Server::new(monitor, events, qmp::Limits::default());
         let listening = frontends.serve();
         let mut controlling = None;
-        let mut result = match self.begin(&control).await {
+        let mut result = match Box::pin(self.begin(&control)).await {
             Ok(()) => self.run(&control, monitors, daemon, &mut signals, &mut controlling).await,
             failed => failed,
         };
@@ -161,7 +161,7 @@ impl Args {
                 Failure::new(format_args!("--object {}: {reason}", options::printable(object)))
             };
             let arguments = Objects::arguments(object).map_err(failed)?;
-            let done = control.service().execute("object-add", arguments).await;
+            let done = Box::pin(control.service().execute("object-add", arguments)).await;
             done.map_err(|error| failed(error.to_string()))?;
         }
         let all = [
@@ -178,7 +178,7 @@ impl Args {
                     Failure::new(format_args!("{option} {}: {reason}", options::printable(text)))
                 };
                 let arguments = arguments(command.arguments, text, implied).map_err(failed)?;
-                let done = monitor.execute(command.name, arguments).await;
+                let done = Box::pin(monitor.execute(command.name, arguments)).await;
                 done.map_err(|error| failed(error.to_string()))?;
             }
         }

@@ -11,6 +11,7 @@ mod slow;
 pub(crate) use args::Args;
 
 use crate::failure::{Failure, Outcome};
+use crate::host::images;
 use crate::server::daemon::Daemon;
 use crate::server::signals::either;
 use crate::server::{listen, pid_file, signals, threads};
@@ -22,7 +23,6 @@ use isobath_qmp::monitor::{Drive, Monitor};
 use isobath_qmp::server::{self as qmp, Events};
 use isobath_ring::{Handle, JoinHandle, Signals, spawn};
 use isobath_storage::Host;
-use isobath_storage_file::FileHost;
 #[cfg(feature = "slow-disk")]
 use isobath_storage_test::slow::SlowHost;
 use std::future;
@@ -44,10 +44,10 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     runtime::block_on(async || {
         #[cfg(feature = "slow-disk")]
         if let Some(disk) = args.slow_disk {
-            let host = SlowHost::new(FileHost, disk);
+            let host = SlowHost::new(images().clone(), disk);
             return Box::pin(run_on(host, args, names, out, daemon)).await;
         }
-        Box::pin(run_on(FileHost, args, names, out, daemon)).await
+        Box::pin(run_on(images().clone(), args, names, out, daemon)).await
     })
 }
 

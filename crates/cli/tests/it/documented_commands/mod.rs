@@ -89,9 +89,11 @@ const LAYERS: &[&str] = &[
 const SERVERS: [&str; 3] = ["serve", "qemu-nbd", "qemu-storage-daemon"];
 
 /// Commands that are not run, by a word of theirs, and why.
-const NOT_RUN: [(&str, &str); 6] = [
+const NOT_RUN: [(&str, &str); 8] = [
     ("ctl", "needs a server"),
     ("-L", "needs a server"),
+    ("nbd+unix:///?socket=/run/vm.sock", "needs a server; `nbd_names` tests it"),
+    ("nbd:backup:10809:exportname=vm", "needs a server"),
     ("--fuse", "mounts the disk; `frontends` tests it"),
     ("/run/isobath/qmp", "needs a server"),
     ("generate", "writes gigabytes"),

@@ -9,10 +9,10 @@ use super::note;
 use super::unfinished::Unfinished;
 use super::users::{Users, directories, each_file, header, identity};
 use crate::failure::{Failure, Outcome};
+use crate::host::{images, only_files};
 use crate::options::printable;
 use crate::{calendar, messages, runtime, size};
 use isobath_disk::{Disk, ImageFormat, OpenOptions, Secrets};
-use isobath_storage_file::FileHost;
 use policy::Policy;
 use std::fmt::Write as _;
 use std::fs::{self, File, FileTimes};
@@ -198,7 +198,11 @@ impl Place<'_> {
 
 /// The files of a chain, the base first.
 fn files_of(image: &Path) -> Result<Vec<PathBuf>, Failure> {
+    only_files(image, "'chain retain'")?;
     let mut files = runtime::block_on(async || chain_of(image).await)?;
+    for file in &files {
+        only_files(file, "'chain retain'")?;
+    }
     files.reverse();
     Ok(files)
 }
@@ -424,7 +428,7 @@ impl Plan {
         let Some(active) = self.0.last() else { return Ok(()) };
         runtime::block_on(async || {
             let options = OpenOptions::new().writable(true).secrets(Secrets::unneeded());
-            let disk = Disk::open(FileHost, &active.file, &options).await?;
+            let disk = Disk::open(images().clone(), &active.file, &options).await?;
             let qcow2 = disk.layers().next().and_then(|layer| layer.header());
             let indexed = qcow2.is_some_and(|header| header.index().is_some());
             if indexed && disk.depth() > 1 {

@@ -4,9 +4,9 @@ use crate::commands::chain::merge::Shared;
 use crate::commands::chain::users::{Users, identity};
 use crate::commands::ctl::{ServedLayer, Session};
 use crate::failure::Failure;
+use crate::host::images;
 use crate::runtime;
 use isobath_storage::{Host, Locking, OpenMode};
-use isobath_storage_file::FileHost;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::{env, fs};
@@ -54,7 +54,7 @@ impl<'a> Served<'a> {
         }
         if let Some(active) = files.last() {
             let look = OpenMode { locking: Locking::Immediate, ..OpenMode::default() };
-            let found = runtime::block_on(async || Ok(FileHost.open(active, look).await))?;
+            let found = runtime::block_on(async || Ok(images().open(active, look).await))?;
             match found {
                 Err(error) if error.kind() == ErrorKind::ResourceBusy => {}
                 Err(error) => return Err(others(active, &error)),

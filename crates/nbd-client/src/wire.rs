@@ -1,10 +1,12 @@
-//! The numbers of the NBD protocol (`doc/proto.md` of the NBD project, "Values"). All are sent
-//! big-endian.
+//! The numbers of the NBD protocol (`doc/proto.md` of the NBD project, "Values"), for the client and the server. All
+//! are sent big-endian.
 
 /// First magic of the server's greeting, `NBDMAGIC`.
 pub const GREETING_MAGIC: u64 = 0x4e42_444d_4147_4943;
 /// Second magic of the greeting and of every option, `IHAVEOPT`.
 pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
+/// Second magic of the greeting of a server that knows no options.
+pub const OLD_STYLE_MAGIC: u64 = 0x0000_4202_8186_1253;
 /// Magic of every reply to an option.
 pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 /// Magic of a request in the transmission phase.
@@ -65,10 +67,20 @@ pub mod option_reply {
     pub const ERROR: u32 = 1 << 31;
     /// The option is unknown.
     pub const ERR_UNSUP: u32 = ERROR + 1;
+    /// The server's policy forbids it.
+    pub const ERR_POLICY: u32 = ERROR + 2;
     /// The option's data is invalid.
     pub const ERR_INVALID: u32 = ERROR + 3;
+    /// The server's platform cannot do it.
+    pub const ERR_PLATFORM: u32 = ERROR + 4;
+    /// Only an encrypted session may do it.
+    pub const ERR_TLS_REQD: u32 = ERROR + 5;
     /// No export has this name.
     pub const ERR_UNKNOWN: u32 = ERROR + 6;
+    /// The server is being shut down.
+    pub const ERR_SHUTDOWN: u32 = ERROR + 7;
+    /// The client must ask for the block sizes.
+    pub const ERR_BLOCK_SIZE_REQD: u32 = ERROR + 8;
     /// The option's data is too long.
     pub const ERR_TOO_BIG: u32 = ERROR + 9;
 }
@@ -151,10 +163,16 @@ pub mod chunk {
     pub const NONE: u16 = 0;
     /// Data and its offset.
     pub const OFFSET_DATA: u16 = 1;
+    /// A run of zeroes: its offset and length.
+    pub const OFFSET_HOLE: u16 = 2;
     /// Extents of a metadata context.
     pub const BLOCK_STATUS: u16 = 5;
+    /// Set in every failure.
+    pub const IS_ERROR: u16 = 1 << 15;
     /// A failure.
-    pub const ERROR: u16 = (1 << 15) + 1;
+    pub const ERROR: u16 = IS_ERROR + 1;
+    /// A failure at an offset.
+    pub const ERROR_OFFSET: u16 = IS_ERROR + 2;
 }
 
 /// Extent flags of `base:allocation`.
@@ -214,11 +232,12 @@ impl NbdError {
 }
 
 /// Reads big-endian numbers and runs of bytes from the front of a slice.
-#[derive(Clone, Copy)]
-pub(crate) struct Cursor<'a>(pub(crate) &'a [u8]);
+#[derive(Clone, Copy, Debug)]
+pub struct Cursor<'a>(pub &'a [u8]);
 
 impl<'a> Cursor<'a> {
-    pub(crate) fn bytes(&mut self, count: usize) -> Option<&'a [u8]> {
+    /// The next `count` bytes; `None`, here and below, if there are fewer.
+    pub fn bytes(&mut self, count: usize) -> Option<&'a [u8]> {
         let (head, rest) = self.0.split_at_checked(count)?;
         self.0 = rest;
         Some(head)
@@ -230,25 +249,29 @@ impl<'a> Cursor<'a> {
         Some(*head)
     }
 
-    pub(crate) fn u16(&mut self) -> Option<u16> {
+    /// A number of 16 bits.
+    pub fn u16(&mut self) -> Option<u16> {
         self.array().map(u16::from_be_bytes)
     }
 
-    pub(crate) fn u32(&mut self) -> Option<u32> {
+    /// A number of 32 bits.
+    pub fn u32(&mut self) -> Option<u32> {
         self.array().map(u32::from_be_bytes)
     }
 
-    pub(crate) fn u64(&mut self) -> Option<u64> {
+    /// A number of 64 bits.
+    pub fn u64(&mut self) -> Option<u64> {
         self.array().map(u64::from_be_bytes)
     }
 
     /// A string preceded by its 32-bit length.
-    pub(crate) fn string(&mut self) -> Option<&'a [u8]> {
+    pub fn string(&mut self) -> Option<&'a [u8]> {
         let length = self.u32()?;
         self.bytes(usize::try_from(length).ok()?)
     }
 
-    pub(crate) const fn is_empty(&self) -> bool {
+    /// Whether nothing is left.
+    pub const fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 }

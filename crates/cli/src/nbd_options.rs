@@ -1,0 +1,70 @@
+//! QEMU's options for exports of NBD servers: `driver=nbd` and those of its address.
+
+use isobath_nbd_client::name::{DEFAULT_PORT, ExportName, Server, port};
+use std::path::PathBuf;
+
+/// The export of this name, as it is opened.
+///
+/// # Errors
+/// It cannot be parsed, in QEMU's words.
+pub(crate) fn named(name: &str) -> Result<PathBuf, String> {
+    let export = ExportName::parse(name).map_err(|error| error.to_string())?;
+    Ok(export.to_string().into())
+}
+
+/// The export that options describe, each with `prefix` before its name. Takes them from `pairs`.
+///
+/// # Errors
+/// They describe none, or TLS.
+pub(crate) fn described(
+    prefix: &str,
+    pairs: &mut Vec<(String, String)>,
+) -> Result<PathBuf, String> {
+    let mut take = |name: &str| {
+        let at = pairs.iter().position(|(other, _)| other.strip_prefix(prefix) == Some(name))?;
+        Some(pairs.swap_remove(at).1)
+    };
+    if take("tls-creds").is_some() || take("tls-hostname").is_some() {
+        return Err("encrypted connections (TLS) to NBD servers are not supported".into());
+    }
+    // What they say is QEMU's: a lost connection is not replaced here.
+    for ignored in ["reconnect-delay", "open-timeout"] {
+        take(ignored);
+    }
+    let export = take("export");
+    if let Some(name) = take("filename") {
+        if export.is_some() {
+            return Err("the export is named twice".into());
+        }
+        return named(&name);
+    }
+    let (kind, path) = (take("server.type"), take("server.path").or_else(|| take("path")));
+    let host = take("server.host").or_else(|| take("host"));
+    let number = take("server.port").or_else(|| take("port"));
+    for ignored in ["server.ipv4", "server.ipv6", "server.numeric", "server.keep-alive"] {
+        take(ignored);
+    }
+    let server = match (kind.as_deref(), path, host) {
+        (_, Some(_), Some(_)) => {
+            return Err("path and host may not be used at the same time".into());
+        }
+        (Some("unix") | None, Some(path), None) if number.is_none() => Server::Unix(path),
+        (Some("inet") | None, None, Some(host)) => {
+            let port = match number {
+                Some(number) => port(&host, &number).map_err(|error| error.to_string())?,
+                None if kind.is_some() => return Err("Parameter 'port' is missing".into()),
+                None => DEFAULT_PORT,
+            };
+            Server::Tcp { host, port }
+        }
+        (Some("unix"), None, _) => return Err("Parameter 'server.path' is missing".into()),
+        (Some("inet"), ..) => return Err("Parameter 'server.host' is missing".into()),
+        (None, None, None) if number.is_none() => return Err("NBD server address missing".into()),
+        (None, ..) => return Err("port may not be used without host".into()),
+        (Some(other), ..) => {
+            return Err(format!("Parameter 'server.type' does not accept value '{other}'"));
+        }
+    };
+    let export = ExportName::new(server, export).map_err(|error| error.to_string())?;
+    Ok(export.to_string().into())
+}

@@ -1,0 +1,156 @@
+//! Opening exports by their names.
+
+use crate::connection::Connection;
+use crate::file::NbdFile;
+use crate::name::{ExportName, Server, is_name};
+use isobath_storage::{FileId, Host, OpenMode, Operation, Result, Storage, StorageError, ZeroMode};
+use parking_lot::Mutex;
+use std::collections::HashMap;
+use std::fmt;
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+/// How long a server may take until the negotiation has ended.
+const PATIENCE: Duration = Duration::from_mins(1);
+
+/// Bytes that [`Host::create`] clears, so that nothing is taken for an image's header.
+const CLEARED: u64 = 512;
+
+/// In place of a device's number in [`FileId`].
+const DEVICE: u64 = u64::from_be_bytes(*b"\0\0\0\0\0nbd");
+
+type Connections = HashMap<(Server, String), Weak<Connection>>;
+
+/// A host whose files are exports of NBD servers, by [their names](crate::name).
+///
+/// Files of one export that are open at once share a connection: many servers admit one client at a time, and what is
+/// written through one file must be read through another. A file has a fixed length. It takes no locks: who else uses
+/// the export is the server's business. [`create`](Host::create) opens an export that exists, and clears its first
+/// sector; [`remove`](Host::remove) fails.
+///
+/// Clones share the connections.
+#[derive(Clone)]
+pub struct NbdHost {
+    connections: Arc<Mutex<Connections>>,
+    patience: Duration,
+}
+
+impl Default for NbdHost {
+    fn default() -> Self {
+        Self { connections: Arc::default(), patience: PATIENCE }
+    }
+}
+
+impl fmt::Debug for NbdHost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NbdHost").field("patience", &self.patience).finish_non_exhaustive()
+    }
+}
+
+impl NbdHost {
+    /// A host whose servers have this long from the first attempt to connect to the end of the negotiation, instead of
+    /// a minute. A request may take as long as it likes.
+    pub fn with_patience(patience: Duration) -> Self {
+        Self { patience, ..Self::default() }
+    }
+
+    fn connection(&self, name: &ExportName) -> io::Result<Arc<Connection>> {
+        let key = (name.server().clone(), name.export().to_owned());
+        let mut connections = self.connections.lock();
+        let there = connections.get(&key).and_then(Weak::upgrade);
+        if let Some(connection) = there.filter(|connection| connection.is_alive()) {
+            return Ok(connection);
+        }
+        connections.retain(|_, connection| connection.strong_count() > 0);
+        let connection = Arc::new(Connection::start(name.clone(), self.patience)?);
+        connections.insert(key, Arc::downgrade(&connection));
+        Ok(connection)
+    }
+}
+
+/// The export of this name.
+fn parse(operation: Operation, name: &Path) -> Result<ExportName> {
+    let refuse = |text: String| {
+        let cause = io::Error::new(ErrorKind::InvalidInput, text);
+        StorageError::new(operation, name, cause)
+    };
+    let text = name.to_str().ok_or_else(|| refuse("the name is not UTF-8".into()))?;
+    ExportName::parse(text).map_err(|error| refuse(error.to_string()))
+}
+
+/// A number for an export: the same for the same server and name. Links to a socket are followed.
+fn id(name: &ExportName) -> FileId {
+    let place = match name.server() {
+        Server::Unix(path) => {
+            let real = std::fs::canonicalize(path).unwrap_or_else(|_| path.into());
+            real.to_string_lossy().into_owned()
+        }
+        server @ Server::Tcp { .. } => server.to_string(),
+    };
+    // FNV-1a. The two texts have no NUL bytes.
+    let bytes = place.bytes().chain([0]).chain(name.export().bytes());
+    let inode = bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    });
+    FileId { device: DEVICE, inode }
+}
+
+/// The identity of the export that a name stands for, as its open file would have it, without a look at the server.
+///
+/// # Errors
+/// It is not the name of an export.
+pub fn identity(name: &Path) -> Result<FileId> {
+    parse(Operation::Query, name).map(|name| id(&name))
+}
+
+impl Host for NbdHost {
+    type File = NbdFile;
+
+    /// # Errors
+    /// The name cannot be parsed; the server cannot be reached, refuses, breaks the protocol or takes too long; or the
+    /// export is read-only and the mode is writable (`EACCES`).
+    async fn open(&self, name: &Path, mode: OpenMode) -> Result<NbdFile> {
+        mode.check(name)?;
+        let export = parse(Operation::Open, name)?;
+        let failed = |error| StorageError::new(Operation::Open, name, error);
+        let connection = self.connection(&export).map_err(failed)?;
+        let agreed = connection.connected().await.map_err(failed)?;
+        if mode.writable && agreed.is_read_only() {
+            return Err(failed(io::Error::from_raw_os_error(libc::EACCES)));
+        }
+        Ok(NbdFile::new(name.to_owned(), id(&export), connection, agreed, mode.writable))
+    }
+
+    /// Opens an export for writing, and clears its first sector.
+    ///
+    /// # Errors
+    /// As [`open`](Host::open); or the sector cannot be written.
+    async fn create(&self, name: &Path, mode: OpenMode) -> Result<NbdFile> {
+        let file = self.open(name, OpenMode { writable: true, ..mode }).await?;
+        let length = CLEARED.min(file.len().await?);
+        file.write_zeroes(0, length, ZeroMode { may_unmap: true, only_fast: false }).await?;
+        Ok(file)
+    }
+
+    async fn remove(&self, name: &Path) -> Result<()> {
+        let cause = io::Error::new(ErrorKind::Unsupported, "an NBD export cannot be removed");
+        Err(StorageError::new(Operation::Remove, name, cause))
+    }
+
+    /// The name as QEMU shows it.
+    fn canonical(&self, name: &Path) -> Result<PathBuf> {
+        parse(Operation::Query, name).map(|name| name.to_string().into())
+    }
+
+    /// The name as QEMU shows it, if it is that of an export. Otherwise it stands for itself, and cannot be opened:
+    /// an export has no directory.
+    fn resolve(&self, _referrer: &Path, name: &str) -> PathBuf {
+        self.canonical(Path::new(name)).unwrap_or_else(|_| name.into())
+    }
+
+    fn protocol_name(&self, name: &str) -> bool {
+        is_name(name)
+    }
+}
