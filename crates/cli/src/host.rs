@@ -5,21 +5,26 @@
 use crate::failure::Failure;
 use isobath_nbd_client::{NbdHost, is_name};
 use isobath_storage::either::{EitherHost, Side};
+use isobath_storage::window::{Part, WindowHost};
 use isobath_storage::{FileId, Host, Locking, OpenMode, StorageExt};
 use isobath_storage_file::FileHost;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-/// The host of all images: a name that begins like that of an NBD export is one.
-pub(crate) type ImageHost = EitherHost<FileHost, NbdHost>;
+/// The host of all images: a name that begins like that of an NBD export is one, and there are parts of both.
+pub(crate) type ImageHost = WindowHost<EitherHost<FileHost, NbdHost>>;
+
+/// A file, or an export.
+type WholeFile = <EitherHost<FileHost, NbdHost> as Host>::File;
 
 /// An open file of an image.
 pub(crate) type ImageFile = <ImageHost as Host>::File;
 
 static IMAGES: LazyLock<ImageHost> = LazyLock::new(|| {
-    EitherHost::new(FileHost, NbdHost::default(), |name| {
-        if is_export(name) { Side::Second } else { Side::First }
-    })
+    let is_second = |name: &Path| name.to_str().is_some_and(is_name);
+    WindowHost::new(EitherHost::new(FileHost, NbdHost::default(), move |name| {
+        if is_second(name) { Side::Second } else { Side::First }
+    }))
 });
 
 /// The host of all images.
@@ -27,14 +32,18 @@ pub(crate) fn images() -> &'static ImageHost {
     &IMAGES
 }
 
-/// Whether a name is that of an NBD export.
+/// Whether a name is that of an NBD export, or of a part of one.
 pub(crate) fn is_export(name: &Path) -> bool {
-    name.to_str().is_some_and(is_name)
+    match Part::of_name(name) {
+        Some(part) => is_export(&part.file),
+        None => name.to_str().is_some_and(is_name),
+    }
 }
 
-/// The path of a file, which is none of an export even if it looks like one.
+/// The path of a file, which is neither an export nor a part even if it looks like one.
 pub(crate) fn path_of_file(name: &str) -> PathBuf {
-    if is_name(name) { Path::new(".").join(name) } else { name.into() }
+    let other = is_name(name) || Part::of_name(Path::new(name)).is_some();
+    if other { Path::new(".").join(name) } else { name.into() }
 }
 
 /// Refuses the name of an export for what only files can do.
@@ -42,6 +51,9 @@ pub(crate) fn path_of_file(name: &str) -> PathBuf {
 /// # Errors
 /// It is one.
 pub(crate) fn only_files(name: &Path, what: &str) -> Result<(), Failure> {
+    if Part::of_name(name).is_some() {
+        return Err(Failure::new(format_args!("{what} works on whole files and devices only")));
+    }
     if !is_export(name) {
         return Ok(());
     }
@@ -53,15 +65,18 @@ pub(crate) fn only_files(name: &Path, what: &str) -> Result<(), Failure> {
 
 /// What identifies an image in a file that has this id in the file system.
 pub(crate) fn id_of_file(id: FileId) -> FileId {
-    ImageFile::id_of(Side::First, id)
+    WholeFile::id_of(Side::First, id)
 }
 
 /// What identifies the image of this name, if there is one. No server is asked: one that serves a single client would
 /// not serve another afterwards.
 pub(crate) async fn identity(name: &Path) -> Option<FileId> {
+    if let Some(part) = Part::of_name(name) {
+        return Box::pin(identity(&part.file)).await;
+    }
     if is_export(name) {
         let id = isobath_nbd_client::identity(name).ok()?;
-        return Some(ImageFile::id_of(Side::Second, id));
+        return Some(WholeFile::id_of(Side::Second, id));
     }
     let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
     images().open(name, look).await.ok().map(|file| file.id())

@@ -5,10 +5,11 @@
 
 use crate::failure::Failure;
 use crate::host::{self, ImageHost, images};
-use crate::{nbd_options, options};
+use crate::{nbd_options, options, size};
 use isobath_disk::encryption::{Secret, Secrets};
 use isobath_disk::{BackingFile, Disk, DiskError, ImageFormat, OpenOptions};
 use isobath_qmp::secret::{Description, Source};
+use isobath_storage::window::Part;
 use isobath_storage::{Locking, Operation, StorageError};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -449,49 +450,36 @@ impl Naming {
             }
             image.compress = true;
         }
-        let mut take = |name: &str| {
-            let at = pairs.iter().position(|(other, _)| other == name)?;
-            Some(pairs.swap_remove(at).1)
-        };
-        let mut driver = take("driver");
+        let mut driver = take(&mut pairs, "driver");
         // With only a protocol, the disk is raw; without a driver, the format is detected.
         let mut prefix = "file.";
         if driver.as_deref().is_some_and(is_protocol) {
             prefix = "";
-        }
-        let inner = if prefix.is_empty() { driver.take() } else { take("file.driver") };
-        if let Some(inner) = &inner
-            && !is_protocol(inner)
-        {
-            return Err(unknown_driver(inner));
-        }
-        if let Some(driver) = &driver {
+            image.format = Some(ImageFormat::Raw);
+            pairs.extend(driver.take().map(|driver| ("driver".to_owned(), driver)));
+        } else if let Some(driver) = &driver {
             image.format =
                 Some(ImageFormat::from_name(driver).ok_or_else(|| unknown_driver(driver))?);
-        } else if prefix.is_empty() {
-            image.format = Some(ImageFormat::Raw);
         }
-        if inner.as_deref() == Some("nbd") {
-            image.path = nbd_options::described(prefix, &mut pairs)?;
-            return self.opened_as(image, pairs);
-        }
-        let name = take(&format!("{prefix}filename"));
         // With a format, `filename` may stand for `file.filename`.
-        let name = name.or_else(|| take("filename"));
-        let Some(name) = name else {
-            let what = if take("file").is_some() {
+        let named = pairs.iter().any(|(name, _)| name == "file.filename" || name == "filename");
+        if let Some(name) = take(&mut pairs, "filename") {
+            pairs.push((format!("{prefix}filename"), name));
+        }
+        let Some(path) = file(&mut pairs, prefix)? else {
+            let what = if !named && take(&mut pairs, "file").is_some() {
                 "node names are not supported here; name the file with file.filename"
             } else {
                 "A block device must be specified for \"file\""
             };
             return Err(what.into());
         };
-        let plain = name.strip_prefix("file:");
-        image.path = if inner.is_none() && plain.is_none() && host::is_export(name.as_ref()) {
-            nbd_options::named(&name)?
-        } else {
-            host::path_of_file(plain.unwrap_or(&name))
-        };
+        image.path = path;
+        if driver.as_deref() == Some("raw")
+            && let Some(part) = part(&mut pairs, "", &image.path)?
+        {
+            image.path = part;
+        }
         self.opened_as(image, pairs)
     }
 
@@ -584,12 +572,7 @@ impl Naming {
 
 /// Takes the file of `data-file` out of the options.
 fn data_file(pairs: &mut Vec<(String, String)>) -> Result<Option<PathBuf>, String> {
-    if let Some(driver) = take(pairs, "data-file.driver")
-        && !is_protocol(&driver)
-    {
-        return Err(unknown_driver(&driver));
-    }
-    Ok(take(pairs, "data-file.filename").map(plain_path))
+    file(pairs, "data-file.")
 }
 
 /// Takes the files of `backing`, `backing.backing` and so on out of the options.
@@ -597,19 +580,17 @@ fn backing_files(pairs: &mut Vec<(String, String)>) -> Result<Vec<Option<Backing
     let mut files = Vec::new();
     let mut prefix = String::from("backing.");
     while pairs.iter().any(|(name, _)| name.starts_with(&prefix)) {
-        let mut own = |name: &str| take(pairs, &format!("{prefix}{name}"));
-        let mut driver = own("driver");
-        let mut protocol = own("file.driver");
-        if driver.as_deref().is_some_and(is_protocol) {
-            protocol = driver.replace("raw".into());
-        }
-        if let Some(protocol) = protocol.filter(|protocol| !is_protocol(protocol)) {
-            return Err(unknown_driver(&protocol));
-        }
-        let format = driver
-            .map(|driver| ImageFormat::from_name(&driver).ok_or_else(|| unknown_driver(&driver)));
-        let format = format.transpose()?;
-        let name = own("file.filename").or_else(|| own("filename")).map(plain_path);
+        let driver = format!("{prefix}driver");
+        let of_file = pairs.iter().any(|(name, value)| *name == driver && is_protocol(value));
+        let (format, inner) = if of_file {
+            (Some(ImageFormat::Raw), prefix.clone())
+        } else {
+            let format = take(pairs, &driver).map(|driver| {
+                ImageFormat::from_name(&driver).ok_or_else(|| unknown_driver(&driver))
+            });
+            (format.transpose()?, format!("{prefix}file."))
+        };
+        let name = file(pairs, &inner)?;
         if name.is_none() && format.is_some() {
             return Err(format!("A block device must be specified for \"{prefix}file\""));
         }
@@ -619,15 +600,54 @@ fn backing_files(pairs: &mut Vec<(String, String)>) -> Result<Vec<Option<Backing
     Ok(files)
 }
 
+/// Takes a file out of the options, each of which has `prefix` before its name: its name, as the host opens it.
+fn file(pairs: &mut Vec<(String, String)>, prefix: &str) -> Result<Option<PathBuf>, String> {
+    let driver = take(pairs, &format!("{prefix}driver"));
+    match driver.as_deref() {
+        Some("nbd") => return nbd_options::described(prefix, pairs).map(Some),
+        // A part of another file.
+        Some("raw") => {
+            let Some(inner) = file(pairs, &format!("{prefix}file."))? else {
+                return Err(format!("A block device must be specified for \"{prefix}file\""));
+            };
+            return Ok(Some(part(pairs, prefix, &inner)?.unwrap_or(inner)));
+        }
+        Some(driver) if !is_protocol(driver) => return Err(unknown_driver(driver)),
+        _ => {}
+    }
+    let Some(name) = take(pairs, &format!("{prefix}filename")) else { return Ok(None) };
+    let plain = name.strip_prefix("file:");
+    if driver.is_none() && plain.is_none() && host::is_export(name.as_ref()) {
+        return nbd_options::named(&name).map(Some);
+    }
+    Ok(Some(host::path_of_file(plain.unwrap_or(&name))))
+}
+
+/// Takes `offset` and `size` of a raw disk out of the options: the name of the part of `whole` that it is, if any.
+fn part(
+    pairs: &mut Vec<(String, String)>,
+    prefix: &str,
+    whole: &Path,
+) -> Result<Option<PathBuf>, String> {
+    let mut number = |option: &str| {
+        let value = take(pairs, &format!("{prefix}{option}"));
+        value.map(|value| size::parse(&value)).transpose()
+    };
+    let (offset, size) = (number("offset")?, number("size")?);
+    if offset.is_none() && size.is_none() {
+        return Ok(None);
+    }
+    if size.is_some_and(|size| !size.is_multiple_of(512)) {
+        return Err("Specified size is not multiple of 512".into());
+    }
+    let part = Part { offset: offset.unwrap_or(0), size, file: whole.to_owned() };
+    part.name().map(Some).ok_or_else(|| "the name of the file is not UTF-8".into())
+}
+
 /// Takes an option's value.
 fn take(pairs: &mut Vec<(String, String)>, name: &str) -> Option<String> {
     let at = pairs.iter().position(|(other, _)| other == name)?;
     Some(pairs.swap_remove(at).1)
-}
-
-/// The path in a file name of the options.
-fn plain_path(name: String) -> PathBuf {
-    name.strip_prefix("file:").map_or_else(|| PathBuf::from(&name), PathBuf::from)
 }
 
 /// Whether an option is about encryption: of the image, or of one below it.

@@ -13,6 +13,7 @@ pub mod extension;
 pub mod lock;
 pub mod memory;
 pub mod restart_memory;
+pub mod window;
 
 pub use error::{Operation, StorageError, cause, shown};
 pub use extension::{
