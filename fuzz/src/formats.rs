@@ -2,7 +2,7 @@
 
 use crate::take;
 use futures_executor::block_on;
-use isobath_formats::{Error, Format, Image, VhdxOptions, VmdkOptions, Writer};
+use isobath_formats::{Error, Format, Image, VhdxOptions, VmdkOptions, VmdkSubformat, Writer};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageExt};
 use std::path::{Path, PathBuf};
@@ -207,13 +207,14 @@ pub(crate) fn valid_inputs() -> Vec<Vec<u8>> {
         input(Format::Vpc, &fixed),
         input(Format::Qed, &qed),
         input(Format::Vmdk, descriptor),
-        input(Format::Vmdk, &written(Format::Vmdk)),
-        input(Format::Vhdx, &written(Format::Vhdx)),
+        input(Format::Vmdk, &written(Format::Vmdk, VmdkSubformat::MonolithicSparse)),
+        input(Format::Vmdk, &written(Format::Vmdk, VmdkSubformat::StreamOptimized)),
+        input(Format::Vhdx, &written(Format::Vhdx, VmdkSubformat::default())),
     ]
 }
 
 /// An image made by the writer.
-fn written(format: Format) -> Vec<u8> {
+fn written(format: Format, subformat: VmdkSubformat) -> Vec<u8> {
     let host = MemoryHost::new();
     block_on(async {
         let file =
@@ -221,10 +222,19 @@ fn written(format: Format) -> Vec<u8> {
         let file = Arc::new(file.await.expect("in memory"));
         let size = 3 << 20;
         let mut writer = if format == Format::Vmdk {
-            let options = VmdkOptions { content_id: 1, adapter: "ide", hardware_version: 4 };
-            Writer::vmdk(file, size, options).expect("a valid size")
+            let options = VmdkOptions {
+                subformat,
+                content_id: 1,
+                adapter: "ide",
+                hardware_version: "4".into(),
+                tools_version: "1".into(),
+                zeroed_grains: false,
+            };
+            Writer::vmdk(file, Vec::new(), size, &options).expect("a valid size")
         } else {
-            let options = VhdxOptions { block_size: Some(1 << 20), ids: [1, 2, 3] };
+            let (block_size, log_size) = (Some(1 << 20), 1 << 20);
+            let (fixed, zero_blocks) = (false, true);
+            let options = VhdxOptions { block_size, log_size, fixed, zero_blocks, ids: [1, 2, 3] };
             Writer::vhdx(file, size, options).expect("a valid size")
         };
         for at in [0, 1 << 20] {

@@ -251,6 +251,11 @@ impl Image {
         }
     }
 
+    /// How the part of a file was named that it is, if it is one.
+    pub(crate) fn part_as_typed(&self) -> Option<&str> {
+        Part::of_name(&self.path).map(|_| self.shown.as_str())
+    }
+
     /// Whether writes are to be compressed. The caller does so.
     pub(crate) fn take_compress(&mut self) -> bool {
         std::mem::take(&mut self.compress)
@@ -709,6 +714,20 @@ mod tests {
                 Some("raw"),
             ),
             ("driver=raw,file.filename=e,,f", true, "e,f", Some("raw")),
+            ("driver=raw,offset=1k,size=512,file.filename=e", true, "part:1024:512:e", Some("raw")),
+            (
+                "driver=compress,file.driver=qcow2,file.file.driver=file,file.file.filename=e",
+                true,
+                "e",
+                Some("qcow2"),
+            ),
+            (
+                r#"json:{"file":{"driver":"raw","offset":512,"file":{"filename":"e"}}}"#,
+                false,
+                "part:512::e",
+                None,
+            ),
+            ("file:part:1:2:x", false, "./part:1:2:x", None),
             ("file.filename=g,file.filename=h,driver=qcow2", true, "h", Some("qcow2")),
         ] {
             let image = image(name, image_opts).unwrap();
@@ -745,6 +764,30 @@ mod tests {
             let error = image(name, image_opts).unwrap_err();
             assert!(error.contains(text), "{name}: {error}");
             assert!(error.starts_with("Could not open '"), "{error}");
+        }
+    }
+
+    #[test]
+    fn options_name_the_files_below_an_image() {
+        let text = "driver=qcow2,file.filename=a,data-file.driver=file,data-file.filename=d,\
+                    backing.driver=qcow2,backing.file.filename=b,backing.backing.driver=file,\
+                    backing.backing.filename=file:c";
+        let image = image(text, true).unwrap();
+        let options = image.options(false, Locking::Exclusive);
+        assert_eq!(options.data_file.as_deref(), Some(Path::new("d")));
+        let named = |name: &str, format| Some(BackingFile { name: name.into(), format });
+        let below = [named("b", Some(ImageFormat::Qcow2)), named("c", Some(ImageFormat::Raw))];
+        assert_eq!(options.backing_files, below);
+        let overlay = image.overlay_options(false, Locking::Exclusive);
+        assert_eq!(overlay.data_file, None);
+        assert_eq!(overlay.backing_files[1..], below);
+        for wrong in ["size=5", "size=5,offset=1", "offset=x"] {
+            let text = format!("driver=raw,file.filename=a,{wrong}");
+            assert!(
+                super::Naming { image_opts: true, ..Naming::default() }
+                    .parse(Path::new(&text), None)
+                    .is_err()
+            );
         }
     }
 

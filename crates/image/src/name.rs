@@ -66,6 +66,58 @@ pub fn plain_file_name<'a>(image: &Path, field: &str, name: &'a str) -> Result<&
 #[cfg(test)]
 mod tests {
     use super::*;
+    use isobath_storage::memory::MemoryHost;
+    use isobath_storage::{OpenMode, Result as Opened};
+
+    /// A host that knows names with the protocol `nbd`.
+    struct Knowing(MemoryHost);
+
+    impl Host for Knowing {
+        type File = <MemoryHost as Host>::File;
+
+        async fn open(&self, name: &Path, mode: OpenMode) -> Opened<Self::File> {
+            self.0.open(name, mode).await
+        }
+
+        async fn create(&self, name: &Path, mode: OpenMode) -> Opened<Self::File> {
+            self.0.create(name, mode).await
+        }
+
+        async fn remove(&self, name: &Path) -> Opened<()> {
+            self.0.remove(name).await
+        }
+
+        fn protocol_name(&self, name: &str) -> bool {
+            name.starts_with("nbd:")
+        }
+    }
+
+    #[test]
+    fn a_protocol_that_the_host_knows_is_for_trusted_images() {
+        let host = Knowing(MemoryHost::new());
+        let (file, export) = (Path::new("a.qcow2"), Path::new("nbd:unix:/x"));
+        let check = |image: &Path, name, trust: &Trust| {
+            name_in_header(&host, image, "backing file", name, trust).map(str::to_owned)
+        };
+        for name in ["nbd:h:1", "base.raw", "/base.raw", "file:base.raw"] {
+            assert!(check(file, name, &Trust::Full).is_ok(), "{name}");
+        }
+        for name in ["ssh://h/x", "json:{}", "file:nbd:h:1", "nbd:h\0:1", ""] {
+            assert!(check(file, name, &Trust::Full).is_err(), "{name}");
+        }
+        let untrusted = Trust::Within(vec!["/".into()]);
+        let error = check(file, "nbd:h:1", &untrusted).unwrap_err().to_string();
+        assert!(error.contains("not protocols"), "{error}");
+        assert!(check(file, "base.raw", &untrusted).is_ok());
+        for name in ["/base.raw", "nbd:h:1"] {
+            assert!(check(export, name, &Trust::Full).is_ok(), "{name}");
+        }
+        let error = check(export, "base.raw", &Trust::Full).unwrap_err().to_string();
+        assert!(error.contains("a relative name has no meaning"), "{error}");
+        let unknowing = MemoryHost::new();
+        let named = name_in_header(&unknowing, file, "backing file", "nbd:h:1", &Trust::Full);
+        assert!(named.is_err());
+    }
 
     #[test]
     fn protocols_are_refused_and_files_are_not() {

@@ -141,17 +141,14 @@ impl<S: Storage> WindowFile<S> {
     fn place(&self, operation: Operation, offset: u64, length: u64) -> Result<u64> {
         let Some((start, size)) = self.part else { return Ok(offset) };
         let end = offset.checked_add(length);
-        if end.is_none_or(|end| size.is_some_and(|size| end > size)) {
-            let error = io::Error::from_raw_os_error(libc::ENOSPC);
-            return Err(StorageError::at(operation, self.file.name(), offset, length, error));
-        }
-        match start.checked_add(offset).filter(|place| place.checked_add(length).is_some()) {
-            Some(place) => Ok(place),
-            None => {
-                let error = io::Error::from_raw_os_error(libc::EFBIG);
-                Err(StorageError::at(operation, self.file.name(), offset, length, error))
-            }
-        }
+        let place = start.checked_add(offset);
+        let errno = match (end, place.filter(|place| place.checked_add(length).is_some())) {
+            (Some(end), Some(place)) if size.is_none_or(|size| end <= size) => return Ok(place),
+            (Some(_), Some(_)) => libc::ENOSPC,
+            _ => libc::EFBIG,
+        };
+        let error = io::Error::from_raw_os_error(errno);
+        Err(StorageError::at(operation, self.file.name(), offset, length, error))
     }
 }
 
@@ -314,11 +311,13 @@ mod tests {
             let past = file.read_at(7, IoBuf::copy_of(&[9; 2])).await.unwrap();
             assert_eq!(&past[..], [0, 0]);
             let _ = file.write_at(3, IoBuf::copy_of(&[70])).await.unwrap();
-            for (offset, length) in [(3, 2), (4, 1), (u64::MAX, 1)] {
+            for (offset, length, errno) in
+                [(3, 2, libc::ENOSPC), (4, 1, libc::ENOSPC), (u64::MAX, 1, libc::EFBIG)]
+            {
                 let written = file.write_at(offset, IoBuf::zeroed(length)).await;
-                assert_eq!(written.unwrap_err().errno(), libc::ENOSPC);
+                assert_eq!(written.unwrap_err().errno(), errno);
                 let zeroes = file.write_zeroes(offset, length as u64, ZeroMode::default()).await;
-                assert_eq!(zeroes.unwrap_err().errno(), libc::ENOSPC);
+                assert_eq!(zeroes.unwrap_err().errno(), errno);
                 assert!(file.discard(offset, length as u64).await.is_err());
             }
             file.write_zeroes(0, 1, ZeroMode::default()).await.unwrap();

@@ -95,7 +95,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
                 }
             };
         }
-        let written = disk.write_index(show).await;
+        let written = Box::pin(disk.write_index(show)).await;
         progress.end(written.is_ok());
         let info = written?;
         disk.close().await?;

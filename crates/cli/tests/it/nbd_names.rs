@@ -309,6 +309,18 @@ fn an_image_is_in_an_export() {
     }
 }
 
+#[test]
+fn an_image_in_an_export_names_no_file_beside_it() {
+    let side = Side::new(true);
+    fs::write(side.path("place"), vec![0; 8 << 20]).unwrap();
+    let _server = side.serve("place", &["--persistent"]);
+    let create = "qemu-img create -f qcow2 -u -F raw -b base.raw nbd:unix:SOCK 1M";
+    let _ = side.run(create).ok();
+    assert!(side.run("qemu-img info nbd:unix:SOCK").ok().text().contains("file: base.raw"));
+    let finished = side.run("qemu-img map nbd:unix:SOCK").exits(1);
+    assert!(finished.stderr.contains("a relative name has no meaning"), "{}", finished.report());
+}
+
 fn isobath(directory: &Path, words: &[&OsStr]) -> Finished {
     run(Command::new(env!("CARGO_BIN_EXE_isobath")).current_dir(directory).args(words))
 }

@@ -141,7 +141,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         if indexed {
             let options = OpenOptions::new().writable(true);
             let disk = Disk::open(images().clone(), &active, &options).await?;
-            disk.write_index(|_| {}).await?;
+            Box::pin(disk.write_index(|_| {})).await?;
             disk.close().await?;
         }
         Ok(active)

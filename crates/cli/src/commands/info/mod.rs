@@ -76,7 +76,14 @@ pub(crate) fn read(
         } else {
             info(images(), &image.path, &look).await.map(|info| vec![info])
         };
-        images.map_err(|error| image.failed(&error))
+        let mut images = images.map_err(|error| image.failed(&error))?;
+        // A part of a file has no name of its own but the one that was typed.
+        if let Some(typed) = image.part_as_typed()
+            && let Some(first) = images.first_mut()
+        {
+            first.filename = typed.into();
+        }
+        Ok(images)
     })
 }
 

@@ -215,8 +215,8 @@ fn make_base(file: &Path) {
     let pattern = b"isobath ".repeat(1 << 16);
     for (at, bytes) in [
         (0, &noise[..]),
-        (5 << 20, &[b'A'; 2 << 20]),
-        (8 << 20, &[0; 1 << 20]),
+        (5 << 20, &vec![b'A'; 2 << 20]),
+        (8 << 20, &vec![0; 1 << 20]),
         (9 << 20, &noise[..512 << 10]),
         (16 << 20, &pattern),
         (31 << 20, &noise[..128 << 10]),

@@ -1,5 +1,5 @@
-//! The command lines of `cases.txt`, which projects run, by QEMU's programs and by links of their names to Isobath: what
-//! they print, how they end and what they leave must be the same.
+//! The command lines of `cases.txt`, which projects run, by QEMU's programs and by links of their names to Isobath:
+//! what they print, how they end and what they leave must be the same.
 
 mod fixtures;
 mod probe;
@@ -12,6 +12,7 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::env;
 use std::ffi::OsString;
+use std::fmt::Write as _;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::fs::symlink;
@@ -84,7 +85,7 @@ fn cases() -> Vec<Case> {
             "held" => case.held = Some(rest.to_owned()),
             "refused" => case.refused = Some(rest.to_owned()),
             _ => {
-                case.command = line.to_owned();
+                line.clone_into(&mut case.command);
                 cases.push(std::mem::take(&mut case));
             }
         }
@@ -182,6 +183,14 @@ impl Side {
             (name, described)
         };
         let files = fixtures::files(&self.directory).into_iter().map(described).collect();
+        let named = |text: String| {
+            let named = |text: String, (name, device): &(String, Loop)| {
+                text.replace(&device.0.display().to_string(), name)
+            };
+            loops.iter().fold(text, named)
+        };
+        let (stdout, stderr) = (named(done.text()).into_bytes(), named(done.stderr));
+        let done = Finished { stdout, stderr, ..done };
         if let Some(server) = server {
             let _ = server.stop();
         }
@@ -454,7 +463,7 @@ fn table() -> String {
     );
     for (program, [same, other, refused]) in counts {
         let all = same + other + refused;
-        table.push_str(&format!("| `{program}` | {all} | {same} | {other} | {refused} |\n"));
+        writeln!(table, "| `{program}` | {all} | {same} | {other} | {refused} |").unwrap();
     }
     table
 }

@@ -432,7 +432,7 @@ impl Plan {
             let qcow2 = disk.layers().next().and_then(|layer| layer.header());
             let indexed = qcow2.is_some_and(|header| header.index().is_some());
             if indexed && disk.depth() > 1 {
-                disk.write_index(|_| {}).await?;
+                Box::pin(disk.write_index(|_| {})).await?;
             }
             Ok(disk.close().await?)
         })
