@@ -8,7 +8,7 @@ use isobath_image::index_area::read_root;
 use isobath_image::layer::{ImageFormat, Layer, ShownLog};
 use isobath_image::offline::bring_in;
 use isobath_image::open::{open_layer, referenced_file};
-use isobath_image::options::{BackingFile, OpenOptions, Trust};
+use isobath_image::options::{BackingFile, Below, OpenOptions, Trust};
 use isobath_image::{DiskError, Result};
 use isobath_qcow2::IncompatibleFeatures;
 use isobath_storage::{FileId, Host, Storage, StorageExt};
@@ -87,11 +87,10 @@ pub async fn open_layers<H: Host>(
         layer.limit_visible(visible);
         visible = layer.visible();
         if options.backing {
-            next = match options.backing_file(layers.len()) {
-                Some(BackingFile { name, format }) if layer.header().is_some() => {
-                    Some((name.clone(), *format))
-                }
-                _ => backing_of(host, &layer, &options.trust)?,
+            next = match options.below(layers.len()) {
+                Below::Named => backing_of(host, &layer, &options.trust)?,
+                Below::Nothing => None,
+                Below::Given(file) => Some(given(&layer, file)?),
             };
             if next.is_some() && ahead.is_empty() && options.may_use_index() {
                 ahead = open_ahead(host, &layer, layers.len(), options).await;
@@ -257,6 +256,23 @@ async fn open_ahead<H: Host>(
     layers.reverse();
     opened.layers = layers;
     opened
+}
+
+/// The name and format of a backing file that was given for a layer, whose header must name another: what is written to
+/// an image without a backing file relies on that.
+fn given<S: Storage>(
+    layer: &Layer<S>,
+    file: &BackingFile,
+) -> Result<(PathBuf, Option<ImageFormat>)> {
+    if layer.header().is_none_or(|header| header.backing_file.is_none()) {
+        return Err(DiskError::Refused {
+            image: layer.name().to_owned(),
+            reason:
+                "it has no backing file, so none can be given for it; add one with 'isobath rebase'"
+                    .into(),
+        });
+    }
+    Ok((file.name.clone(), file.format))
 }
 
 /// The name and format of a layer's backing file.

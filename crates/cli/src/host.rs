@@ -40,6 +40,11 @@ pub(crate) fn is_export(name: &Path) -> bool {
     }
 }
 
+/// Whether a name is that of a file or a device, not of an export or a part.
+pub(crate) fn is_file_name(name: &Path) -> bool {
+    Part::of_name(name).is_none() && !is_export(name)
+}
+
 /// The path of a file, which is neither an export nor a part even if it looks like one.
 pub(crate) fn path_of_file(name: &str) -> PathBuf {
     let other = is_name(name) || Part::of_name(Path::new(name)).is_some();

@@ -7,7 +7,7 @@ use crate::failure::Failure;
 use crate::host::{self, ImageHost, images};
 use crate::{nbd_options, options, size};
 use isobath_disk::encryption::{Secret, Secrets};
-use isobath_disk::{BackingFile, Disk, DiskError, ImageFormat, OpenOptions};
+use isobath_disk::{BackingFile, Below, Disk, DiskError, ImageFormat, OpenOptions};
 use isobath_qmp::secret::{Description, Source};
 use isobath_storage::window::Part;
 use isobath_storage::{Locking, Operation, StorageError};
@@ -138,7 +138,7 @@ pub(crate) struct Image {
     compress: bool,
     /// The external data file, and the backing files by depth, if the options name them.
     data_file: Option<PathBuf>,
-    backing_files: Vec<Option<BackingFile>>,
+    backing_files: Vec<Below>,
     secrets: Secrets,
 }
 
@@ -251,6 +251,11 @@ impl Image {
         }
     }
 
+    /// Whether the options name its external data file.
+    pub(crate) fn has_given_data_file(&self) -> bool {
+        self.data_file.is_some()
+    }
+
     /// How the part of a file was named that it is, if it is one.
     pub(crate) fn part_as_typed(&self) -> Option<&str> {
         Part::of_name(&self.path).map(|_| self.shown.as_str())
@@ -261,16 +266,22 @@ impl Image {
         std::mem::take(&mut self.compress)
     }
 
-    /// How to open a temporary overlay of it.
-    pub(crate) fn overlay_options(&self, direct: bool, locking: Locking) -> OpenOptions {
+    /// How to open a temporary overlay of it, whatever backing file that names.
+    pub(crate) fn overlay_options(
+        &self,
+        format: ImageFormat,
+        direct: bool,
+        locking: Locking,
+    ) -> OpenOptions {
         let options = self.options(direct, locking).format(ImageFormat::Qcow2);
-        // The image is one below it there.
-        let below = std::iter::once(None).chain(self.backing_files.iter().cloned());
-        options
-            .writable(true)
-            .backing(true)
-            .data_file(None)
-            .backing_files(below.collect::<Vec<_>>())
+        let file = BackingFile { name: self.path.clone(), format: Some(format) };
+        let mut below = vec![Below::Given(file)];
+        if self.backing {
+            below.extend(self.backing_files.iter().cloned());
+        } else {
+            below.push(Below::Nothing);
+        }
+        options.writable(true).backing(true).data_file(None).backing_files(below)
     }
 
     /// How to open it. `direct` follows from the command's cache mode, `locking` from its option for locks.
@@ -581,7 +592,7 @@ fn data_file(pairs: &mut Vec<(String, String)>) -> Result<Option<PathBuf>, Strin
 }
 
 /// Takes the files of `backing`, `backing.backing` and so on out of the options.
-fn backing_files(pairs: &mut Vec<(String, String)>) -> Result<Vec<Option<BackingFile>>, String> {
+fn backing_files(pairs: &mut Vec<(String, String)>) -> Result<Vec<Below>, String> {
     let mut files = Vec::new();
     let mut prefix = String::from("backing.");
     while pairs.iter().any(|(name, _)| name.starts_with(&prefix)) {
@@ -599,7 +610,7 @@ fn backing_files(pairs: &mut Vec<(String, String)>) -> Result<Vec<Option<Backing
         if name.is_none() && format.is_some() {
             return Err(format!("A block device must be specified for \"{prefix}file\""));
         }
-        files.push(name.map(|name| BackingFile { name, format }));
+        files.push(name.map_or(Below::Named, |name| Below::Given(BackingFile { name, format })));
         prefix.push_str("backing.");
     }
     Ok(files)
@@ -714,7 +725,12 @@ mod tests {
                 Some("raw"),
             ),
             ("driver=raw,file.filename=e,,f", true, "e,f", Some("raw")),
-            ("driver=raw,offset=1k,size=512,file.filename=e", true, "part:1024:512:e", Some("raw")),
+            (
+                "driver=raw,offset=1k,size=512,file.filename=e",
+                true,
+                "part\x001024:512:e",
+                Some("raw"),
+            ),
             (
                 "driver=compress,file.driver=qcow2,file.file.driver=file,file.file.filename=e",
                 true,
@@ -724,10 +740,10 @@ mod tests {
             (
                 r#"json:{"file":{"driver":"raw","offset":512,"file":{"filename":"e"}}}"#,
                 false,
-                "part:512::e",
+                "part\x00512::e",
                 None,
             ),
-            ("file:part:1:2:x", false, "./part:1:2:x", None),
+            ("./part:1:2:x", false, "./part:1:2:x", None),
             ("file.filename=g,file.filename=h,driver=qcow2", true, "h", Some("qcow2")),
         ] {
             let image = image(name, image_opts).unwrap();
@@ -775,11 +791,12 @@ mod tests {
         let image = image(text, true).unwrap();
         let options = image.options(false, Locking::Exclusive);
         assert_eq!(options.data_file.as_deref(), Some(Path::new("d")));
-        let named = |name: &str, format| Some(BackingFile { name: name.into(), format });
+        let named = |name: &str, format| Below::Given(BackingFile { name: name.into(), format });
         let below = [named("b", Some(ImageFormat::Qcow2)), named("c", Some(ImageFormat::Raw))];
         assert_eq!(options.backing_files, below);
-        let overlay = image.overlay_options(false, Locking::Exclusive);
+        let overlay = image.overlay_options(ImageFormat::Qcow2, false, Locking::Exclusive);
         assert_eq!(overlay.data_file, None);
+        assert_eq!(overlay.backing_files[0], named("a", Some(ImageFormat::Qcow2)));
         assert_eq!(overlay.backing_files[1..], below);
         for wrong in ["size=5", "size=5,offset=1", "offset=x"] {
             let text = format!("driver=raw,file.filename=a,{wrong}");

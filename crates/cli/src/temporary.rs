@@ -16,6 +16,11 @@ pub(crate) async fn overlay(
     direct: bool,
     locking: Locking,
 ) -> Result<(Disk<ImageHost>, OpenOptions), Failure> {
+    if image.has_given_data_file() {
+        return Err(Failure::new(
+            "a temporary overlay cannot have a data file below it that the options name",
+        ));
+    }
     let directory = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
     let named = |what: &str, error: std::io::Error| {
         let cause = isobath_storage::cause(&error);
@@ -23,15 +28,11 @@ pub(crate) async fn overlay(
     };
     let file = tempfile::Builder::new().prefix("isobath-").suffix(".qcow2").tempfile_in(&directory);
     let file = file.map_err(|error| named("create a temporary file", error))?.into_temp_path();
-    let below = std::path::absolute(&image.path).map_err(|error| {
-        let cause = isobath_storage::cause(&error);
-        let path = image.path.display();
-        Failure::new(format_args!("cannot find the absolute path of '{path}': {cause}"))
-    })?;
-    let mut new = NewDisk::overlay(below.display().to_string(), format.name()).index(false);
+    // It is opened by the options: not every name of an image may stand in a header.
+    let mut new = NewDisk::overlay("/dev/null", "raw").open_backing(false).index(false);
     new.size = Some(size);
     create(images(), &file, &new).await?;
-    let options = image.overlay_options(direct, locking);
+    let options = image.overlay_options(format, direct, locking);
     let disk = Disk::open(images().clone(), &file, &options).await?;
     file.close().map_err(|error| named("remove a temporary file", error))?;
     Ok((disk, options))

@@ -69,7 +69,7 @@ pub use isobath_image::error::{self, DiskError, Result};
 pub use isobath_image::keys::{KeyChange, change_keys};
 pub use isobath_image::layer::{ImageFormat, Layer};
 pub use isobath_image::offline::check;
-pub use isobath_image::options::{BackingFile, OpenOptions, SnapshotChoice, Trust};
+pub use isobath_image::options::{BackingFile, Below, OpenOptions, SnapshotChoice, Trust};
 #[doc(hidden)]
 pub use isobath_image::sabotage;
 pub use isobath_image::snapshots::{apply_snapshot, create_snapshot, delete_snapshot};

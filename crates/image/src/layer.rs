@@ -105,6 +105,8 @@ pub struct Layer<S> {
     log: Mutex<ShownLog>,
     /// Whether the data is encrypted.
     protection: Protection,
+    /// See [`given_data_file`](Self::given_data_file).
+    given_data_file: Option<PathBuf>,
 }
 
 /// What was made of a killed process's restart log when its image was opened.
@@ -224,6 +226,7 @@ impl<S: Storage> Layer<S> {
             found_log: Mutex::default(),
             log: Mutex::new(ShownLog::None),
             protection: Protection::None,
+            given_data_file: None,
         }
     }
 
@@ -276,6 +279,7 @@ impl<S: Storage> Layer<S> {
             found_log: Mutex::default(),
             log: Mutex::new(ShownLog::None),
             protection,
+            given_data_file: None,
         }
     }
 
@@ -296,6 +300,7 @@ impl<S: Storage> Layer<S> {
             found_log: Mutex::default(),
             log: Mutex::new(self.shown_log()),
             protection: self.protection.clone(),
+            given_data_file: self.given_data_file.clone(),
         }
     }
 
@@ -457,21 +462,27 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// The name of the external data file, as it was opened.
-    pub fn data_file(&self) -> Option<&Path> {
-        match &self.data {
-            Data::File(file) => Some(file.identity().name),
-            Data::Own | Data::Foreign(_) => None,
-        }
+    /// The external data file that was given in place of the one that the header names.
+    pub fn given_data_file(&self) -> Option<&Path> {
+        self.given_data_file.as_deref()
     }
 
-    /// The image's file, and the external data file, if it has one.
+    /// Notes that this external data file was given.
+    #[must_use]
+    pub(crate) fn with_data_file(self, given: Option<PathBuf>) -> Self {
+        Self { given_data_file: given, ..self }
+    }
+
+    /// The image's file, and the others that it consists of: an external data file, or extents.
     pub fn files(&self) -> impl Iterator<Item = &S> {
-        let data = match &self.data {
-            Data::Own | Data::Foreign(_) => None,
-            Data::File(file) => Some(&**file),
+        let (data, foreign) = match &self.data {
+            Data::Own => (None, None),
+            Data::File(file) => (Some(&**file), None),
+            Data::Foreign(image) => (None, Some(image)),
         };
-        std::iter::once(&*self.storage).chain(data)
+        // The first file of another program's image is its own.
+        let extents = foreign.into_iter().flat_map(|image| image.storages().skip(1));
+        std::iter::once(&*self.storage).chain(data).chain(extents.map(|file| &**file))
     }
 
     /// The image of another program that the layer is.

@@ -60,14 +60,14 @@ pub async fn open_layer<H: Host>(
 }
 
 /// Opens once more, for writing, an image that is open as `layer`: with the format that it was taken for, however it
-/// begins now, the same data file and the same key.
+/// begins now, the same key, and the data file that was given.
 pub async fn open_again<H: Host>(
     host: &H,
     layer: &Layer<H::File>,
     options: &OpenOptions,
 ) -> Result<Layer<H::File>> {
     let format = Some(layer.format());
-    let options = &options.clone().data_file(layer.data_file().map(Path::to_owned));
+    let options = &options.clone().data_file(layer.given_data_file().map(Path::to_owned));
     let again = open_layer(host, layer.name(), format, true, options, &layer.key()).await?;
     Ok(if layer.is_detected_raw() { again.detected() } else { again })
 }
@@ -192,7 +192,8 @@ async fn load_layer<H: Host>(
         l1: l1.into(),
     };
     let (name, storage) = (name.to_owned(), Arc::clone(storage));
-    let layer = Layer::qcow2(name, storage, data, file_length, qcow2, replayed, protection);
+    let layer = Layer::qcow2(name, storage, data, file_length, qcow2, replayed, protection)
+        .with_data_file(options.data_file.clone());
     if unfit {
         layer.note_log(ShownLog::Unfit);
     }

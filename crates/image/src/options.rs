@@ -68,6 +68,18 @@ impl SnapshotChoice {
     }
 }
 
+/// What is below an image.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Below {
+    /// The backing file that its header names, if any.
+    #[default]
+    Named,
+    /// Nothing, whatever its header names.
+    Nothing,
+    /// Another backing file than the one that its header names.
+    Given(BackingFile),
+}
+
 /// A backing file, instead of the one that an image's header names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackingFile {
@@ -105,9 +117,9 @@ pub struct OpenOptions {
     pub backing: bool,
     /// The active layer's external data file, instead of the one that its header names. It is trusted.
     pub data_file: Option<PathBuf>,
-    /// The backing files of the active layer, of the one below it, and so on, instead of those that the headers name.
-    /// They are trusted. Direct-access indexes, which describe the others, are not used.
-    pub backing_files: Vec<Option<BackingFile>>,
+    /// What is below the active layer, below the next one, and so on; below deeper ones, what the headers name. Files
+    /// given here are trusted. Direct-access indexes, which describe the others, are not used with them.
+    pub backing_files: Vec<Below>,
     /// How far names in headers are trusted.
     pub trust: Trust,
     /// How changes of metadata reach the file.
@@ -197,7 +209,7 @@ setters! {
     locking: Locking,
     bring_in: bool,
     backing: bool,
-    backing_files: Vec<Option<BackingFile>>,
+    backing_files: Vec<Below>,
     trust: Trust,
     metadata: MetadataMode,
     journal_size: u64,
@@ -213,13 +225,12 @@ impl OpenOptions {
     pub fn may_use_index(&self) -> bool {
         self.trust == Trust::Full
             && self.snapshot.is_none()
-            && self.backing_files.iter().all(Option::is_none)
+            && self.backing_files.iter().all(|below| *below == Below::Named)
     }
 
-    /// The backing file to use instead of the one that the header of the layer at `depth` names, 0 being the active
-    /// layer.
-    pub fn backing_file(&self, depth: usize) -> Option<&BackingFile> {
-        self.backing_files.get(depth)?.as_ref()
+    /// What is below the layer at `depth`, 0 being the active one.
+    pub fn below(&self, depth: usize) -> &Below {
+        self.backing_files.get(depth).unwrap_or(&Below::Named)
     }
 
     /// How to open a file of the disk.

@@ -140,7 +140,7 @@ impl Default for Capabilities {
 ///
 /// Operations may be issued concurrently; concurrent overlapping writes have no order, and nothing is durable before
 /// [`flush`](Storage::flush) returns. Dropping a future does not undo its operation: the buffer it owned is kept until
-/// the operation has ended.
+/// the operation has ended, and a change that is requested later waits for that.
 ///
 /// Features that only some storage has are in [`extensions`](Self::extensions). [`StorageExt`] has methods based on
 /// these and the extensions, which the engine uses.

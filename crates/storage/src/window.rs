@@ -10,8 +10,9 @@ use crate::{
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// How the name of a part begins: `part:OFFSET:SIZE:NAME`, with an empty size for one that reaches to the file's end.
-const PREFIX: &str = "part:";
+/// How the name of a part begins, before `OFFSET:SIZE:NAME`, with an empty size for one that reaches to the file's end.
+/// No file has a name with a NUL byte, nobody can type one, and no header may hold one.
+const PREFIX: &str = "part\0";
 
 /// A part of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -104,8 +105,14 @@ impl<H: Host> Host for WindowHost<H> {
         Ok(part.name().unwrap_or_else(|| name.to_owned()))
     }
 
+    /// A part is where its file is.
     fn protocol_name(&self, name: &str) -> bool {
-        self.0.protocol_name(name)
+        match Part::of_name(Path::new(name))
+            .and_then(|part| part.file.into_os_string().into_string().ok())
+        {
+            Some(file) => self.0.protocol_name(&file),
+            None => self.0.protocol_name(name),
+        }
     }
 
     /// Names in an image that is a part are relative to the file's directory.
@@ -286,13 +293,14 @@ mod tests {
 
     #[test]
     fn names_are_found_again() {
-        for name in ["/a/b:c", "part:0::x", ""] {
+        for name in ["/a/b:c", "part\x0000::x", "part:0::x", ""] {
             for size in [None, Some(0), Some(u64::MAX)] {
                 let part = Part { offset: 512, size, file: name.into() };
                 assert_eq!(Part::of_name(&part.name().unwrap()), Some(part));
             }
         }
-        for name in ["disk", "part", "part:", "part:5", "part:5:6", "part:x:5:a", "./part:0:5:a"] {
+        for name in ["disk", "part:0:5:a", "part\0", "part\x005", "part\0x:5:a", "./part\x000:5:a"]
+        {
             assert_eq!(Part::of_name(Path::new(name)), None, "{name}");
         }
     }

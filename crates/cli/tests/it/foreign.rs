@@ -353,6 +353,39 @@ fn a_flat_target_does_not_overwrite_its_source() {
 }
 
 #[test]
+fn an_extent_of_a_source_or_of_a_backing_file_is_not_overwritten() {
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    fs::write(directory.join("raw"), vec![7; 1 << 20]).unwrap();
+    let flat = args!["convert", "-f", "raw", "-O", "vmdk", "-o", "subformat=monolithicFlat"];
+    let _ = isobath(directory, [flat, args!["raw", "a.vmdk"]].concat()).ok();
+    let extent = directory.join("a-flat.vmdk");
+    for command in [
+        args!["convert", "-U", "-f", "vmdk", "-O", "raw", "a.vmdk", "a-flat.vmdk"],
+        args!["convert", "-U", "-f", "vmdk", "-O", "qcow2", "a.vmdk", "a-flat.vmdk"],
+        args!["convert", "-U", "-f", "vmdk", "-O", "vpc", "a.vmdk", "a-flat.vmdk"],
+        args!["dd", "-U", "-f", "vmdk", "-O", "raw", "if=a.vmdk", "of=a-flat.vmdk", "bs=1M"],
+        args!["create", "-f", "qcow2", "-b", "a.vmdk", "-F", "vmdk", "a-flat.vmdk"],
+    ] {
+        let refused = isobath(directory, command).exits(1);
+        let why = ["one of the images to copy", "part of its chain"];
+        assert!(why.iter().any(|why| refused.stderr.contains(why)), "{}", refused.report());
+        assert!(fs::read(&extent).unwrap().iter().all(|byte| *byte == 7), "{}", refused.report());
+    }
+}
+
+#[test]
+fn a_new_image_of_several_files_is_refused_before_the_old_one_is_touched() {
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    fs::write(directory.join("d.vmdk"), "old").unwrap();
+    fs::create_dir(directory.join("d-flat.vmdk")).unwrap();
+    let create = args!["create", "-f", "vmdk", "-o", "subformat=monolithicFlat", "d.vmdk", "1M"];
+    let _ = isobath(directory, create).exits(1);
+    assert_eq!(fs::read(directory.join("d.vmdk")).unwrap(), b"old");
+}
+
+#[test]
 fn new_images_are_sparse() {
     use std::os::unix::fs::MetadataExt;
     let directory = tempfile::tempdir().unwrap();
@@ -411,7 +444,7 @@ fn what_cannot_be_written_is_refused_and_leaves_nothing() {
         (args!["-f", "vmdk", "-o", "subformat=twoGbMaxExtentSparse", "copy", "2T"], "512 extents"),
         (args!["-f", "vhdx", "copy", "0"], "from 512 bytes"),
         (args!["-f", "vpc", "copy", "3T"], "2040 GiB"),
-        (args!["-f", "qed", "-o", "cluster_size=4k,table_size=1", "copy", "2T"], "at most"),
+        (args!["-f", "qed", "-o", "cluster_size=4k,table_size=2", "copy", "8T"], "at most"),
     ] {
         let refused = isobath(directory, [args!["create"], wrong].concat()).exits(1);
         assert!(refused.stderr.contains(says), "{}", refused.report());

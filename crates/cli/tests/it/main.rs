@@ -34,6 +34,7 @@ mod live_guest;
 mod live_killed;
 mod live_snapshots;
 mod nbd_names;
+mod options_name_files;
 mod programs;
 mod qemu_img_options;
 mod qemu_nbd;

@@ -133,6 +133,7 @@ const NOT_FOUND: &[Sabotage] = &[
     Sabotage::LateLog,
     Sabotage::DrainsAtOnce,
     Sabotage::ListedAtOnce,
+    Sabotage::ZonePreparedLate,
     Sabotage::ForeignUnit,
 ];
 

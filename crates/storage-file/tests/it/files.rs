@@ -46,16 +46,30 @@ fn only_regular_files_and_block_devices_are_opened() {
         for (path, what) in [
             (fifo.as_path(), "a named pipe"),
             (&socket, "a socket"),
-            (Path::new("/dev/null"), "a character device"),
+            (Path::new("/dev/zero"), "a character device"),
         ] {
             let error = refused(path, mode).to_string();
             assert!(error.contains(what) && error.contains(path.to_str().unwrap()), "{error}");
             assert!(block_on(FileHost.create(path, mode)).is_err());
         }
     }
+    assert!(block_on(FileHost.create(Path::new("/dev/null"), WRITABLE)).is_err());
     let missing = directory.path().join("no/such/image");
     assert_eq!(refused(&missing, READ).kind(), ErrorKind::NotFound);
     assert!(block_on(FileHost.create(&missing, WRITABLE)).is_err());
+}
+
+#[test]
+fn the_null_device_is_an_empty_image_that_is_only_read() {
+    block_on(async {
+        let null = Path::new("/dev/null");
+        let file = FileHost.open(null, READ).await.unwrap();
+        assert_eq!(file.len().await.unwrap(), 0);
+        let read = file.read_at(512, IoBuf::copy_of(&[7; 512])).await.unwrap();
+        assert!(read.iter().all(|byte| *byte == 0));
+        assert_eq!(file.allocation(0).await.unwrap().length, 0);
+    });
+    assert!(refused(Path::new("/dev/null"), WRITABLE).to_string().contains("character device"));
 }
 
 #[test]

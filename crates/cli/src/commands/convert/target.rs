@@ -7,7 +7,7 @@ use crate::host::{self, ImageHost, images};
 use crate::image_name::Image;
 use crate::options;
 use isobath_disk::{Created, Disk, NewDisk};
-use isobath_storage::{FileId, Storage, StorageExt};
+use isobath_storage::{Storage, StorageExt};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -109,11 +109,8 @@ pub(crate) async fn refuse_source(
 ) -> Result<(), Failure> {
     // A file that cannot be opened now is created, or refused, later.
     let Some(target) = host::identity(name).await else { return Ok(()) };
-    let mut layers = sources.iter().flat_map(|source| source.layers());
-    let ids = |layer: &isobath_disk::Layer<_>| -> [FileId; 2] {
-        [StorageExt::id(&**layer.storage()), StorageExt::id(&**layer.data())]
-    };
-    if layers.any(|layer| ids(layer).contains(&target)) {
+    let layers = sources.iter().flat_map(|source| source.layers());
+    if layers.flat_map(|layer| layer.files()).any(|source| StorageExt::id(source) == target) {
         return Err(Failure::new(format_args!(
             "the target '{}' is one of the images to copy, or in their backing chains",
             name.display()

@@ -24,6 +24,27 @@ struct Kept {
     is_new: bool,
 }
 
+/// Refuses what is no regular file, nor to become one.
+fn refuse_others(name: &Path) -> Result<(), String> {
+    if host::is_file_name(name) && (name.is_file() || !name.exists()) {
+        return Ok(());
+    }
+    Err(format!(
+        "'{}' is not a regular file; images in this format must be regular files",
+        isobath_storage::shown(name)
+    ))
+}
+
+/// Refuses a file that cannot be replaced, before any other of the same image is.
+async fn refuse_used(name: &Path) -> Result<(), String> {
+    refuse_others(name)?;
+    let mode = OpenMode { writable: true, ..OpenMode::default() };
+    match FileHost.open(name, mode).await {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(reason(Error::Storage(error))),
+        _ => Ok(()),
+    }
+}
+
 /// Why an image cannot be created, without its name.
 fn reason(error: Error) -> String {
     match error {
@@ -34,12 +55,7 @@ fn reason(error: Error) -> String {
 
 impl Files {
     async fn create(&mut self, name: &Path, direct: bool) -> Result<Arc<FileStorage>, String> {
-        if host::is_export(name) || name.exists() && !name.is_file() {
-            return Err(format!(
-                "'{}' is not a regular file; images in this format must be regular files",
-                name.display()
-            ));
-        }
+        refuse_others(name)?;
         let failed = |error| reason(Error::Storage(error));
         let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
         let found = FileHost.open(name, look).await;
@@ -109,11 +125,15 @@ impl NewImage {
             Self::Vmdk(options) => options.extents(name, size).map_err(reason)?,
             _ => Vec::new(),
         };
-        let file = files.create(name, direct).await?;
+        for one in others.iter().map(PathBuf::as_path).chain([name]) {
+            refuse_used(one).await?;
+        }
+        // The descriptor is the last: it makes the extents an image.
         let mut extents = Vec::new();
         for other in others {
             extents.push(files.create(&other, direct).await?);
         }
+        let file = files.create(name, direct).await?;
         let writer = match self {
             Self::Vmdk(options) => Writer::vmdk(file, extents, size, &options),
             Self::Vhdx(options) => Writer::vhdx(file, size, options),

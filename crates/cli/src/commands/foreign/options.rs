@@ -357,6 +357,12 @@ impl Options {
         if !table_size.is_power_of_two() || table_size > 16 {
             return Err("QED table size must be within range [1, 16] and power of 2".to_owned());
         }
+        if table_size == 1 {
+            return Err(
+                "QEMU does not open QED images with tables of 1 cluster; use table_size=2 or more"
+                    .into(),
+            );
+        }
         Ok(QedOptions { cluster_size, table_size })
     }
 }

@@ -183,11 +183,12 @@ impl Side {
             (name, described)
         };
         let files = fixtures::files(&self.directory).into_iter().map(described).collect();
+        let mut names: Vec<_> =
+            loops.iter().map(|(name, it)| (it.0.display().to_string(), name)).collect();
+        // One name may be the beginning of the other.
+        names.sort_by_key(|(device, _)| std::cmp::Reverse(device.len()));
         let named = |text: String| {
-            let named = |text: String, (name, device): &(String, Loop)| {
-                text.replace(&device.0.display().to_string(), name)
-            };
-            loops.iter().fold(text, named)
+            names.iter().fold(text, |text, (device, name)| text.replace(device, name))
         };
         let (stdout, stderr) = (named(done.text()).into_bytes(), named(done.stderr));
         let done = Finished { stdout, stderr, ..done };
@@ -371,6 +372,11 @@ fn judge(case: &Case, fixtures: &Fixtures, root: &Path, port: u16) -> Vec<String
     if let Some(reason) = &case.refused {
         if ours.done.code() == 0 {
             problems.push(format!("it is not refused, although '{reason}'"));
+        }
+        for (name, described) in &ours.files {
+            if described.is_some() {
+                problems.push(format!("it is refused, and {name} is new or changed"));
+            }
         }
     } else if ours.done.code() != theirs.done.code() {
         problems.push(format!(

@@ -51,6 +51,16 @@ const IMAGES: &[(&str, &str, &[&str])] = &[
     ),
     ("docs/commands/dd.md", "", &[DISK, "create -f raw disk.raw 200M"]),
     (
+        "docs/commands/image-names.md",
+        "",
+        &[
+            DISK,
+            "create -f raw disk.raw 16M",
+            "create -f raw moved.raw 1M",
+            "create -f qcow2 -u -b base.raw -F raw top.qcow2 1M",
+        ],
+    ),
+    (
         "docs/commands/index.md",
         "",
         &["create -f qcow2 a.qcow2 1M", "create -f qcow2 -b a.qcow2 -F qcow2 vm.qcow2"],
