@@ -153,18 +153,18 @@ async fn load_layer<H: Host>(
     }
     let l1 = read_l1(&**storage, name, &header, length, replayed.as_ref()).await?;
     let data = if header.incompatible.contains(IncompatibleFeatures::DATA_FILE) {
-        let named = header.data_file();
-        let Some(file) = named.or(options.data_file.is_some().then_some("")) else {
-            return Err(DiskError::Refused {
-                image: name.to_owned(),
-                reason: "it keeps its data in an external file but does not name it; name it with \
-                         'qemu-img amend -o data_file=NAME'"
-                    .into(),
-            });
-        };
-        let path = match &options.data_file {
-            Some(path) => path.clone(),
-            None => referenced_file(host, name, "data file", file, &options.trust)?,
+        let path = match (&options.data_file, header.data_file()) {
+            (Some(path), _) => path.clone(),
+            (None, Some(file)) => referenced_file(host, name, "data file", file, &options.trust)?,
+            (None, None) => {
+                return Err(DiskError::Refused {
+                    image: name.to_owned(),
+                    reason:
+                        "it keeps its data in an external file but does not name it; name it with \
+                             'qemu-img amend -o data_file=NAME'"
+                            .into(),
+                });
+            }
         };
         let data = host.open(&path, options.mode(writable)).await?;
         if data.id() == storage.id() {
