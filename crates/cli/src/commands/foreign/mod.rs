@@ -128,6 +128,11 @@ impl NewImage {
         for one in others.iter().map(PathBuf::as_path).chain([name]) {
             refuse_used(one).await?;
         }
+        let directory = name.parent().filter(|directory| !directory.as_os_str().is_empty());
+        if directory.is_some_and(|directory| !directory.is_dir()) {
+            // The error names the image, not an extent.
+            files.create(name, direct).await?;
+        }
         // The descriptor is the last: it makes the extents an image.
         let mut extents = Vec::new();
         for other in others {

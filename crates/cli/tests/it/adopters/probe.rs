@@ -39,7 +39,10 @@ pub(super) fn serve(mut command: Command, uri: &str, side: &Side) -> (Finished, 
     command.stdin(Stdio::null()).stdout(file.try_clone().unwrap()).stderr(file).process_group(0);
     let shown = format!("{command:?}");
     let mut child = command.spawn().unwrap();
-    // With --fork, it ends once it can be asked.
+    if has_word(&shown, &["--fork", "--daemonize"]) {
+        // It ends once the daemon can be asked: before that it may listen, and not have all of its exports.
+        until("the server runs in the background", || child.try_wait().unwrap().is_some());
+    }
     let exported = until_some("the server shows its export, or fails", || {
         if let Some(found) = export(uri) {
             return Some(Some(found));
@@ -48,8 +51,14 @@ pub(super) fn serve(mut command: Command, uri: &str, side: &Side) -> (Finished, 
         failed.then_some(None)
     });
     let daemons = daemons(&side.directory);
-    end(&mut child, &daemons);
-    let status = child.wait().unwrap();
+    // Another server ends when its client has left: a signal would race with that.
+    if has_word(&shown, &["-t", "--persistent", "qemu-storage-daemon"]) || exported.is_none() {
+        end(&mut child, &daemons);
+    }
+    let status = until_some("the server has ended", || child.try_wait().unwrap());
+    for process in daemons {
+        until("the daemon has ended", || !Path::new(&format!("/proc/{process}")).exists());
+    }
     let stderr = fs::read_to_string(&log).unwrap();
     (Finished { command: shown, status, stdout: Vec::new(), stderr }, exported)
 }
@@ -61,22 +70,22 @@ fn daemons(directory: &Path) -> Vec<i32> {
     files.filter_map(|file| fs::read_to_string(file).ok()?.trim().parse().ok()).collect()
 }
 
+/// Whether a command line has one of these words.
+fn has_word(command: &str, words: &[&str]) -> bool {
+    command.split([' ', '"']).any(|word| words.contains(&word))
+}
+
 /// Ends a server, in the background or not.
 fn end(child: &mut Child, daemons: &[i32]) {
     let own = i32::try_from(child.id()).unwrap();
-    let others = daemons.iter().filter(|daemon| **daemon != own);
-    for process in others.clone() {
+    for process in daemons.iter().filter(|daemon| **daemon != own) {
         terminate(*process);
     }
     if child.try_wait().unwrap().is_none() {
         terminate(own);
     }
-    for process in others {
-        until("the daemon has ended", || !Path::new(&format!("/proc/{process}")).exists());
-    }
 }
 
 fn terminate(process: i32) {
-    // A server that serves one client has ended by itself.
     let _ = run(Command::new("kill").arg(process.to_string()));
 }
