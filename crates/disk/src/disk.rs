@@ -12,8 +12,10 @@ use isobath_image::layer::{Layer, Qcow2, Qcow2Layer};
 use isobath_image::options::OpenOptions;
 use isobath_image::readers::Readers;
 use isobath_image::writer::{StopOnPanic, Writer};
-use isobath_image::{DiskError, Result, invariant};
+use isobath_image::{DiskError, Result, invariant, lock_order};
 use isobath_storage::{Host, IoBuf, Storage};
+use isobath_sync::AsyncMutex;
+use isobath_sync::order::in_order;
 use parking_lot::RwLock;
 use std::future::Future;
 use std::path::Path;
@@ -63,7 +65,8 @@ impl<S: Storage> Flushing<S> {
             }
         };
         // Both run to the end, even if one fails: a cancelled commit would be half done.
-        let (before, now) = join(before, writer.commit(&self.readers)).await;
+        let now = writer.commit(&self.readers);
+        let (before, now) = join(in_order(before), in_order(now)).await;
         before.and(writer.or_mark_corrupt(now).await)
     }
 }
@@ -92,7 +95,7 @@ pub struct Disk<H: Host> {
     /// The parts for which a read-only disk has tables; determined once, when needed.
     pub touched: OnceLock<Touched>,
     /// Keeps two tasks from resolving the same slice; by slice number.
-    pub resolving: Box<[isobath_sync::AsyncMutex<()>]>,
+    pub resolving: Box<[AsyncMutex<()>]>,
     /// Limits the slices resolved at once: each holds the tables of many layers in memory.
     pub resolvers: isobath_sync::Semaphore,
     /// Signalled when the size changes; it is kept across changes of the chain.
@@ -141,8 +144,8 @@ impl<H: Host> Disk<H> {
             retiring: RwLock::default(),
             retires: AtomicBool::new(false),
             touched: OnceLock::new(),
-            resolving: (0..64).map(|_| isobath_sync::AsyncMutex::new(())).collect(),
-            resolvers: isobath_sync::Semaphore::new(RESOLVERS),
+            resolving: (0..64).map(|_| AsyncMutex::ranked((), lock_order::RESOLVING)).collect(),
+            resolvers: isobath_sync::Semaphore::ranked(RESOLVERS, lock_order::RESOLVERS),
             resized: Arc::default(),
             chain,
         })
@@ -170,8 +173,8 @@ impl<H: Host> Disk<H> {
             retires: AtomicBool::new(retiring.is_some()),
             retiring: RwLock::new(retiring),
             touched: OnceLock::new(),
-            resolving: (0..64).map(|_| isobath_sync::AsyncMutex::new(())).collect(),
-            resolvers: isobath_sync::Semaphore::new(RESOLVERS),
+            resolving: (0..64).map(|_| AsyncMutex::ranked((), lock_order::RESOLVING)).collect(),
+            resolvers: isobath_sync::Semaphore::ranked(RESOLVERS, lock_order::RESOLVERS),
             resized: Arc::clone(&self.resized),
             chain,
         };
@@ -285,7 +288,10 @@ impl<H: Host> Disk<H> {
     /// As [`flush`](BlockDevice::flush); the image is then as after a crash.
     pub async fn close(&self) -> Result<()> {
         match &self.writer {
-            Some(writer) => self.or_mark_corrupt(writer.close(&self.readers).await).await,
+            Some(writer) => {
+                in_order(async { self.or_mark_corrupt(writer.close(&self.readers).await).await })
+                    .await
+            }
             None => Ok(()),
         }
     }
@@ -298,7 +304,7 @@ impl<H: Host> Disk<H> {
     /// If the storage fails in a way that flushes will report too.
     pub async fn upkeep(&self) -> Result<()> {
         match &self.writer {
-            Some(writer) => writer.attend(&self.readers).await,
+            Some(writer) => in_order(writer.attend(&self.readers)).await,
             None => Ok(()),
         }
     }
@@ -319,7 +325,7 @@ impl<H: Host> Disk<H> {
     /// As [`flush`](BlockDevice::flush).
     pub async fn tidy(&self) -> Result<bool> {
         match &self.writer {
-            Some(writer) => writer.extract_some(true, &self.readers).await,
+            Some(writer) => in_order(writer.extract_some(true, &self.readers)).await,
             None => Ok(false),
         }
     }
@@ -409,7 +415,7 @@ impl<H: Host> Disk<H> {
     /// If the range reaches past the end of the disk, the storage fails, or the tables are not valid there.
     pub async fn read(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         self.check_range(offset, buf.len() as u64)?;
-        match self.read_range(offset, buf).await {
+        match in_order(self.read_range(offset, buf)).await {
             Ok(buf) => Ok(buf),
             Err(error) => Err(self.stop_on_internal(error)),
         }
@@ -423,9 +429,12 @@ impl<H: Host> Disk<H> {
     pub async fn write(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         self.check_range(offset, buf.len() as u64)?;
         let _stop = self.stop_on_panic();
-        let buf = self.or_mark_corrupt(self.write_range(offset, buf).await).await?;
-        self.outlive().await?;
-        Ok(buf)
+        in_order(async {
+            let buf = self.or_mark_corrupt(self.write_range(offset, buf).await).await?;
+            self.outlive().await?;
+            Ok(buf)
+        })
+        .await
     }
 
     /// Makes a range read as zeroes.
@@ -435,8 +444,11 @@ impl<H: Host> Disk<H> {
     pub async fn write_zeroes(&self, offset: u64, length: u64, flags: ZeroFlags) -> Result<()> {
         self.check_range(offset, length)?;
         let _stop = self.stop_on_panic();
-        self.or_mark_corrupt(self.zero_range(offset, length, flags).await).await?;
-        self.outlive().await
+        in_order(async {
+            self.or_mark_corrupt(self.zero_range(offset, length, flags).await).await?;
+            self.outlive().await
+        })
+        .await
     }
 
     /// Releases a range's space where possible; it then reads as zeroes or as before, never as something older.
@@ -446,8 +458,11 @@ impl<H: Host> Disk<H> {
     pub async fn discard(&self, offset: u64, length: u64) -> Result<()> {
         self.check_range(offset, length)?;
         let _stop = self.stop_on_panic();
-        self.or_mark_corrupt(self.discard_range(offset, length).await).await?;
-        self.outlive().await
+        in_order(async {
+            self.or_mark_corrupt(self.discard_range(offset, length).await).await?;
+            self.outlive().await
+        })
+        .await
     }
 
     /// Makes everything that completed before this call durable.
@@ -455,7 +470,7 @@ impl<H: Host> Disk<H> {
     /// # Errors
     /// If the storage fails: it is then unknown what is durable, and the disk accepts no more writes.
     pub async fn flush(&self) -> Result<()> {
-        self.flushing().run().await
+        in_order(self.flushing().run()).await
     }
 
     /// Describes the range in runs, in order and without gaps, at most `max_runs` of them; the runs
@@ -470,7 +485,7 @@ impl<H: Host> Disk<H> {
         max_runs: usize,
     ) -> Result<Vec<BlockStatus>> {
         self.check_range(offset, length)?;
-        match self.status_of(offset, length, max_runs).await {
+        match in_order(self.status_of(offset, length, max_runs)).await {
             Ok(runs) => Ok(runs),
             Err(error) => Err(self.stop_on_internal(error)),
         }

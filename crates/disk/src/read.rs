@@ -8,6 +8,7 @@ use isobath_chain::map::{Extent, Extents, Lookup, Source, guest_range};
 use isobath_image::writer::{Entries, Writer};
 use isobath_image::{Result, always, invariant};
 use isobath_storage::{Host, IoBuf};
+use isobath_sync::order::in_order;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -124,7 +125,7 @@ impl<H: Host> Disk<H> {
         let length = buf.len();
         self.check_length(range.end - range.start, &buf)?;
         let read = |extent| self.read_extent(extent, buf.split_to(extent.length as usize));
-        let reads: Vec<_> = extents.iter().map(read).collect();
+        let reads: Vec<_> = extents.iter().map(read).map(in_order).collect();
         let mut whole = IoBuf::empty();
         for part in try_join_all(reads).await? {
             whole.unsplit(part);

@@ -29,6 +29,7 @@ pub mod ids;
 pub mod index_area;
 pub mod keys;
 pub mod layer;
+pub mod lock_order;
 mod lsn;
 pub mod name;
 pub mod offline;

@@ -1,7 +1,8 @@
 //! Ordering of requests that change overlapping parts of a disk.
 
 use crate::sabotage::{self, Sabotage};
-use crate::violated;
+use crate::{lock_order, violated};
+use isobath_sync::order::{Held, Rank};
 use isobath_sync::{CheckedMutex, Invariants};
 use std::future::Future;
 use std::ops::Range;
@@ -16,6 +17,7 @@ use std::task::{Context, Poll, Waker};
 #[derive(Default)]
 pub struct RangeLocks {
     state: CheckedMutex<LockState>,
+    rank: Option<Rank>,
 }
 
 #[derive(Default)]
@@ -33,6 +35,8 @@ struct Entry {
 }
 
 impl Invariants for LockState {
+    const RANK: Option<Rank> = Some(lock_order::WAITING);
+
     fn check_invariants(&self) {
         for entry in self.entries.iter().take(MOST_EXAMINED) {
             if entry.ticket >= self.next_ticket {
@@ -54,14 +58,20 @@ fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
 }
 
 impl RangeLocks {
+    /// Locks with a place in the order of locks.
+    pub fn ranked(rank: Rank) -> Self {
+        Self { rank: Some(rank), ..Self::default() }
+    }
+
     /// Waits for the range. It is released when the guard is dropped.
     pub fn lock(&self, range: Range<u64>) -> RangeLock<'_> {
+        let held = Held::across_awaits(self.rank);
         let mut state = self.state.lock();
         let ticket = state.next_ticket;
         state.next_ticket += 1;
         let blockers = state.entries.iter().filter(|e| overlap(&e.range, &range)).count();
         state.entries.push(Entry { ticket, range, blockers, waker: None });
-        RangeLock { guard: Some(RangeGuard { locks: self, ticket }) }
+        RangeLock { guard: Some(RangeGuard { locks: self, ticket, _held: held }) }
     }
 }
 
@@ -91,6 +101,7 @@ impl<'a> Future for RangeLock<'a> {
 pub struct RangeGuard<'a> {
     locks: &'a RangeLocks,
     ticket: u64,
+    _held: Option<Held>,
 }
 
 impl Drop for RangeGuard<'_> {

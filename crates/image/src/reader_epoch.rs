@@ -6,10 +6,11 @@
 
 use crate::per_thread::PerThread;
 use crate::sabotage::{self, Sabotage};
-use crate::violated;
+use crate::{lock_order, violated};
 use isobath_sync::AsyncMutex;
 use isobath_sync::Condition;
 use isobath_sync::atomic::{AtomicU64, Ordering};
+use isobath_sync::order::Held;
 
 /// Counts the requests that may still use an old mapping.
 ///
@@ -33,19 +34,22 @@ pub struct Pass<'a> {
     readers: &'a ReaderEpoch,
     inside: &'a AtomicU64,
     epoch: u64,
+    _held: Option<Held>,
 }
 
 impl ReaderEpoch {
     /// Lets a request in.
     pub fn enter(&self) -> Pass<'_> {
+        let held = Held::across_awaits(Some(lock_order::READERS));
         let (_, sides) = self.inside.mine();
         loop {
             let epoch = self.epoch.load(Ordering::SeqCst);
             let inside = &sides[(epoch & 1) as usize];
             inside.fetch_add(1, Ordering::SeqCst);
-            let pass = Pass { readers: self, inside, epoch };
+            let mut pass = Pass { readers: self, inside, epoch, _held: None };
             // A drain that began in between may not have counted this request: retry in the new epoch.
             if self.epoch.load(Ordering::SeqCst) == epoch {
+                pass._held = held;
                 return pass;
             }
         }
@@ -54,6 +58,7 @@ impl ReaderEpoch {
     /// Waits until every request has left that was inside when this was called.
     pub async fn drain(&self) {
         let at_once = sabotage::is(Sabotage::DrainsAtOnce);
+        let _held = Held::across_awaits(Some(lock_order::DRAIN));
         let _turn = if at_once { None } else { Some(self.draining.lock().await) };
         let ending = self.epoch.load(Ordering::SeqCst);
         if !at_once {
@@ -157,7 +162,7 @@ mod tests {
     #[should_panic(expected = "a request leaves where it entered")]
     fn a_request_that_leaves_elsewhere_is_noticed() {
         let (readers, elsewhere) = (ReaderEpoch::default(), AtomicU64::new(0));
-        drop(Pass { readers: &readers, inside: &elsewhere, epoch: 0 });
+        drop(Pass { readers: &readers, inside: &elsewhere, epoch: 0, _held: None });
     }
 }
 

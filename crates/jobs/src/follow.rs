@@ -13,6 +13,7 @@ use isobath_image::Result;
 use isobath_image::range_lock::RangeLocks;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_storage::{Host, IoBuf};
+use isobath_sync::order::beneath;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -193,7 +194,7 @@ impl<H: Host> Follow<H> {
 
     async fn zero(&self, range: &Range<u64>) -> Result<()> {
         let flags = ZeroFlags { may_unmap: false, only_fast: false };
-        self.to.write_zeroes(range.start, range.end - range.start, flags).await
+        beneath(self.to.write_zeroes(range.start, range.end - range.start, flags)).await
     }
 
     async fn data(&self, disk: &Disk<H>, run: &[Extent], pulled: &mut Pulled) -> Result<()> {
@@ -201,7 +202,7 @@ impl<H: Host> Follow<H> {
         for (n, extent) in run.iter().enumerate() {
             if let Source::Data { layer, host, .. } = extent.source
                 && let Some(source) = disk.shareable(layer, &(host..host + extent.length))
-                && self.to.clone_in(extent.guest, extent.length, source, host).await?
+                && beneath(self.to.clone_in(extent.guest, extent.length, source, host)).await?
             {
                 self.bytes(disk, &run[copied..n], pulled).await?;
                 copied = n + 1;
@@ -221,7 +222,7 @@ impl<H: Host> Follow<H> {
         if is_zero(&buf) {
             return self.zero(&range).await;
         }
-        self.to.write(range.start, buf).await?;
+        beneath(self.to.write(range.start, buf)).await?;
         pulled.copied += length;
         Ok(())
     }

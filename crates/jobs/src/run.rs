@@ -8,6 +8,7 @@ use isobath_disk::live::{Claim, LiveDisk};
 use isobath_disk::write::Pulled;
 use isobath_image::{DiskError, Result, violated};
 use isobath_storage::{Host, Operation};
+use isobath_sync::order::in_order;
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
 use std::ops::Range;
@@ -180,7 +181,7 @@ impl<'a, H: Host> Driver<'a, H> {
                             Ok(Some(range))
                         } else {
                             // Pieces in flight may hold locks that this waits for.
-                            let mut next = pin!(pieces.next(bytes));
+                            let mut next = pin!(in_order(pieces.next(bytes)));
                             poll_fn(|context| {
                                 loop {
                                     if let Poll::Ready(found) = next.as_mut().poll(context) {
@@ -204,11 +205,11 @@ impl<'a, H: Host> Driver<'a, H> {
                                 in_flight += range.end - range.start;
                                 count += 1;
                                 let start = clock.now();
-                                under_way.push(async move {
+                                under_way.push(in_order(async move {
                                     let _copying = live.copying();
                                     let done = pieces.copy(range.clone()).await;
                                     (range, done, start)
-                                });
+                                }));
                             }
                             Ok(None) => ended = true,
                             Err(error) => failed = Some(error),

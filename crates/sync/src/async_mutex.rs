@@ -2,6 +2,7 @@
 
 #[cfg(loom)]
 use super::Cell;
+use super::order::Rank;
 use super::semaphore::{Permits, Semaphore};
 use std::cell::UnsafeCell;
 use std::fmt;
@@ -29,6 +30,11 @@ impl<T> AsyncMutex<T> {
             held: Cell::new(()),
             value: UnsafeCell::new(value),
         }
+    }
+
+    /// An unlocked mutex with a place in the order of locks.
+    pub fn ranked(value: T, rank: Rank) -> Self {
+        Self { turn: Semaphore::ranked(1, rank), ..Self::new(value) }
     }
 
     /// Waits for the lock.

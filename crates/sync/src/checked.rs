@@ -1,10 +1,14 @@
 //! A mutex whose contents fit together whenever nobody holds it.
 
+use crate::order::{Held, Rank};
 use crate::{Mutex, MutexGuard};
 use std::ops::{Deref, DerefMut};
 
 /// A structure whose parts must fit together.
 pub trait Invariants {
+    /// The place of the structure's mutex in the order of locks.
+    const RANK: Option<Rank> = None;
+
     /// Stops the program, or poisons what the structure belongs to, unless they do.
     fn check_invariants(&self);
 }
@@ -17,6 +21,8 @@ pub struct CheckedMutex<T: Invariants>(Mutex<T>);
 #[must_use = "the mutex is unlocked at once if it is not held"]
 pub struct CheckedGuard<'a, T: Invariants> {
     guard: MutexGuard<'a, T>,
+    // Dropped after it.
+    _held: Option<Held>,
 }
 
 impl<T: Invariants> CheckedMutex<T> {
@@ -27,7 +33,8 @@ impl<T: Invariants> CheckedMutex<T> {
 
     /// Locks it.
     pub fn lock(&self) -> CheckedGuard<'_, T> {
-        CheckedGuard { guard: self.0.lock() }
+        let held = Held::briefly(T::RANK);
+        CheckedGuard { guard: self.0.lock(), _held: held }
     }
 }
 

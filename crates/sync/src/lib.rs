@@ -9,6 +9,7 @@ mod checked;
 mod condition;
 #[cfg(loom)]
 mod explored;
+pub mod order;
 mod semaphore;
 
 pub use async_mutex::{AsyncMutex, AsyncMutexGuard};

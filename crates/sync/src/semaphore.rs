@@ -2,6 +2,7 @@
 
 use super::Mutex;
 use super::atomic::{AtomicUsize, Ordering};
+use super::order::{Held, Rank};
 use std::collections::VecDeque;
 use std::future::Future;
 use std::pin::Pin;
@@ -23,6 +24,7 @@ pub struct Semaphore {
     /// changes this.
     state: AtomicUsize,
     waiting: Mutex<Queue>,
+    rank: Option<Rank>,
 }
 
 /// The waiting tasks, in order of arrival.
@@ -49,7 +51,12 @@ impl Queue {
 impl Semaphore {
     /// A semaphore with this many permits.
     pub fn new(permits: usize) -> Self {
-        Self { state: AtomicUsize::new(permits * PERMIT), waiting: Mutex::default() }
+        Self { state: AtomicUsize::new(permits * PERMIT), waiting: Mutex::default(), rank: None }
+    }
+
+    /// A semaphore with this many permits and a place in the order of locks.
+    pub fn ranked(permits: usize, rank: Rank) -> Self {
+        Self { rank: Some(rank), ..Self::new(permits) }
     }
 
     /// Waits for a permit.
@@ -59,10 +66,11 @@ impl Semaphore {
 
     /// Waits for this many permits. If the semaphore has fewer, this never completes.
     pub async fn acquire_many(&self, count: usize) -> Permits<'_> {
+        let held = Held::across_awaits(self.rank);
         if !self.take(count) {
             Wait { semaphore: self, count, turn: None }.await;
         }
-        Permits { semaphore: self, count }
+        Permits { semaphore: self, count, _held: held }
     }
 
     /// Takes permits if there are enough and no task waits.
@@ -201,6 +209,7 @@ impl Drop for Wait<'_> {
 pub struct Permits<'a> {
     semaphore: &'a Semaphore,
     count: usize,
+    _held: Option<Held>,
 }
 
 impl Drop for Permits<'_> {

@@ -5,6 +5,7 @@ use crate::executor::Woken;
 use crate::host::Planned;
 use crate::trace;
 use futures_util::future::LocalBoxFuture;
+use isobath_sync::order::in_order;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use std::future::{Future, poll_fn};
@@ -45,12 +46,12 @@ impl<'a> Schedule<'a> {
 
     /// Adds a task.
     pub fn add(&mut self, task: impl Future<Output = Result<(), String>> + 'a) {
-        self.push(Box::pin(task), false);
+        self.push(Box::pin(in_order(task)), false);
     }
 
     /// Adds a task that continues until all others have ended.
     pub fn add_background(&mut self, task: impl Future<Output = Result<(), String>> + 'a) {
-        self.push(Box::pin(task), true);
+        self.push(Box::pin(in_order(task)), true);
     }
 
     fn push(&mut self, task: LocalBoxFuture<'a, Result<(), String>>, background: bool) {

@@ -5,9 +5,10 @@
 
 use isobath_image::per_thread::PerThread;
 use isobath_image::sabotage::{self, Sabotage};
-use isobath_image::violated;
+use isobath_image::{lock_order, violated};
 use isobath_sync::Condition;
 use isobath_sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use isobath_sync::order::Held;
 
 /// Requests pass; a change of the chain waits until none is inside, and keeps new ones out until it
 /// is done. At most one change at a time.
@@ -26,6 +27,7 @@ pub(super) struct Gate {
 pub(super) struct Pass<'a> {
     gate: &'a Gate,
     inside: &'a AtomicUsize,
+    _held: Option<Held>,
 }
 
 impl Drop for Pass<'_> {
@@ -35,23 +37,27 @@ impl Drop for Pass<'_> {
 }
 
 /// Nobody is inside, until this is dropped.
-pub(super) struct Quiet<'a>(&'a Gate);
+pub(super) struct Quiet<'a> {
+    gate: &'a Gate,
+    _held: Option<Held>,
+}
 
 impl Drop for Quiet<'_> {
     fn drop(&mut self) {
-        self.0.shut.store(false, Ordering::SeqCst);
-        self.0.opened.changed();
+        self.gate.shut.store(false, Ordering::SeqCst);
+        self.gate.opened.changed();
     }
 }
 
 impl Gate {
     /// Lets a request in, immediately unless a change is in progress.
     pub(super) async fn enter(&self) -> Pass<'_> {
+        let held = Held::across_awaits(Some(lock_order::GATE));
         loop {
             let (_, inside) = self.inside.mine();
             inside.fetch_add(1, Ordering::SeqCst);
             if !self.shut.load(Ordering::SeqCst) {
-                return Pass { gate: self, inside };
+                return Pass { gate: self, inside, _held: held };
             }
             self.leave(inside);
             self.opened.until(|| !self.shut.load(Ordering::SeqCst)).await;
@@ -73,7 +79,7 @@ impl Gate {
         if self.shut.swap(true, Ordering::SeqCst) {
             violated("the gate is shut for one change at a time");
         }
-        let quiet = Quiet(self);
+        let quiet = Quiet { gate: self, _held: Held::across_awaits(Some(lock_order::GATE)) };
         let empty = || self.inside.all().all(|inside| inside.load(Ordering::SeqCst) == 0);
         self.left.until(|| empty() || sabotage::is(Sabotage::OpenGate)).await;
         quiet

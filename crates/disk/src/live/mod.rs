@@ -35,8 +35,9 @@ use isobath_image::layer::Layer;
 use isobath_image::options::OpenOptions;
 use isobath_image::readers::Readers;
 use isobath_image::writer::Writer;
-use isobath_image::{DiskError, Result, invariant};
+use isobath_image::{DiskError, Result, invariant, lock_order};
 use isobath_storage::{Host, IoBuf};
+use isobath_sync::order::in_order;
 use std::convert::Infallible;
 use std::future::Future;
 use std::path::Path;
@@ -88,7 +89,7 @@ impl<H: Host> LiveDisk<H> {
             current: ArcSwap::from_pointee(disk),
             options: ArcSwap::from_pointee(options.clone()),
             gate: Gate::default(),
-            graph: isobath_sync::AsyncMutex::default(),
+            graph: isobath_sync::AsyncMutex::ranked((), lock_order::GRAPH),
             counts: Counts::default(),
             clock,
             tracked: Tracked::default(),
@@ -227,7 +228,7 @@ impl<H: Host> LiveDisk<H> {
                 let writer = writer;
                 writer.attend(&readers).await
             };
-            let work = join(attended, self.tidy_when_quiet(&known, &readers));
+            let work = join(in_order(attended), in_order(self.tidy_when_quiet(&known, &readers)));
             let (attended, tidied) = match select(pin!(work), pin!(self.watch(&known))).await {
                 Either::Left((done, _)) => done,
                 Either::Right((never, _)) => match never {},
@@ -296,8 +297,11 @@ impl<H: Host> LiveDisk<H> {
     ) -> Result<T> {
         let request = self.counts.begin(kind, bytes, self.clock.now());
         let result = {
-            let _pass = self.gate.enter().await;
-            run(self.current()).await
+            let work = async {
+                let _pass = self.gate.enter().await;
+                run(self.current()).await
+            };
+            in_order(work).await
         };
         let now = self.clock.now();
         if let Err(error) = &result {
@@ -365,8 +369,11 @@ impl<H: Host> LiveDisk<H> {
 
     /// Runs a piece of a job's work, never during a change of the chain.
     pub async fn inside<T, F: Future<Output = T>>(&self, run: impl FnOnce(Arc<Disk<H>>) -> F) -> T {
-        let _pass = self.gate.enter().await;
-        run(self.current()).await
+        let work = async {
+            let _pass = self.gate.enter().await;
+            run(self.current()).await
+        };
+        in_order(work).await
     }
 }
 

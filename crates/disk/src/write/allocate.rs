@@ -13,6 +13,7 @@ use isobath_image::writer::{Qcow2Writer, Writer};
 use isobath_image::{DiskError, Result, always, invariant, violated};
 use isobath_qcow2::{ClusterIndex, ClusterKind, HostCluster, HostOffset, L2Entry};
 use isobath_storage::{Host, IoBuf};
+use isobath_sync::order::in_order;
 use std::collections::BTreeSet;
 use std::path::Path;
 
@@ -144,7 +145,8 @@ impl<H: Host> Disk<H> {
     ) -> Result<(IoBuf, Vec<Written>)> {
         let geometry = qcow2.geometry();
         let size = geometry.cluster_size();
-        let copies = try_join_all(targets.iter().map(|target| self.copies(target, size))).await?;
+        let copies =
+            try_join_all(targets.iter().map(|target| in_order(self.copies(target, size)))).await?;
         if !geometry.has_data_file() {
             let mut embedded = 0;
             let homeless = targets.iter_mut().zip(&copies).filter(|(t, _)| t.plan.host.is_none());

@@ -8,6 +8,7 @@ use isobath_image::{DiskError, Result, always, invariant};
 use isobath_qcow2::compress::compress;
 use isobath_qcow2::{ClusterIndex, ClusterKind, Geometry, HostCluster, L2Entry};
 use isobath_storage::{Host, IoBuf};
+use isobath_sync::order::in_order;
 use std::ops::Range;
 use std::path::Path;
 
@@ -21,7 +22,7 @@ impl<H: Host> Disk<H> {
     pub async fn write_compressed(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         self.check_range(offset, buf.len() as u64)?;
         let _stop = self.stop_on_panic();
-        self.or_mark_corrupt(self.compress_range(offset, buf).await).await
+        in_order(async { self.or_mark_corrupt(self.compress_range(offset, buf).await).await }).await
     }
 
     async fn compress_range(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {

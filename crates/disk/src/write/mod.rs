@@ -20,6 +20,7 @@ use isobath_image::{DiskError, Result, always, invariant};
 use isobath_qcow2::probe::PROBE_BYTES;
 use isobath_qcow2::{FormatError, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage, StorageExt};
+use isobath_sync::order::in_order;
 use std::future::Future;
 use std::ops::Range;
 
@@ -58,7 +59,7 @@ fn to_journal<S: Storage>(qcow2: &Qcow2Writer<S>, extents: &[Extent]) -> u64 {
 async fn finish_writes<T, F: Future<Output = Result<T>>>(
     writes: impl IntoIterator<Item = F>,
 ) -> Result<Vec<T>> {
-    join_all(writes).await.into_iter().collect()
+    join_all(writes.into_iter().map(in_order)).await.into_iter().collect()
 }
 
 /// The entries of adjacent clusters, with the clusters.

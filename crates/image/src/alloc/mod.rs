@@ -22,7 +22,7 @@ pub(crate) use cut::TailCut;
 pub(crate) use stage::{Staged, not_zero};
 
 use crate::layer::Qcow2Layer;
-use crate::{DiskError, MOST_CHECKED, Result, violated};
+use crate::{DiskError, MOST_CHECKED, Result, lock_order, violated};
 use block::Block;
 use futures_util::future::try_join_all;
 use isobath_qcow2::{Geometry, HostCluster, HostOffset, RefcountTableEntry};
@@ -213,7 +213,7 @@ impl<S: Storage> Allocator<S> {
         let alloc = Self {
             layer,
             geometry,
-            state: AsyncMutex::new(state),
+            state: AsyncMutex::ranked(state, lock_order::ALLOCATOR),
             own: RwLock::new(OwnClusters { tables, journal: 0..0 }),
             marked: Marked::new(),
             grown: AtomicU64::new(0),

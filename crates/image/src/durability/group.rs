@@ -1,7 +1,7 @@
 //! Commits shared by concurrent requests for one.
 
 use crate::sabotage::{self, Sabotage};
-use crate::{DiskError, Result, violated};
+use crate::{DiskError, Result, lock_order, violated};
 use isobath_sync::AsyncMutex;
 use isobath_sync::RwLock;
 use isobath_sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,13 +11,24 @@ use std::future::Future;
 ///
 /// After a failed commit it is unknown what is durable, and a retry could report success for data that the kernel has
 /// dropped: from then on every commit and write fails.
-#[derive(Default)]
 pub struct GroupCommit {
     turn: AsyncMutex<()>,
     started: AtomicU64,
     finished: AtomicU64,
     failure: RwLock<Option<Failure>>,
     closed: AtomicBool,
+}
+
+impl Default for GroupCommit {
+    fn default() -> Self {
+        Self {
+            turn: AsyncMutex::ranked((), lock_order::COMMIT),
+            started: AtomicU64::new(0),
+            finished: AtomicU64::new(0),
+            failure: RwLock::default(),
+            closed: AtomicBool::new(false),
+        }
+    }
 }
 
 impl GroupCommit {

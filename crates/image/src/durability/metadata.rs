@@ -3,15 +3,16 @@
 use super::data_journal::DataJournal;
 use super::upkeep::Upkeep;
 use super::zones::Zones;
-use crate::Result;
 use crate::alloc::Allocator;
 use crate::entries::ActiveEntries;
 use crate::layer::Qcow2Layer;
 use crate::lsn::LogSequence;
 use crate::pieces::JournaledWrite;
 use crate::readers::Readers;
-use crate::restart_log::RestartLog;
+use crate::restart_log::{ClosedLog, LogDropped, RestartLog};
+use crate::sabotage::{self, Sabotage};
 use crate::tables::Tables;
+use crate::{Result, violated};
 use futures_util::future::try_join_all;
 use isobath_qcow2::{ClusterIndex, HostCluster, HostOffset, L2Entry};
 use isobath_storage::{IoBuf, Storage};
@@ -72,10 +73,13 @@ impl<S: Storage> Metadata<S> {
         !Arc::ptr_eq(self.layer.storage(), self.layer.data())
     }
 
-    /// The batches that the commit in progress closed are durable.
-    pub(super) fn log_durable(&self) {
-        if let Some(log) = &self.log {
-            log.durable();
+    /// What the commit in progress closed is durable.
+    pub(super) fn log_durable(&self, closed: Option<ClosedLog>) -> LogDropped {
+        match (&self.log, closed) {
+            (Some(log), Some(closed)) => log.durable(closed),
+            (None, None) => LogDropped::without_log(),
+            _ if sabotage::is(Sabotage::LateLog) => LogDropped::without_log(),
+            _ => violated("a commit drops from the log what it closed in it"),
         }
     }
 
@@ -85,7 +89,12 @@ impl<S: Storage> Metadata<S> {
 
     /// Waits until nobody reads clusters that a commit has freed, and forgets what was known of their contents: then
     /// these may change.
-    pub(super) async fn forget_unreferenced(&self, freed: &[HostCluster], readers: &Readers) {
+    pub(super) async fn forget_unreferenced(
+        &self,
+        freed: &[HostCluster],
+        readers: &Readers,
+        _dropped: LogDropped,
+    ) {
         readers.drain().await;
         self.data_journal.forget(freed, self.cluster_size());
         self.zones.forget(freed);

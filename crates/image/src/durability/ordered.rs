@@ -12,6 +12,7 @@
 
 use super::metadata::Metadata;
 use crate::readers::Readers;
+use crate::restart_log::ClosedLog;
 use crate::sabotage::{self, Sabotage};
 use crate::tables::ClosedBatch;
 use crate::{Result, invariant};
@@ -30,12 +31,12 @@ impl Ordered {
         metadata: &Metadata<S>,
         readers: &Readers,
     ) -> Result<()> {
-        let batch = metadata.tables.begin_commit()?;
+        let mut batch = metadata.tables.begin_commit()?;
         // Changes that a journal being set up collects from here on are not in this batch.
-        let closed =
-            metadata.data_journal.begin_commit(Lsn::default(), &[], metadata.cluster_size());
+        let (size, entries) = (metadata.cluster_size(), batch.log.take());
+        let closed = metadata.data_journal.begin_commit(Lsn::default(), &[], size, entries);
         metadata.place(&closed.writes).await?;
-        finish(metadata, readers, batch, &[]).await?;
+        finish(metadata, readers, batch, closed.log, &[]).await?;
         metadata.data_journal.finish_plain_commit(closed.commit);
         Ok(())
     }
@@ -49,6 +50,7 @@ pub(super) async fn finish<S: Storage>(
     metadata: &Metadata<S>,
     readers: &Readers,
     batch: ClosedBatch,
+    log: Option<ClosedLog>,
     freed: &[HostCluster],
 ) -> Result<Vec<HostCluster>> {
     let Metadata { tables, alloc, .. } = metadata;
@@ -71,14 +73,12 @@ pub(super) async fn finish<S: Storage>(
             metadata.sync().await?;
         }
     }
-    if !sabotage::is(Sabotage::LateLog) || freed.is_empty() {
-        metadata.log_durable();
-    }
+    let dropped = metadata.log_durable(log);
     let released = tables.finish_commit(batch);
     if released.clusters.is_empty() && replaced.is_empty() {
         return Ok(Vec::new());
     }
-    metadata.forget_unreferenced(freed, readers).await;
+    metadata.forget_unreferenced(freed, readers, dropped).await;
     let mut in_zones = Vec::new();
     if released.discarded {
         in_zones = Box::pin(discard_outside_zones(metadata, &released.clusters)).await?;

@@ -10,6 +10,7 @@ use futures_util::future::join_all;
 use isobath_qcow2::ClusterIndex;
 use isobath_qcow2::embedded::{LEAD, Mapping, Span, embed_in, extract};
 use isobath_storage::{IoBuf, Storage};
+use isobath_sync::order::in_order;
 
 /// Part of a write.
 struct Segment {
@@ -157,7 +158,7 @@ impl<S: Storage> GuestIo<'_, S> {
                 _ => runs.push((at, end, vec![bytes])),
             }
         }
-        let writes = runs.into_iter().map(|(at, _, bufs)| self.write_stored(at, bufs));
+        let writes = runs.into_iter().map(|(at, _, bufs)| in_order(self.write_stored(at, bufs)));
         // Wait for all of them even if one fails: a cancelled write could still reach the file.
         let written: Result<Vec<Vec<IoBuf>>> = join_all(writes).await.into_iter().collect();
         let written = written?;

@@ -19,10 +19,11 @@ mod found;
 
 pub(crate) use found::FoundLog;
 
-use crate::violated;
+use crate::{lock_order, violated};
 use isobath_qcow2::{Crc32c, Lsn};
 use isobath_storage::restart_memory::RESTART_MEMORY_BYTES;
 use isobath_storage::{MemoryUse, RestartMemory, Storage};
+use isobath_sync::order::Rank;
 use isobath_sync::{CheckedMutex, Invariants};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -105,10 +106,10 @@ struct LogState {
     end: u64,
     /// Changes that were not put into the log so far.
     lost: u64,
-    /// The value of `lost` when the commit in progress closed its mappings.
-    closing: u64,
     /// How many of those changes are durable.
     paid: u64,
+    /// A change of the image is in progress that leaves refcounts too high if interrupted.
+    unclean: bool,
 }
 
 /// The log's state for one kind of items.
@@ -118,18 +119,49 @@ struct Part {
     logged: bool,
     /// Items before this position are dropped.
     from: u64,
-    /// Items before this position belong to the commit in progress.
-    closing: u64,
 }
 
+/// The mappings in the log that belong to the commit in progress.
+#[must_use = "the commit drops them from the log once they are durable"]
+#[derive(Debug)]
+pub(crate) struct ClosedEntries {
+    /// They end at this position.
+    end: u64,
+    /// The changes that were not put into the log until then.
+    lost: u64,
+}
+
+/// Everything in the log that belongs to the commit in progress.
+#[must_use = "the commit drops it from the log once it is durable"]
+#[derive(Debug)]
+pub(crate) struct ClosedLog {
+    entries: ClosedEntries,
+    /// Journaled writes end at this position.
+    writes: u64,
+}
+
+/// Shows that what a commit made durable is no longer in the log: only then may its data change in place.
+#[must_use = "clusters are reused with it"]
+pub(crate) struct LogDropped(());
+
+impl LogDropped {
+    /// There is no log.
+    pub(crate) fn without_log() -> Self {
+        Self(())
+    }
+}
+
+/// A change of the image that leaves refcounts too high if it does not end. If this is dropped, it has not.
+#[must_use = "the change ends with it"]
+pub(crate) struct Unclean(());
+
 impl Invariants for LogState {
+    const RANK: Option<Rank> = Some(lock_order::RESTART_LOG);
+
     fn check_invariants(&self) {
         for part in [&self.entries, &self.bytes] {
-            if part.from > part.closing {
-                violated("what is dropped from the log was closed");
-            }
-            if part.closing > self.end {
-                violated("what a commit closes is in the log");
+            if part.from > self.end {
+                violated("what is dropped from the log was in it");
             }
             if part.logged && !self.is_usable() {
                 violated("only a log in use takes items");
@@ -138,8 +170,8 @@ impl Invariants for LogState {
         if self.used() > CAPACITY {
             violated("no item is written over one that counts");
         }
-        if self.paid > self.closing || self.closing > self.lost {
-            violated("a debt is closed before it is paid");
+        if self.paid > self.lost {
+            violated("what is paid was owed");
         }
     }
 }
@@ -240,36 +272,42 @@ impl RestartLog {
     }
 
     /// A commit closes the batch of mappings.
-    pub fn close_entries(&self) {
+    pub(crate) fn close_entries(&self) -> ClosedEntries {
         let state = &mut *self.state.lock();
-        state.entries.closing = state.end;
         state.entries.logged = state.is_usable();
-        state.closing = state.lost;
+        ClosedEntries { end: state.end, lost: state.lost }
     }
 
-    /// A commit closes the journaled data.
-    pub fn close_writes(&self) {
+    /// A commit that has closed its mappings closes the journaled data.
+    pub(crate) fn close_writes(&self, entries: ClosedEntries) -> ClosedLog {
         let state = &mut *self.state.lock();
-        state.bytes.closing = state.end;
         state.bytes.logged = state.is_usable();
+        ClosedLog { entries, writes: state.end }
     }
 
-    /// The batches that the commit in progress closed are durable. Called before any of their data may change in place.
-    pub fn durable(&self) {
+    /// What the commit in progress closed is durable.
+    pub(crate) fn durable(&self, closed: ClosedLog) -> LogDropped {
         let state = &mut *self.state.lock();
-        state.entries.from = state.entries.closing;
-        state.bytes.from = state.bytes.closing;
-        if state.begun {
-            state.set(at::ENTRIES, state.entries.from);
-            state.set(at::BYTES, state.bytes.from);
+        let ClosedLog { entries: ClosedEntries { end, lost }, writes } = closed;
+        if end < state.entries.from || writes < state.bytes.from.max(end) {
+            violated("a commit closes what follows the one before");
         }
-        state.paid = state.closing;
+        (state.entries.from, state.bytes.from) = (end, writes);
+        if state.begun {
+            state.set(at::ENTRIES, end);
+            state.set(at::BYTES, writes);
+        }
+        state.paid = lost;
         self.tell(state);
+        LogDropped(())
     }
 
     /// A record of the journal is durable.
-    pub fn recorded(&self, lsn: Lsn) {
+    pub(crate) fn recorded(&self, lsn: Lsn) {
         let state = &mut *self.state.lock();
+        if state.begun && lsn <= state.last {
+            violated("a record follows the log's last one");
+        }
         state.last = lsn;
         if state.begun {
             state.set(at::LAST, lsn.get());
@@ -294,7 +332,6 @@ impl RestartLog {
         }
         (state.id, state.end, state.last) = (id, 0, last);
         (state.entries.from, state.bytes.from) = (0, 0);
-        (state.entries.closing, state.bytes.closing) = (0, 0);
         for place in [at::ID, at::SUM, at::UNCLEAN, at::ENTRIES, at::BYTES, at::END] {
             state.set(place, 0);
         }
@@ -353,9 +390,22 @@ impl RestartLog {
         self.state.lock().begun
     }
 
-    /// Notes that a change of the image begins that leaves refcounts too high if interrupted, or that it has ended.
-    pub fn set_unclean(&self, unclean: bool) {
-        self.state.lock().set(at::UNCLEAN, u64::from(unclean));
+    /// A change of the image begins that leaves refcounts too high if interrupted.
+    pub(crate) fn begin_unclean(&self) -> Unclean {
+        let state = &mut *self.state.lock();
+        if std::mem::replace(&mut state.unclean, true) {
+            violated("one change that leaves refcounts too high ends before the next begins");
+        }
+        state.set(at::UNCLEAN, 1);
+        Unclean(())
+    }
+
+    /// The change has ended, and is durable.
+    pub(crate) fn end_unclean(&self, change: Unclean) {
+        let Unclean(()) = change;
+        let state = &mut *self.state.lock();
+        state.unclean = false;
+        state.set(at::UNCLEAN, 0);
     }
 
     /// Suspends logging until the returned guard is dropped: after a commit, nothing needs the log.

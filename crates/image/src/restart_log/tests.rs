@@ -6,6 +6,7 @@ use isobath_qcow2::journal::JournalExtension;
 use isobath_qcow2::{Header, HostOffset, IncompatibleFeatures, NewImage};
 use isobath_storage::memory::{MemoryFile, MemoryHost};
 use isobath_storage::{Host, MemoryUse, OpenMode, StorageExt};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 const ID: u64 = 0x1234_5678_9abc_def0;
@@ -73,19 +74,23 @@ impl World {
     }
 }
 
+fn commit(log: &RestartLog) {
+    let _ = log.durable(log.close_writes(log.close_entries()));
+}
+
 #[test]
 fn a_commit_drops_what_it_closed_and_nothing_else() {
     let world = world();
     let log = &world.log;
     log.entry(1, entry(1));
     log.journaled(4096, &[1; 513]);
-    log.close_entries();
+    let closed = log.close_entries();
     log.entry(2, entry(2));
     log.journaled(8192, &[2; 512]);
-    log.close_writes();
+    let closed = log.close_writes(closed);
     log.journaled(12288, &[3; 1]);
     assert_eq!(world.holds(), (vec![1, 2], vec![(4096, 513), (8192, 512), (12288, 1)]));
-    log.durable();
+    let _ = log.durable(closed);
     assert_eq!(world.holds(), (vec![2], vec![(12288, 1)]));
     assert_eq!(world.found().unwrap().writes[0].bytes, [3]);
     assert!(!log.must_sync());
@@ -106,9 +111,7 @@ fn a_full_log_owes_a_commit_and_then_goes_on() {
         let (entries, writes) = world.holds();
         assert_eq!((entries.len() as u64, writes.len() as u64), (count, count), "round {round}");
         assert!(!log.must_sync());
-        log.close_entries();
-        log.close_writes();
-        log.durable();
+        commit(log);
         assert_eq!(world.holds(), (vec![], vec![]));
         assert!(!log.has_much());
     }
@@ -122,17 +125,17 @@ fn a_full_log_owes_a_commit_and_then_goes_on() {
     log.entry(0, entry(7));
     assert_eq!(world.holds().0.len() as u64, count - 1);
     assert!(world.holds().1.is_empty());
-    log.close_entries();
+    let closed = log.close_entries();
     log.entry(1, entry(1));
-    log.close_writes();
+    let closed = log.close_writes(closed);
     assert!(log.must_sync(), "not durable yet");
-    log.durable();
+    let _ = log.durable(closed);
     // There was no room for the one in between.
     assert!(log.must_sync());
-    log.close_entries();
+    let closed = log.close_entries();
     log.entry(2, entry(2));
-    log.close_writes();
-    log.durable();
+    let closed = log.close_writes(closed);
+    let _ = log.durable(closed);
     assert!(!log.must_sync());
     assert_eq!(world.holds(), (vec![2], vec![]));
 }
@@ -151,9 +154,7 @@ fn what_is_not_logged_is_owed_only_where_something_was_promised() {
     drop(suspended);
     log.entry(2, entry(2));
     assert!(world.holds().0.is_empty(), "one is missing");
-    log.close_entries();
-    log.close_writes();
-    log.durable();
+    commit(log);
     assert!(!log.must_sync());
     log.entry(3, entry(3));
     assert_eq!(world.holds().0, [3]);
@@ -167,7 +168,9 @@ fn what_is_not_logged_is_owed_only_where_something_was_promised() {
 fn a_log_goes_on_where_the_journal_ends_and_nowhere_else() {
     let world = world();
     for last in [LAST, Lsn::new(47)] {
-        world.log.recorded(last);
+        if last != LAST {
+            world.log.recorded(last);
+        }
         let found = world.found().unwrap();
         let (before, next) = (last.before(), Lsn::new(last.get() + 3));
         assert!(found.follows(last, None) && found.follows(last, Some(before)));
@@ -237,10 +240,34 @@ fn a_damaged_or_foreign_log_is_not_used() {
 #[test]
 fn a_broken_log_is_noticed() {
     let state = || LogState { end: 10, ..LogState::default() };
-    assert_violated("dropped from the log was closed", state(), |state| state.entries.from = 1);
-    assert_violated("closes is in the log", state(), |state| state.bytes.closing = 11);
+    assert_violated("dropped from the log was in it", state(), |state| state.entries.from = 11);
+    assert_violated("dropped from the log was in it", state(), |state| state.bytes.from = 11);
     assert_violated("only a log in use", state(), |state| state.entries.logged = true);
     assert_violated("over one that counts", state(), |state| state.end = CAPACITY + 1);
-    assert_violated("closed before it is paid", state(), |state| state.paid = 1);
-    assert_violated("closed before it is paid", state(), |state| state.closing = 1);
+    assert_violated("paid was owed", state(), |state| state.paid = 1);
+}
+
+/// The message of the violation by which `change` stops.
+fn violation(change: impl FnOnce(&RestartLog)) -> String {
+    let world = world();
+    world.log.entry(1, entry(1));
+    let stopped = catch_unwind(AssertUnwindSafe(|| change(&world.log))).unwrap_err();
+    stopped.downcast_ref::<String>().expect("a violation has a message").clone()
+}
+
+#[test]
+fn steps_of_commits_that_do_not_follow_each_other_are_noticed() {
+    let out_of_order = violation(|log| {
+        let first = log.close_writes(log.close_entries());
+        log.entry(2, entry(2));
+        commit(log);
+        let _ = log.durable(first);
+    });
+    assert!(out_of_order.contains("closes what follows the one before"), "{out_of_order}");
+    let twice = violation(|log| log.recorded(LAST));
+    assert!(twice.contains("follows the log's last one"), "{twice}");
+    let nested = violation(|log| {
+        let _ = (log.begin_unclean(), log.begin_unclean());
+    });
+    assert!(nested.contains("ends before the next begins"), "{nested}");
 }

@@ -18,14 +18,15 @@ use crate::alloc::Allocator;
 use crate::checksummed::Checksummed;
 use crate::layer::Qcow2Layer;
 use crate::references::{data_place, referenced};
-use crate::restart_log::RestartLog;
-use crate::{Result, always, invariant, violated};
+use crate::restart_log::{ClosedEntries, RestartLog};
+use crate::{Result, always, invariant, lock_order, violated};
 use batch::Batch;
 use futures_util::future::try_join_all;
 use isobath_qcow2::{
     ClusterIndex, ClusterKind, Geometry, HostCluster, HostOffset, L1Entry, L2Entry,
 };
 use isobath_storage::{IoBuf, Storage};
+use isobath_sync::order::Rank;
 use isobath_sync::{AsyncMutex, CheckedMutex, Invariants};
 use pages::Pages;
 use std::collections::{BTreeMap, BTreeSet};
@@ -57,6 +58,8 @@ struct TableState {
 }
 
 impl Invariants for TableState {
+    const RANK: Option<Rank> = Some(lock_order::TABLES);
+
     fn check_invariants(&self) {
         self.pages.check_invariants();
         self.open.check_invariants();
@@ -99,7 +102,13 @@ impl<S: Storage> Tables<S> {
             generation: 0,
             journaled_l1: BTreeSet::new(),
         };
-        Self { layer, geometry, state: CheckedMutex::new(state), growth: AsyncMutex::new(()), log }
+        Self {
+            layer,
+            geometry,
+            state: CheckedMutex::new(state),
+            growth: AsyncMutex::ranked((), lock_order::GROWTH),
+            log,
+        }
     }
 
     /// Sizes that follow from the header.
@@ -253,15 +262,14 @@ impl<S: Storage> Tables<S> {
             self.layer.name(),
             "one commit ends before the next begins",
         )?;
-        if let Some(log) = &self.log {
-            log.close_entries();
-        }
+        let log = self.log.as_ref().map(|log| log.close_entries());
         let mut batch = std::mem::take(&mut state.open);
         let closed = ClosedBatch {
             allocated: std::mem::take(&mut batch.allocated),
             releases: batch.releases.clone(),
             changes: !batch.is_empty(),
             ordered: batch.ordered || !batch.fresh.is_empty(),
+            log,
         };
         state.closed = Some(batch);
         Ok(closed)
@@ -542,6 +550,8 @@ pub struct ClosedBatch {
     pub changes: bool,
     /// Something must be durable before they are written.
     pub ordered: bool,
+    /// Its mappings in the restart log.
+    pub(crate) log: Option<ClosedEntries>,
 }
 
 impl ClosedBatch {

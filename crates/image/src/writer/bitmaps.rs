@@ -14,7 +14,7 @@ use crate::readers::Readers;
 use crate::sabotage::{self, Sabotage};
 use crate::tables::Claim;
 use crate::writer::Writer;
-use crate::{DiskError, Result, always};
+use crate::{DiskError, Result, always, lock_order};
 use isobath_qcow2::{
     AutoclearFeatures, Bitmap, BitmapCluster, BitmapFlags, Header, HostCluster, HostOffset,
 };
@@ -73,7 +73,7 @@ impl Bitmaps {
         Ok(Self {
             tracking: directory.iter().flat_map(|directory| &directory.bitmaps).any(tracks),
             marked: AtomicBool::new(false),
-            directory: AsyncMutex::new(directory),
+            directory: AsyncMutex::ranked(directory, lock_order::BITMAPS),
             noted: parking_lot::Mutex::default(),
         })
     }

@@ -16,7 +16,7 @@ use crate::readers::Readers;
 use crate::restart_log::{RestartLog, Suspended};
 use crate::sabotage::{self, Sabotage};
 use crate::tables::References;
-use crate::{DiskError, Result, always};
+use crate::{DiskError, Result, always, lock_order};
 use isobath_qcow2::{AutoclearFeatures, ClusterIndex, Geometry, HostCluster, HostOffset, L2Entry};
 use isobath_storage::Storage;
 use std::future::Future;
@@ -60,10 +60,10 @@ impl<S: Storage> Writer<S> {
 
     fn new(layer: &Arc<Layer<S>>, policy: CommitPolicy, qcow2: Option<Qcow2Writer<S>>) -> Self {
         Self {
-            ranges: RangeLocks::default(),
+            ranges: RangeLocks::ranked(lock_order::RANGE),
             group: GroupCommit::default(),
             policy,
-            resizing: isobath_sync::AsyncMutex::default(),
+            resizing: isobath_sync::AsyncMutex::ranked((), lock_order::RESIZING),
             readable: AtomicBool::new(false),
             qcow2,
             layer: Arc::clone(layer),

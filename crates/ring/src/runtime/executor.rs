@@ -6,6 +6,7 @@ use super::mailbox::Remote;
 use super::remote::Handle;
 use super::task::JoinHandle;
 use isobath_sync::atomic::{AtomicBool, Ordering};
+use isobath_sync::order::in_order;
 use std::fmt;
 use std::future::Future;
 use std::io;
@@ -58,7 +59,7 @@ impl Executor {
         let waker = Waker::from(main.clone());
         let mut context = Context::from_waker(&waker);
         let output = {
-            let mut future = pin!(future);
+            let mut future = pin!(in_order(future));
             loop {
                 if main.woken.swap(false, Ordering::AcqRel)
                     && let Poll::Ready(output) = future.as_mut().poll(&mut context)

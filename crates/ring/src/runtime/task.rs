@@ -4,6 +4,7 @@ use super::join_error::JoinError;
 use super::local::{self, Local};
 use super::mailbox::{Remote, Run};
 use isobath_sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use isobath_sync::order::in_order;
 use std::cell::UnsafeCell;
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -156,7 +157,7 @@ impl Local {
         F: Future + 'static,
         F::Output: 'static,
     {
-        let task = Arc::new(Task::new(future, self.remote.clone()));
+        let task = Arc::new(Task::new(in_order(future), self.remote.clone()));
         if !self.add(task.clone(), |key| task.set_key(key)) {
             task.clone().end();
         }

@@ -1,5 +1,6 @@
 //! Waiting for a future on a thread without an executor.
 
+use isobath_sync::order::in_order;
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
@@ -22,7 +23,7 @@ impl Wake for Unpark {
 /// that executor, which could not run.
 pub fn block_on<F: Future>(future: F) -> F::Output {
     assert!(!super::is_running(), "block_on inside an executor would deadlock");
-    let mut future = pin!(future);
+    let mut future = pin!(in_order(future));
     let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
     let mut context = Context::from_waker(&waker);
     loop {

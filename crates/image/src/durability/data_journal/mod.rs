@@ -17,13 +17,14 @@ pub(crate) use checksums::{Busy, ChecksumHolder, ChecksummedRange, checksummed};
 
 use crate::checksummed::Checksummed;
 use crate::pieces::{JournaledWrite, Pieces};
-use crate::restart_log::RestartLog;
+use crate::restart_log::{ClosedEntries, ClosedLog, RestartLog};
 use crate::sabotage::{self, Sabotage};
-use crate::{MOST_CHECKED, violated};
+use crate::{MOST_CHECKED, lock_order, violated};
 use checksums::{Checksum, ChecksummedRanges};
 use isobath_qcow2::embedded::LEAD;
 use isobath_qcow2::{HostCluster, Lsn};
 use isobath_storage::IoBuf;
+use isobath_sync::order::Rank;
 use isobath_sync::{CheckedMutex, Invariants, WaitGroup};
 use std::collections::HashSet;
 use std::ops::Range;
@@ -105,6 +106,8 @@ pub(crate) struct ClosedData {
     pub plain: Vec<HostCluster>,
     /// There is too much data for checksums: it must be durable before the record is written.
     pub too_much: bool,
+    /// What the commit drops from the restart log once it is durable.
+    pub log: Option<ClosedLog>,
     /// To finish the commit with.
     pub commit: DataCommit,
 }
@@ -264,13 +267,21 @@ impl DataJournal {
     }
 
     /// Begins record `lsn`. It leaves out the clusters in `freed`, of `size` bytes each, to which nothing will refer
-    /// any more.
-    pub(crate) fn begin_commit(&self, lsn: Lsn, freed: &[HostCluster], size: u64) -> ClosedData {
+    /// any more. `entries` are the mappings that the commit has closed in the restart log.
+    pub(crate) fn begin_commit(
+        &self,
+        lsn: Lsn,
+        freed: &[HostCluster],
+        size: u64,
+        entries: Option<ClosedEntries>,
+    ) -> ClosedData {
         let mut state = self.state.lock();
         let state = &mut *state;
-        if let Some(log) = &self.log {
-            log.close_writes();
-        }
+        let log = match (&self.log, entries) {
+            (Some(log), Some(entries)) => Some(log.close_writes(entries)),
+            (None, None) => None,
+            _ => violated("a commit closes its mappings in the log before its data"),
+        };
         if !state.is_between_commits() {
             violated(ONE_COMMIT);
         }
@@ -298,6 +309,7 @@ impl DataJournal {
             writes: state.under_way.list(|mark| mark != NO_RECORD),
             plain: std::mem::take(&mut state.plain),
             too_much: closing.too_much,
+            log,
             commit: DataCommit { writes: Arc::clone(&closing.writes) },
         }
     }
@@ -430,6 +442,8 @@ impl DataJournal {
 }
 
 impl Invariants for DataState {
+    const RANK: Option<Rank> = Some(lock_order::DATA_JOURNAL);
+
     fn check_invariants(&self) {
         for pieces in [&self.recorded, &self.under_way, &self.pending] {
             pieces.check_invariants();
@@ -565,7 +579,7 @@ mod tests {
         let _ = journal.add_checksums([written(checksummed(0, &[buf(1, 8192)], SIZE, true))]);
         let _ = journal.add_unchecked(all(SIZE, SIZE));
         let _ = journal.add_checksums([written(checksummed(9 * SIZE, &[buf(1, 512)], SIZE, true))]);
-        let closed = journal.begin_commit(Lsn::new(1), &[], SIZE);
+        let closed = journal.begin_commit(Lsn::new(1), &[], SIZE, None);
         assert!(closed.too_much && closed.checksums.is_empty());
     }
 
@@ -575,7 +589,7 @@ mod tests {
         let _ = journal.add_checksums([written(checksummed(0, &[buf(1, 8192)], SIZE, true))]);
         // Not in a record yet: it is written in place, and read back.
         assert_eq!(straight(&journal, 4096, 2, 4096), all(4096, 4096));
-        let closed = journal.begin_commit(Lsn::new(1), &[], SIZE);
+        let closed = journal.begin_commit(Lsn::new(1), &[], SIZE, None);
         assert_eq!(
             closed.checksums,
             [ChecksummedRange { range: 0..8192, crc: None, holder: ChecksumHolder::Record }]
@@ -589,19 +603,19 @@ mod tests {
         assert_eq!(writes.len(), 2);
         assert_eq!(writes[0], JournaledWrite { at: 0, bytes: vec![4; 512] });
         // The next record contains them, and then nothing is checksummed any more.
-        let closed = journal.begin_commit(Lsn::new(2), &[], SIZE);
+        let closed = journal.begin_commit(Lsn::new(2), &[], SIZE, None);
         assert_eq!(closed.writes, writes);
         journal.finish_commit(closed.commit, Lsn::new(2), Lsn::new(1));
         assert_eq!(straight(&journal, 1024, 5, 512), all(1024, 512));
         // Data is journaled as long as it may be replayed.
         assert_eq!(straight(&journal, 0, 6, 512), []);
-        let closed = journal.begin_commit(Lsn::new(3), &[], SIZE);
+        let closed = journal.begin_commit(Lsn::new(3), &[], SIZE, None);
         journal.finish_commit(closed.commit, Lsn::new(3), Lsn::new(3));
         assert_eq!(
             journal.journaled_in(&(0..16384)),
             [JournaledWrite { at: 0, bytes: vec![6; 512] }]
         );
-        let closed = journal.begin_commit(Lsn::new(4), &[], SIZE);
+        let closed = journal.begin_commit(Lsn::new(4), &[], SIZE, None);
         journal.finish_commit(closed.commit, Lsn::new(4), Lsn::new(4));
         assert!(!journal.has_writes());
     }
@@ -611,7 +625,7 @@ mod tests {
         let journal = active();
         let _ = journal.add_checksums([written(checksummed(0, &[buf(1, 12288)], SIZE, true))]);
         assert!(is_journaled(&journal, 4096, buf(2, 4096), Growth::First));
-        let closed = journal.begin_commit(Lsn::new(1), &[], SIZE);
+        let closed = journal.begin_commit(Lsn::new(1), &[], SIZE, None);
         let unread = |range| ChecksummedRange { range, crc: None, holder: ChecksumHolder::Record };
         assert_eq!(closed.checksums, [unread(0..4096), unread(8192..12288)]);
         assert_eq!(closed.writes.len(), 1);
@@ -623,7 +637,7 @@ mod tests {
         let _ =
             journal.add_checksums([written(checksummed(SIZE - 4096, &[buf(1, 8192)], SIZE, true))]);
         assert!(is_journaled(&journal, 2 * SIZE - 512, buf(2, 1024), Growth::First));
-        let closed = journal.begin_commit(Lsn::new(1), &[HostCluster::new(1)], SIZE);
+        let closed = journal.begin_commit(Lsn::new(1), &[HostCluster::new(1)], SIZE, None);
         assert_eq!(closed.checksums.len(), 1);
         assert_eq!(closed.checksums[0].range, SIZE - 4096..SIZE);
         assert_eq!(closed.writes, [JournaledWrite { at: 2 * SIZE, bytes: vec![2; 512] }]);
@@ -639,7 +653,7 @@ mod tests {
         for holder in [ChecksumHolder::Record, ChecksumHolder::Lead] {
             let journal = active();
             let _ = journal.add_checksums([written(checksummed_by(0..3 * SIZE, holder))]);
-            let closed = journal.begin_commit(Lsn::new(1), &[HostCluster::new(1)], SIZE);
+            let closed = journal.begin_commit(Lsn::new(1), &[HostCluster::new(1)], SIZE, None);
             let beside =
                 [checksummed_by(0..SIZE, holder), checksummed_by(2 * SIZE..3 * SIZE, holder)];
             assert_eq!(closed.checksums, beside.concat());
@@ -695,7 +709,7 @@ mod tests {
         assert_eq!(straight(&journal, SIZE, 1, 4096), all(SIZE, 4096));
         assert_eq!(straight(&journal, SIZE - 4096, 1, 8192), all(SIZE, 4096));
         assert!(journal.begin_embedded_commit().is_none(), "what is journaled needs a record");
-        let closed = journal.begin_commit(Lsn::new(8), &[], SIZE);
+        let closed = journal.begin_commit(Lsn::new(8), &[], SIZE, None);
         assert_eq!(closed.writes.len(), 1);
         journal.finish_commit(closed.commit, Lsn::new(8), Lsn::new(6));
         let _ = journal
@@ -705,7 +719,7 @@ mod tests {
         assert!(journal.begin_embedded_commit().is_some());
         // A later record shows that the commit which ended at 9 was durable.
         assert_eq!(straight(&journal, 2 * SIZE, 2, 512), []);
-        let closed = journal.begin_commit(Lsn::new(10), &[], SIZE);
+        let closed = journal.begin_commit(Lsn::new(10), &[], SIZE, None);
         journal.finish_commit(closed.commit, Lsn::new(10), Lsn::new(11));
         assert_eq!(straight(&journal, 2 * SIZE + 512, 2, 512), all(2 * SIZE + 512, 512));
     }
@@ -716,13 +730,13 @@ mod tests {
         let _ = journal.add_checksums([written(checksummed_by(0..SIZE, ChecksumHolder::Lead))]);
         assert_eq!(straight(&journal, 4096, 1, 512), all(4096, 512));
         assert!(journal.begin_embedded_commit().is_none());
-        let closed = journal.begin_commit(Lsn::new(1), &[], SIZE);
+        let closed = journal.begin_commit(Lsn::new(1), &[], SIZE, None);
         assert_eq!(closed.checksums, checksummed_by(0..SIZE, ChecksumHolder::Lead));
         journal.finish_commit(closed.commit, Lsn::new(1), Lsn::new(1));
         assert!(journal.begin_embedded_commit().is_some());
         journal.journal_plain(SIZE, &[7; 512], HostCluster::new(1));
         assert!(journal.begin_embedded_commit().is_none());
-        let closed = journal.begin_commit(Lsn::new(2), &[], SIZE);
+        let closed = journal.begin_commit(Lsn::new(2), &[], SIZE, None);
         assert_eq!((closed.plain, closed.writes.len()), (vec![HostCluster::new(1)], 1));
     }
 

@@ -13,6 +13,7 @@ use crate::durability::metadata::Metadata;
 use crate::durability::zones::CommitPoint;
 use crate::pieces::JournaledWrite;
 use crate::readers::Readers;
+use crate::restart_log::ClosedLog;
 use crate::sabotage::{self, Sabotage};
 use crate::tables::ClosedBatch;
 use isobath_qcow2::HostCluster;
@@ -27,6 +28,7 @@ pub(super) struct Oversized {
     pub(super) freed: Vec<HostCluster>,
     pub(super) writes: Vec<JournaledWrite>,
     pub(super) plain: Vec<HostCluster>,
+    pub(super) log: Option<ClosedLog>,
     pub(super) data: DataCommit,
 }
 
@@ -41,7 +43,7 @@ pub(super) async fn commit<S: Storage>(
     let lsn = point.lsn;
     let Metadata { alloc, data_journal, zones, .. } = metadata;
     let size = metadata.cluster_size();
-    let Oversized { batch, freed, writes, plain, data } = closed;
+    let Oversized { batch, freed, writes, plain, mut log, data } = closed;
     checkpoint(metadata).await?;
     metadata.sync().await?;
     // The record makes this durable: journaled data may overwrite data that embedded records have checksums of.
@@ -59,20 +61,19 @@ pub(super) async fn commit<S: Storage>(
     let others: Vec<JournaledWrite> = others.into_iter().cloned().collect();
     metadata.place(&others).await?;
     alloc.end_journal().await;
-    if let Some(log) = &metadata.log {
-        log.set_unclean(true);
-    }
-    let mut in_zones = ordered::finish(metadata, readers, batch, &freed).await?;
+    let unclean = metadata.log.as_ref().map(|log| log.begin_unclean());
+    let late = log.take_if(|_| sabotage::is(Sabotage::LateLog) && !freed.is_empty());
+    let mut in_zones = ordered::finish(metadata, readers, batch, log, &freed).await?;
     if sabotage::is(Sabotage::EarlyErase) {
         ordered::discard(metadata, std::mem::take(&mut in_zones)).await?;
     }
     alloc.write_blocks().await?;
     metadata.sync().await?;
-    if sabotage::is(Sabotage::LateLog) {
-        metadata.log_durable();
+    if late.is_some() {
+        let _ = metadata.log_durable(late);
     }
-    if let Some(log) = &metadata.log {
-        log.set_unclean(false);
+    if let Some((log, change)) = metadata.log.as_ref().zip(unclean) {
+        log.end_unclean(change);
     }
     alloc.begin_journal().await;
 

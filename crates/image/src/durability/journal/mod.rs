@@ -29,12 +29,13 @@ use super::metadata::Metadata;
 use super::ordered::{self, Ordered};
 use crate::readers::Readers;
 use crate::sabotage::{self, Sabotage};
-use crate::{Result, always, invariant, violated};
+use crate::{Result, always, invariant, lock_order, violated};
 use build::Builder;
 use isobath_qcow2::Lsn;
 use isobath_qcow2::journal::{BLOCK, JournalExtension, Record};
 use isobath_storage::{IoBuf, Storage};
 use isobath_sync::AsyncMutex;
+use record::TooLarge;
 use ring::Ring;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -203,9 +204,9 @@ impl Journal {
         } else {
             point.landed().await;
             let too_much = self.commit_record(active, metadata, readers, &point).await?;
-            if let Some((batch, data)) = too_much {
+            if let Some(TooLarge { batch, log, data }) = too_much {
                 Box::pin(self.deactivate_locked(state, metadata, Some(data))).await?;
-                Box::pin(ordered::finish(metadata, readers, batch, &[])).await?;
+                Box::pin(ordered::finish(metadata, readers, batch, log, &[])).await?;
             }
             zones.finish_commit(point);
         }
@@ -225,7 +226,7 @@ impl Journal {
             held: AtomicUsize::new(0),
             due: AtomicUsize::new(usize::MAX),
             asked: AtomicBool::new(false),
-            state: AsyncMutex::default(),
+            state: AsyncMutex::ranked(JournalState::default(), lock_order::JOURNAL),
         }
     }
 

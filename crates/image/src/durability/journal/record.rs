@@ -2,14 +2,15 @@
 
 use super::build::{self, Builder};
 use super::{Active, BLOCK, Journal, checkpoint, in_place, most_blocks, ordered};
-use crate::Result;
 use crate::alloc::Staged;
 use crate::durability::data_journal::{ClosedData, DataCommit};
 use crate::durability::metadata::Metadata;
 use crate::durability::zones::CommitPoint;
 use crate::readers::Readers;
+use crate::restart_log::ClosedLog;
 use crate::sabotage::{self, Sabotage};
 use crate::tables::{ClosedBatch, StagedTables};
+use crate::{Result, invariant};
 use isobath_qcow2::{HostCluster, Lsn};
 use isobath_storage::Storage;
 use std::sync::atomic::Ordering;
@@ -25,6 +26,13 @@ struct Closed {
     data: ClosedData,
     /// A record is wanted even without changes.
     asked: bool,
+}
+
+/// What does not fit into a record, while the journal may be taken out of use for it.
+pub(super) struct TooLarge {
+    pub(super) batch: ClosedBatch,
+    pub(super) log: Option<ClosedLog>,
+    pub(super) data: DataCommit,
 }
 
 /// What a record contains, as far as the commit must know it afterwards.
@@ -45,7 +53,7 @@ impl Journal {
         metadata: &Metadata<S>,
         readers: &Readers,
         point: &CommitPoint,
-    ) -> Result<Option<(ClosedBatch, DataCommit)>> {
+    ) -> Result<Option<TooLarge>> {
         let mut closed = self.close_batch(metadata, point.lsn).await?;
         let tells = closed.batch.changes || !closed.data.writes.is_empty() || closed.asked;
         if !tells && !metadata.alloc.has_unstaged().await {
@@ -72,9 +80,10 @@ impl Journal {
 
     /// Closes the open batches, and waits for the writes to them.
     async fn close_batch<S: Storage>(&self, metadata: &Metadata<S>, lsn: Lsn) -> Result<Closed> {
-        let batch = metadata.tables.begin_commit()?;
+        let mut batch = metadata.tables.begin_commit()?;
         let freed = metadata.alloc.freed_by(&batch.releases).await?;
-        let data = metadata.data_journal.begin_commit(lsn, &freed, metadata.cluster_size());
+        let (size, entries) = (metadata.cluster_size(), batch.log.take());
+        let data = metadata.data_journal.begin_commit(lsn, &freed, size, entries);
         data.commit.landed().await;
         let asked = self.asked.swap(false, Ordering::SeqCst);
         Ok(Closed { batch, freed, data, asked })
@@ -90,10 +99,11 @@ async fn commit_data<S: Storage>(
     let written = active.written;
     metadata.sync().await?;
     active.synced(written);
-    metadata.log_durable();
+    let _ = metadata.log_durable(closed.data.log);
     metadata.data_journal.finish_plain_commit(closed.data.commit);
-    metadata.tables.finish_commit(closed.batch);
-    Ok(())
+    let released = metadata.tables.finish_commit(closed.batch);
+    let name = metadata.layer.name();
+    invariant(released.clusters.is_empty(), name, "a commit that frees clusters writes a record")
 }
 
 /// Whether what was closed fits into one record, and into the free part of the area.
@@ -117,14 +127,14 @@ async fn commit_without<S: Storage>(
     readers: &Readers,
     closed: Closed,
     point: &CommitPoint,
-) -> Result<Option<(ClosedBatch, DataCommit)>> {
+) -> Result<Option<TooLarge>> {
     let Closed { batch, freed, data, .. } = closed;
     let has_log = metadata.log.as_ref().is_some_and(|log| log.is_begun());
     if !metadata.zones.any() && !has_log {
-        return Ok(Some((batch, data.commit)));
+        return Ok(Some(TooLarge { batch, log: data.log, data: data.commit }));
     }
-    let ClosedData { writes, plain, commit, .. } = data;
-    let closed = in_place::Oversized { batch, freed, writes, plain, data: commit };
+    let ClosedData { writes, plain, log, commit, .. } = data;
+    let closed = in_place::Oversized { batch, freed, writes, plain, log, data: commit };
     Box::pin(in_place::commit(active, metadata, readers, closed, point)).await?;
     Ok(None)
 }
@@ -163,12 +173,12 @@ async fn finish<S: Storage>(
 ) -> Result<()> {
     let Metadata { tables, alloc, data_journal, zones, .. } = metadata;
     let (freed, replaced) = (&closed.freed, &recorded.refcounts.replaced);
-    metadata.log_durable();
+    let dropped = metadata.log_durable(closed.data.log);
     data_journal.finish_commit(closed.data.commit, lsn, recorded.tail);
     metadata.zones_listed().await?;
     let released = tables.finish_journaled(closed.batch, &recorded.staged)?;
     if !released.clusters.is_empty() || !replaced.is_empty() {
-        metadata.forget_unreferenced(freed, readers).await;
+        metadata.forget_unreferenced(freed, readers, dropped).await;
         if released.discarded {
             let unused = ordered::unused(metadata, &released.clusters).await?;
             Box::pin(ordered::discard(metadata, unused)).await?;

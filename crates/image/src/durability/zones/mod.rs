@@ -31,10 +31,11 @@ use crate::ids;
 use crate::lsn::LogSequence;
 use crate::range_lock::RangeLocks;
 use crate::sabotage::{self, Sabotage};
-use crate::violated;
+use crate::{lock_order, violated};
 use flight::{Flight, Flights};
 use isobath_qcow2::embedded::{LEAD, Mapping, ZoneId};
 use isobath_qcow2::{ClusterIndex, Geometry, HostCluster, Lsn, journal};
+use isobath_sync::order::Rank;
 use isobath_sync::{CheckedMutex, Condition, Invariants};
 use std::ops::Range;
 use std::sync::Arc;
@@ -98,6 +99,8 @@ struct ZoneState {
 }
 
 impl Invariants for ZoneState {
+    const RANK: Option<Rank> = Some(lock_order::ZONES);
+
     fn check_invariants(&self) {
         for (number, zone) in self.zones.iter().enumerate() {
             zone.check_invariants();
@@ -225,7 +228,7 @@ impl Zones {
             settings,
             any: AtomicBool::new(false),
             suspended: AtomicUsize::new(0),
-            locks: RangeLocks::default(),
+            locks: RangeLocks::ranked(lock_order::LEADS),
             prepared: Condition::default(),
             state: CheckedMutex::default(),
         }
