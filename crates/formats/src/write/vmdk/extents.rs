@@ -52,7 +52,7 @@ impl<S: Storage> Extents<S> {
                 None
             } else {
                 let name = storage.identity().name;
-                Some(WriteSparse::new(name, sectors, None, options.zeroed_grains)?)
+                Some(WriteSparse::new(name, sectors, None, options.zeroed_grains))
             };
             list.push(Extent { storage, length, sparse });
         }

@@ -1,6 +1,7 @@
 //! Writing VMDK, as specified in `VMware`'s "Virtual Disk Format 5.0".
 
 mod extents;
+mod grains;
 mod sparse;
 mod stream;
 
@@ -213,7 +214,7 @@ impl<S: Storage> WriteVmdk<S> {
             }
             VmdkSubformat::MonolithicSparse => {
                 let descriptor = embedded(name, options, capacity)?;
-                Self::Sparse(WriteSparse::new(name, capacity, Some(descriptor), zeroed)?)
+                Self::Sparse(WriteSparse::new(name, capacity, Some(descriptor), zeroed))
             }
             _ => Self::Extents(Extents::new(name, extents, capacity, options)?),
         })
