@@ -47,8 +47,7 @@ pub(crate) fn is_file_name(name: &Path) -> bool {
 
 /// The path of a file, which is neither an export nor a part even if it looks like one.
 pub(crate) fn path_of_file(name: &str) -> PathBuf {
-    let other = is_name(name) || Part::of_name(Path::new(name)).is_some();
-    if other { Path::new(".").join(name) } else { name.into() }
+    isobath_storage::window::path_of_file(name, is_name)
 }
 
 /// Refuses the name of an export for what only files can do.

@@ -43,6 +43,13 @@ impl Part {
     }
 }
 
+/// The name by which a host opens the file of this path, even if the path looks like the name of a [part](Part) or has a
+/// [protocol](Host::protocol_name).
+pub fn path_of_file(path: &str, has_protocol: impl FnOnce(&str) -> bool) -> PathBuf {
+    let other = Part::of_name(Path::new(path)).is_some() || has_protocol(path);
+    if other { Path::new(".").join(path) } else { path.into() }
+}
+
 /// A host that opens parts of another's files by their [names](Part::name), and everything else as that host does.
 ///
 /// Parts cannot be created or removed, and a part with a size keeps it. No name in an image's header is that of a part.
@@ -139,11 +146,6 @@ pub struct WindowFile<S> {
 }
 
 impl<S: Storage> WindowFile<S> {
-    /// The whole file.
-    pub const fn whole(&self) -> &S {
-        &self.file
-    }
-
     /// Where a range is in the file; fails if it is not within the part.
     fn place(&self, operation: Operation, offset: u64, length: u64) -> Result<u64> {
         let Some((start, size)) = self.part else { return Ok(offset) };
