@@ -1,7 +1,7 @@
 use super::*;
 use proptest::prelude::*;
 
-/// A stream whose peer says what was prepared, whatever it hears.
+/// A stream whose peer sends prepared bytes, whatever it receives.
 struct Script {
     says: io::Cursor<Vec<u8>>,
     heard: Vec<u8>,
@@ -163,7 +163,7 @@ fn what_a_server_refuses_is_said_in_its_words() {
 }
 
 proptest! {
-    /// Whatever a server says, the negotiation ends, and what was agreed upon can be used.
+    /// Whatever a server sends, the negotiation ends, and its result is valid.
     #[test]
     fn any_answer_ends(
         keep in 0_usize..9,

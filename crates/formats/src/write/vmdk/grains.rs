@@ -1,4 +1,5 @@
-//! The grains of an extent, which are written in order: their places in the file, and the grain tables that they fill.
+//! The grains of an extent, which are written in order: their locations in the file, and the grain tables that they
+//! fill.
 
 use super::{ENTRIES, GRAIN, encode};
 use crate::error::{Blame, Result};
@@ -9,24 +10,24 @@ pub(super) struct Grains {
     name: PathBuf,
     /// The next sector of the file.
     pub(super) next: u64,
-    /// The table of the grains being written, and its number.
+    /// The current table, and its number.
     table: Vec<u32>,
     number: u64,
 }
 
-/// A grain table that is complete, in whole sectors.
+/// A complete grain table, padded to whole sectors.
 pub(super) struct Table {
     pub(super) number: u64,
     pub(super) bytes: Vec<u8>,
 }
 
 impl Grains {
-    /// The grains of the file `name`, from the sector `next` on.
+    /// No grains yet; the first is placed at sector `next` of the file `name`.
     pub(super) fn new(name: &Path, next: u64) -> Self {
         Self { name: name.to_owned(), next, table: vec![0; ENTRIES as usize], number: 0 }
     }
 
-    /// The place of `bytes`, which are whole sectors, after everything else.
+    /// Allocates sectors for `bytes`, which are whole sectors, at the end of the file.
     pub(super) fn place(&mut self, bytes: &[u8]) -> Result<u32> {
         let at = self.next;
         self.next += bytes.len() as u64 / SECTOR;
@@ -37,8 +38,8 @@ impl Grains {
         Ok(at as u32)
     }
 
-    /// Goes on to the table of the grain at `at` on the disk. Returns the current table if it is another one and has
-    /// grains.
+    /// Makes the table of the grain at guest offset `at` the current one. Returns the previous one if it is complete,
+    /// unless it is empty.
     pub(super) fn go_to(&mut self, at: u64) -> Option<Table> {
         let number = at / (GRAIN * SECTOR) / ENTRIES;
         if number == self.number {
@@ -49,7 +50,7 @@ impl Grains {
         ended
     }
 
-    /// Gives `bytes` a place, as the grain at `at` on the disk. Its table must be the current one.
+    /// Allocates sectors for `bytes`, the grain at guest offset `at`, which must belong to the current table.
     pub(super) fn add(&mut self, at: u64, bytes: &[u8]) -> Result<()> {
         let place = self.place(bytes)?;
         if let Some(slot) = self.table.get_mut((at / (GRAIN * SECTOR) % ENTRIES) as usize) {
@@ -58,7 +59,7 @@ impl Grains {
         Ok(())
     }
 
-    /// Ends the current table. Returns it if it has grains.
+    /// Ends the current table. Returns it unless it is empty.
     pub(super) fn end_table(&mut self) -> Option<Table> {
         if self.table.iter().all(|entry| *entry == 0) {
             return None;

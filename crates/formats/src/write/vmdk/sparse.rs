@@ -1,5 +1,5 @@
-//! Writing a sparse extent: header, descriptor, two copies of the grain directory with the grain tables, and the grains
-//! in the order in which they are written. All grain tables have their places from the start.
+//! Writing a sparse extent: header, descriptor, two copies of the grain directory and of the grain tables, and then the
+//! grains in the order in which they are written. The locations of all grain tables are fixed from the start.
 
 use super::grains::{Grains, Table};
 use super::{DESCRIPTOR, ENTRIES, GRAIN, encode};
@@ -9,26 +9,26 @@ use crate::write::piece::{PIECE, Piece};
 use isobath_storage::{IoBuf, Storage};
 use std::path::Path;
 
-/// Sectors of a grain table.
+/// The size of a grain table in sectors.
 const TABLE: u64 = ENTRIES * 4 / SECTOR;
 
-/// Entries of a grain directory that are written at once.
+/// Entries of a grain directory that are written at a time.
 const WINDOW: u64 = 1 << 18;
 
 pub(crate) struct WriteSparse {
-    /// Sectors of the disk.
+    /// The size of the disk in sectors.
     capacity: u64,
-    /// In whole sectors.
+    /// Padded to whole sectors.
     descriptor: Option<Vec<u8>>,
-    /// Entries of 1 stand for zeroes.
+    /// Whether an entry of 1 stands for zeroes.
     zeroed: bool,
-    /// Grain tables.
+    /// The number of grain tables.
     tables: u64,
     grains: Grains,
 }
 
 impl WriteSparse {
-    /// An extent of so many sectors. The image's descriptor is in the first one, or in a file of its own.
+    /// An extent of `capacity` sectors. It contains the image's descriptor, unless that is in a file of its own.
     pub(super) fn new(
         name: &Path,
         capacity: u64,
@@ -42,18 +42,18 @@ impl WriteSparse {
         new
     }
 
-    /// Sectors of a grain directory.
+    /// The size of a grain directory in sectors.
     const fn directory(&self) -> u64 {
         (self.tables * 4).div_ceil(SECTOR)
     }
 
-    /// The sectors of the grain directory's copies: the redundant one comes first. Each is followed by its tables.
+    /// The sectors of the two copies of the grain directory, the redundant one first. Each is followed by its tables.
     const fn directories(&self) -> [u64; 2] {
         let first = 1 + DESCRIPTOR;
         [first, first + self.directory() + self.tables * TABLE]
     }
 
-    /// Sectors before the first grain.
+    /// The number of sectors before the first grain.
     const fn overhead(&self) -> u64 {
         let [_, second] = self.directories();
         (second + self.directory() + self.tables * TABLE).next_multiple_of(GRAIN)
@@ -79,7 +79,7 @@ impl WriteSparse {
             if let Some(table) = self.grains.go_to(at) {
                 self.write_table(storage, &table).await?;
             }
-            // The disk may end within its last grain, which is whole in the file.
+            // The disk may end within its last grain, but the file contains whole grains.
             bytes.resize(PIECE, 0);
             self.grains.add(at, &bytes)?;
             out.extend(bytes);
@@ -93,7 +93,7 @@ impl WriteSparse {
     fn header(&self) -> Vec<u8> {
         let mut header = vec![0; SECTOR as usize];
         let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
-        // Newlines can be checked; there is a redundant directory; and grains that are zero.
+        // Flags: newlines can be checked, there is a redundant directory, entries of 1 stand for zeroes.
         let (version, flags): (u32, u32) = if self.zeroed { (2, 7) } else { (1, 3) };
         put(0, b"KDMV");
         put(4, &version.to_le_bytes());

@@ -10,34 +10,34 @@ use flate2::{Compress, Compression, FlushCompress};
 use isobath_storage::{IoBuf, Storage};
 use std::path::Path;
 
-/// Sectors before the first grain.
+/// The number of sectors before the first grain.
 const OVERHEAD: u64 = 128;
 
-/// Markers that are not grains.
+/// The types of markers other than those of grains.
 const TABLE_MARKER: u32 = 1;
 const DIRECTORY_MARKER: u32 = 2;
 const FOOTER_MARKER: u32 = 3;
 
 pub(crate) struct WriteStream {
-    /// Sectors of the disk.
+    /// The size of the disk in sectors.
     capacity: u64,
     descriptor: Vec<u8>,
-    /// Entries of 1 stand for zeroes.
+    /// Whether an entry of 1 stands for zeroes.
     zeroed: bool,
     grains: Grains,
     directory: Vec<u32>,
 }
 
-/// A grain's marker and the compressed grain, in whole sectors.
+/// A grain's marker and the compressed grain, padded to whole sectors.
 pub(crate) fn deflate(at: u64, bytes: &[u8]) -> Vec<u8> {
     let mut grain = vec![0; PIECE];
     let (there, _) = grain.split_at_mut(bytes.len());
     there.copy_from_slice(bytes);
-    // Room for what cannot be compressed: a few bytes for each stored block.
+    // Enough for data that cannot be compressed, which takes a few bytes more for each stored block.
     let mut out = vec![0; 12 + PIECE + PIECE / 64 + 64];
     let mut compress = Compress::new(Compression::default(), true);
     let (marker, room) = out.split_at_mut(12);
-    // It ends within the room, so there is no error.
+    // The output fits, so there is no error.
     let _ = compress.compress(&grain, room, FlushCompress::Finish);
     let length = compress.total_out() as usize;
     marker[..8].copy_from_slice(&(at / SECTOR).to_le_bytes());
@@ -47,7 +47,7 @@ pub(crate) fn deflate(at: u64, bytes: &[u8]) -> Vec<u8> {
     out
 }
 
-/// A marker of metadata that is not a grain.
+/// A marker of metadata.
 fn marker(sectors: u64, kind: u32) -> Vec<u8> {
     let mut marker = vec![0; SECTOR as usize];
     marker[..8].copy_from_slice(&sectors.to_le_bytes());
@@ -100,7 +100,7 @@ impl WriteStream {
         let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
         put(0, b"KDMV");
         put(4, &3_u32.to_le_bytes());
-        // Newlines can be checked; compressed grains; markers; and grains that are zero.
+        // Flags: newlines can be checked, grains are compressed, there are markers, entries of 1 stand for zeroes.
         let flags: u32 = if self.zeroed { 0x3_0005 } else { 0x3_0001 };
         put(8, &flags.to_le_bytes());
         put(12, &self.capacity.to_le_bytes());
