@@ -234,7 +234,7 @@ impl Parameters {
                 // User metadata, or an item that is not required.
                 _ if le32(entry, 24) & 4 == 0 => continue,
                 _ => {
-                    let reason = "an item that is required is not known; images with a parent are \
+                    let reason = "it is a required item of an unknown kind; images with a parent are \
                                   not supported";
                     return Err(blame.unsupported("metadata item", shown(id), reason));
                 }

@@ -72,7 +72,7 @@ pub(crate) struct Listed {
     kind: String,
 }
 
-/// The kinds of files that a descriptor lists.
+/// A parsed descriptor file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Descriptor {
     identity: Identity,

@@ -1,11 +1,11 @@
-//! A mutex whose contents fit together whenever nobody holds it.
+//! A mutex that checks the invariants of its contents.
 
 use crate::{Mutex, MutexGuard};
 use std::ops::{Deref, DerefMut};
 
-/// A structure whose parts must fit together.
+/// A structure with invariants that hold whenever nobody is changing it.
 pub trait Invariants {
-    /// Stops the program, or poisons what the structure belongs to, unless they do.
+    /// Checks the invariants. If one is violated, stops the program or poisons what the structure belongs to.
     fn check_invariants(&self);
 }
 
@@ -20,12 +20,12 @@ pub struct CheckedGuard<'a, T: Invariants> {
 }
 
 impl<T: Invariants> CheckedMutex<T> {
-    /// A mutex of `contents`.
+    /// An unlocked mutex.
     pub fn new(contents: T) -> Self {
         Self(Mutex::new(contents))
     }
 
-    /// Locks it.
+    /// Waits for the lock.
     pub fn lock(&self) -> CheckedGuard<'_, T> {
         CheckedGuard { guard: self.0.lock() }
     }

@@ -11,12 +11,12 @@ use std::thread;
 pub struct LoopDevice(PathBuf);
 
 impl LoopDevice {
-    /// A device over `file`, which goes through the page cache of that file.
+    /// A device over `file` that uses the file's page cache.
     pub fn new(file: &Path) -> Self {
         Self::attach(file, "--direct-io=off")
     }
 
-    /// A device over `file` that reads and writes it past the page cache.
+    /// A device over `file` that bypasses the file's page cache (direct I/O).
     pub fn direct(file: &Path) -> Self {
         Self::attach(file, "--direct-io=on")
     }
@@ -31,13 +31,13 @@ impl LoopDevice {
         &self.0
     }
 
-    /// Whether it reads and writes its file past the page cache.
+    /// Whether it bypasses its file's page cache.
     pub fn is_direct(&self) -> bool {
         let name = self.0.file_name().unwrap().to_str().unwrap();
         fs::read_to_string(format!("/sys/block/{name}/loop/dio")).unwrap().trim() == "1"
     }
 
-    /// Makes the file hold everything that was written to the device.
+    /// Writes everything that was written to the device to its file.
     pub fn write_back(&self) {
         let _ = run(Command::new("blockdev").arg("--flushbufs").arg(&self.0)).ok();
     }

@@ -85,7 +85,7 @@ impl<H: Host + Clone> Monitor<H> {
         Ok(())
     }
 
-    /// The path that the driver `file` opens, whatever it looks like.
+    /// The path that the driver `file` opens for this name, even if the name looks like another protocol's.
     fn path_of_file(&self, name: &str) -> PathBuf {
         isobath_storage::window::path_of_file(name, |name| self.host.protocol_name(name))
     }
