@@ -43,8 +43,8 @@ impl Part {
     }
 }
 
-/// The name by which a host opens the file of this path, even if the path looks like the name of a [part](Part) or has a
-/// [protocol](Host::protocol_name).
+/// The name by which a host opens the file at this path, even if the path looks like the name of a [part](Part), or has
+/// a [protocol](Host::protocol_name).
 pub fn path_of_file(path: &str, has_protocol: impl FnOnce(&str) -> bool) -> PathBuf {
     let other = Part::of_name(Path::new(path)).is_some() || has_protocol(path);
     if other { Path::new(".").join(path) } else { path.into() }
