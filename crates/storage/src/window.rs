@@ -308,6 +308,17 @@ mod tests {
     }
 
     #[test]
+    fn files_that_look_like_something_else_are_opened_as_files() {
+        let has_protocol = |name: &str| name.starts_with("nbd:");
+        for plain in ["disk", "/a/nbd:x", "./part\x000::x"] {
+            assert_eq!(path_of_file(plain, has_protocol), Path::new(plain));
+        }
+        for other in ["nbd:x", "part\x000::x", "part\x000:5:nbd:x"] {
+            assert_eq!(path_of_file(other, has_protocol), Path::new(".").join(other));
+        }
+    }
+
+    #[test]
     fn a_part_is_a_file_of_its_own_size() {
         block_on(async {
             let memory = MemoryHost::new();
