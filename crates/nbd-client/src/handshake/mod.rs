@@ -228,7 +228,7 @@ impl<S: Read + Write> Session<'_, S> {
                     let mut cursor = Cursor(&reply.payload);
                     let id = cursor.u32();
                     if id.is_none() || cursor.0 != ALLOCATION.as_bytes() || found.is_some() {
-                        return protocol("it selects a metadata context that was not asked for");
+                        return protocol("it selects a metadata context that was not requested");
                     }
                     found = id;
                 }

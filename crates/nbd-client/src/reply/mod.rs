@@ -282,7 +282,7 @@ impl Expected {
         mut cursor: Cursor<'_>,
     ) -> Option<Result<Step, Violation>> {
         if self.command != command::BLOCK_STATUS {
-            return Some(violation("it sent extents that were not asked for"));
+            return Some(violation("it sent extents that were not requested"));
         }
         let context = cursor.u32()?;
         if context != self.context || self.extent.is_some() {
@@ -305,7 +305,7 @@ impl Expected {
     /// Records that a piece has arrived. Returns its position in the buffer.
     fn piece(&mut self, offset: u64, length: u64) -> Result<usize, Violation> {
         if self.command != command::READ {
-            return violation("it sent data that was not asked for");
+            return violation("it sent data that was not requested");
         }
         let at = offset.checked_sub(self.offset);
         let at = at.filter(|at| {
