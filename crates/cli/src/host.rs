@@ -1,4 +1,4 @@
-//! Where images are: in files and on block devices, or on NBD servers.
+//! The host of images: files and block devices, exports of NBD servers, and parts of both.
 //!
 //! The program uses one type of host, so that the engine is compiled once.
 
@@ -11,7 +11,7 @@ use isobath_storage_file::FileHost;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-/// The host of all images: a name that begins like that of an NBD export is one, and there are parts of both.
+/// The type of that host. The beginning of a name decides whether it is that of an export.
 pub(crate) type ImageHost = WindowHost<EitherHost<FileHost, NbdHost>>;
 
 /// A file, or an export.
@@ -45,16 +45,15 @@ pub(crate) fn is_file_name(name: &Path) -> bool {
     Part::of_name(name).is_none() && !is_export(name)
 }
 
-/// The path of a file, which is neither an export nor a part even if it looks like one.
+/// The path that opens the file of this name, even if the name looks like that of an export or a part.
 pub(crate) fn path_of_file(name: &str) -> PathBuf {
-    let other = is_name(name) || Part::of_name(Path::new(name)).is_some();
-    if other { Path::new(".").join(name) } else { name.into() }
+    isobath_storage::window::path_of_file(name, is_name)
 }
 
-/// Refuses the name of an export for what only files can do.
+/// Refuses the name of an export or a part for an operation that only files support.
 ///
 /// # Errors
-/// It is one.
+/// The name is that of an export or a part.
 pub(crate) fn only_files(name: &Path, what: &str) -> Result<(), Failure> {
     if Part::of_name(name).is_some() {
         return Err(Failure::new(format_args!("{what} works on whole files and devices only")));
@@ -68,13 +67,13 @@ pub(crate) fn only_files(name: &Path, what: &str) -> Result<(), Failure> {
     )))
 }
 
-/// What identifies an image in a file that has this id in the file system.
+/// The identity of an image in the file with this ID in the file system.
 pub(crate) fn id_of_file(id: FileId) -> FileId {
     WholeFile::id_of(Side::First, id)
 }
 
-/// What identifies the image of this name, if there is one. No server is asked: one that serves a single client would
-/// not serve another afterwards.
+/// The identity of the image with this name, if there is one. This does not connect to a server, since a server for a
+/// single client would accept no other afterwards.
 pub(crate) async fn identity(name: &Path) -> Option<FileId> {
     if let Some(part) = Part::of_name(name) {
         return Box::pin(identity(&part.file)).await;

@@ -1,7 +1,7 @@
 //! Images as the command line names them: a path, `file:PATH`, `json:{...}`, or with `--image-opts` QEMU's options.
 //!
-//! A path may be the name of an NBD export. Only names that the user types are parsed like this: what a name in an
-//! image's header may be, `isobath_image::name` says.
+//! A path may be the name of an NBD export. Only names that the user types are parsed like this; for names in an
+//! image's header, see `isobath_image::name`.
 
 use crate::failure::Failure;
 use crate::host::{self, ImageHost, images};
@@ -30,7 +30,7 @@ pub(crate) struct Naming {
     pub(crate) secret_file: SecretFile,
 }
 
-/// The secret of encrypted images, where it is not named as in QEMU.
+/// The secret of encrypted images, for commands that do not name secrets as QEMU does.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub(crate) struct SecretFile {
     /// File with the secret of encrypted images: all of its bytes, including a final newline; /dev/fd/N is a descriptor
@@ -256,17 +256,17 @@ impl Image {
         self.data_file.is_some()
     }
 
-    /// How the part of a file was named that it is, if it is one.
+    /// If it is a part of a file: how that was named.
     pub(crate) fn part_as_typed(&self) -> Option<&str> {
         Part::of_name(&self.path).map(|_| self.shown.as_str())
     }
 
-    /// Whether writes are to be compressed. The caller does so.
+    /// Whether writes are to be compressed, which is up to the caller.
     pub(crate) fn take_compress(&mut self) -> bool {
         std::mem::take(&mut self.compress)
     }
 
-    /// How to open a temporary overlay of it, whatever backing file that names.
+    /// How to open a temporary overlay of it, regardless of the backing file that the overlay names.
     pub(crate) fn overlay_options(
         &self,
         format: ImageFormat,
@@ -384,7 +384,7 @@ fn storage_reason(error: &StorageError) -> String {
     }
 }
 
-/// The protocol of a name, as QEMU parses it: what precedes a colon, if that contains no slash.
+/// The protocol of a name, as QEMU parses it: the part before a colon, if that contains no slash.
 fn protocol(name: &str) -> Option<&str> {
     let (protocol, _) = name.split_once(':')?;
     (!protocol.contains('/')).then_some(protocol)
@@ -616,7 +616,7 @@ fn backing_files(pairs: &mut Vec<(String, String)>) -> Result<Vec<Below>, String
     Ok(files)
 }
 
-/// Takes a file out of the options, each of which has `prefix` before its name: its name, as the host opens it.
+/// Takes a file out of the options, whose names begin with `prefix`. Returns the name by which the host opens the file.
 fn file(pairs: &mut Vec<(String, String)>, prefix: &str) -> Result<Option<PathBuf>, String> {
     let driver = take(pairs, &format!("{prefix}driver"));
     match driver.as_deref() {
@@ -639,7 +639,8 @@ fn file(pairs: &mut Vec<(String, String)>, prefix: &str) -> Result<Option<PathBu
     Ok(Some(host::path_of_file(plain.unwrap_or(&name))))
 }
 
-/// Takes `offset` and `size` of a raw disk out of the options: the name of the part of `whole` that it is, if any.
+/// Takes `offset` and `size` of a raw disk out of the options. If they are given, returns the name of that part of
+/// `whole`.
 fn part(
     pairs: &mut Vec<(String, String)>,
     prefix: &str,

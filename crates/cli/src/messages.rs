@@ -110,11 +110,11 @@ fn harmless(text: &str, colours: bool) -> String {
 struct Queue {
     waiting: VecDeque<String>,
     bytes: usize,
-    /// A message is being written.
+    /// Whether a message is being written.
     writing: bool,
     /// Number of dropped messages.
     lost: u64,
-    /// Only the thread writes.
+    /// Whether only the thread writes.
     detached: bool,
 }
 

@@ -3,7 +3,7 @@
 use isobath_nbd_client::name::{DEFAULT_PORT, ExportName, Server, port};
 use std::path::PathBuf;
 
-/// The export of this name, as it is opened.
+/// The name by which the host opens the export of this name.
 ///
 /// # Errors
 /// It cannot be parsed, in QEMU's words.
@@ -12,10 +12,10 @@ pub(crate) fn named(name: &str) -> Result<PathBuf, String> {
     Ok(export.to_string().into())
 }
 
-/// The export that options describe, each with `prefix` before its name. Takes them from `pairs`.
+/// The name of the export that options describe. Takes the options, whose names begin with `prefix`, from `pairs`.
 ///
 /// # Errors
-/// They describe none, or TLS.
+/// They do not describe an export, or request TLS.
 pub(crate) fn described(
     prefix: &str,
     pairs: &mut Vec<(String, String)>,
@@ -27,7 +27,7 @@ pub(crate) fn described(
     if take("tls-creds").is_some() || take("tls-hostname").is_some() {
         return Err("encrypted connections (TLS) to NBD servers are not supported".into());
     }
-    // What they say is QEMU's: a lost connection is not replaced here.
+    // These control how QEMU reconnects; here a lost connection is not replaced.
     for ignored in ["reconnect-delay", "open-timeout"] {
         take(ignored);
     }

@@ -56,7 +56,7 @@ fn begins_with(line: &[OsString], options: [&str; 2]) -> Option<&'static str> {
     Some(name()).filter(|name| LINKS.contains(name) && asked)
 }
 
-/// What `--version` prints, if given, under a QEMU program's name: callers take the first number for QEMU's version.
+/// The output of `--version`, if given, under a QEMU program's name: callers take the first number for QEMU's version.
 pub(crate) fn version(line: &[OsString]) -> Option<String> {
     begins_with(line, ["-V", "--version"]).map(version_of)
 }
@@ -67,8 +67,8 @@ fn version_of(program: &str) -> String {
     format!("{program}{word} 7.2.0 (isobath {})", env!("CARGO_PKG_VERSION"))
 }
 
-/// What `--help` prints, if given, under the name of qemu-img: callers look in it for options and formats. `isobath` is
-/// the command line of this program.
+/// The output of `--help`, if given, under the name of qemu-img: callers search it for options and formats. `isobath`
+/// is the command line of this program.
 pub(crate) fn help(line: &[OsString], isobath: &Command) -> Option<String> {
     let program = begins_with(line, ["-h", "--help"]).filter(|program| *program == "qemu-img")?;
     let mut text = format!(

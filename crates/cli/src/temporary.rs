@@ -18,7 +18,7 @@ pub(crate) async fn overlay(
 ) -> Result<(Disk<ImageHost>, OpenOptions), Failure> {
     if image.has_given_data_file() {
         return Err(Failure::new(
-            "a temporary overlay cannot have a data file below it that the options name",
+            "a temporary overlay is not possible if the options name the image's data file",
         ));
     }
     let directory = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
@@ -28,7 +28,7 @@ pub(crate) async fn overlay(
     };
     let file = tempfile::Builder::new().prefix("isobath-").suffix(".qcow2").tempfile_in(&directory);
     let file = file.map_err(|error| named("create a temporary file", error))?.into_temp_path();
-    // It is opened by the options: not every name of an image may stand in a header.
+    // The image is opened by the options, since not every image name is allowed in a header.
     let mut new = NewDisk::overlay("/dev/null", "raw").open_backing(false).index(false);
     new.size = Some(size);
     create(images(), &file, &new).await?;

@@ -17,7 +17,7 @@ pub enum Error {
     /// A field of an image cannot be accepted.
     #[error("'{}': {source}", shown(image))]
     Format {
-        /// The image, or the file of it that holds the field.
+        /// The image, or the one of its files that contains the field.
         image: PathBuf,
         /// The field, its value and what is wrong with it.
         source: FormatError,
@@ -40,7 +40,7 @@ impl Blame<'_> {
         Error::Format { image: self.0.to_owned(), source }
     }
 
-    /// A value that no correct image has.
+    /// A value that no valid image has.
     pub(crate) fn invalid(
         self,
         field: &str,
@@ -60,7 +60,7 @@ impl Blame<'_> {
         self.error(FormatErrorKind::Unsupported, field, value, reason.into())
     }
 
-    /// What should be at `value` is past the end of the file.
+    /// `value` points past the end of the file.
     pub(crate) fn truncated(self, field: &str, value: impl fmt::Display, length: u64) -> Error {
         let reason =
             format!("it is past the end of the file ({length} bytes), which may be truncated");

@@ -1,4 +1,4 @@
-//! The files of an image, and a cache of the parts of them that hold tables.
+//! The files of an image, with a cache of their tables.
 
 use crate::error::{Blame, Error, Result};
 use isobath_storage::{IoBuf, Storage};
@@ -7,24 +7,24 @@ use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Bytes of a table that are read at once.
+/// Bytes of a table that are read at a time.
 const PAGE: u64 = 64 << 10;
 
-/// Pages of tables kept in memory.
+/// Number of table pages kept in memory.
 const CACHED_PAGES: usize = 32;
 
-/// Decompressed blocks kept in memory.
+/// Number of decompressed blocks kept in memory.
 const CACHED_BLOCKS: usize = 4;
 
 /// One file of an image.
 pub(crate) struct File<S> {
     pub(crate) name: PathBuf,
     pub(crate) storage: Arc<S>,
-    /// Bytes in the file when the image was opened.
+    /// Length of the file in bytes when the image was opened.
     pub(crate) length: u64,
 }
 
-/// A place in a file: its number, and bytes from its start.
+/// A position in a file: the file's number, and an offset in bytes.
 type Place = (usize, u64);
 
 /// The most recently used values.
@@ -76,8 +76,8 @@ impl<S: Storage> Files<S> {
         })
     }
 
-    /// Bytes of a table from `offset` on: a page of the file, and the place of the offset in it. Bytes past the end of
-    /// the file are zero.
+    /// The part of a table at `offset`: a page of the file, and the position of the offset in the page. Bytes past the
+    /// end of the file are zero.
     pub(crate) async fn page(&self, file: usize, offset: u64) -> Result<(Arc<IoBuf>, usize)> {
         let (page, within) = (offset / PAGE, (offset % PAGE) as usize);
         if let Some(bytes) = self.pages.get((file, page)) {
@@ -95,7 +95,7 @@ impl<S: Storage> Files<S> {
         self.blocks.get((file, offset))
     }
 
-    /// Keeps a decompressed block.
+    /// Adds a decompressed block to the cache.
     pub(crate) fn keep_block(&self, file: usize, offset: u64, bytes: &Arc<Vec<u8>>) {
         self.blocks.put((file, offset), bytes);
     }
@@ -115,13 +115,13 @@ impl<S: Storage> File<S> {
         Blame(&self.name)
     }
 
-    /// Reads a header, which must be in the file. `length` is bounded by the caller.
+    /// Reads a header, which must lie within the file. The caller bounds `length`.
     pub(crate) async fn header(&self, field: &str, offset: u64, length: usize) -> Result<IoBuf> {
         self.must_hold(field, offset, length as u64)?;
         Ok(self.storage.read_at(offset, IoBuf::zeroed(length)).await?)
     }
 
-    /// Fails unless a range that a field describes is in the file.
+    /// Fails unless the range that a field describes lies within the file.
     pub(crate) fn must_hold(&self, field: &str, offset: u64, length: u64) -> Result<()> {
         let end = offset.checked_add(length);
         if end.is_none_or(|end| end > self.length) {

@@ -1,4 +1,4 @@
-//! An open image: the disk in it.
+//! An open image, and the disk that it contains.
 
 use crate::error::{Error, Result};
 use crate::files::{File, Files};
@@ -10,7 +10,7 @@ use isobath_storage::{IoBuf, Storage};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A format that is read here.
+/// A format that this crate reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// `VMware`'s disk.
@@ -26,10 +26,10 @@ pub enum Format {
 }
 
 impl Format {
-    /// Every one.
+    /// All formats.
     pub const ALL: [Self; 5] = [Self::Vmdk, Self::Vdi, Self::Vhdx, Self::Vpc, Self::Qed];
 
-    /// QEMU's name of it.
+    /// QEMU's name for it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Vmdk => "vmdk",
@@ -40,12 +40,12 @@ impl Format {
         }
     }
 
-    /// The format of that name.
+    /// The format with that name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|format| format.name() == name)
     }
 
-    /// The format that was detected, if it is one that is read here.
+    /// The detected format, if this crate reads it.
     pub fn detected(found: Foreign) -> Option<Self> {
         Self::from_name(found.name())
     }
@@ -68,8 +68,8 @@ pub struct Image<S> {
 }
 
 impl<S: Storage> Image<S> {
-    /// Opens the image `name`, whose file is `storage`. Other files that a VMDK's descriptor names are opened by
-    /// `open_extent`, which decides where they may be.
+    /// Opens the image `name`, whose file is `storage`. `open_extent` opens the other files that a VMDK's descriptor
+    /// names, and decides which are allowed.
     ///
     /// # Errors
     /// If a field is invalid or not supported, or a file cannot be read.
@@ -114,7 +114,7 @@ impl<S: Storage> Image<S> {
         self.size
     }
 
-    /// Bytes of the disk in a block, if the image consists of such.
+    /// The size of a block in guest bytes, if the image is divided into blocks.
     pub fn cluster_size(&self) -> Option<u64> {
         match &self.tables {
             Tables::Vmdk(vmdk) => vmdk.cluster_size(),
@@ -125,12 +125,12 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// Whether the image says that it was not closed.
+    /// Whether the image is marked as not closed.
     pub fn is_dirty(&self) -> bool {
         matches!(&self.tables, Tables::Qed(qed) if qed.is_dirty())
     }
 
-    /// What a VMDK says about itself; `None` for other formats.
+    /// The metadata of a VMDK; `None` for other formats.
     pub fn vmdk(&self) -> Option<VmdkInfo> {
         match &self.tables {
             Tables::Vmdk(vmdk) => Some(vmdk.info(&self.files)),
@@ -143,8 +143,8 @@ impl<S: Storage> Image<S> {
         self.files.all().iter().map(|file| &file.storage)
     }
 
-    /// Where the disk's bytes from `at` on are, for at most `length` bytes, which is not 0. Past the end of the disk
-    /// are zeroes.
+    /// Where the disk's bytes from `at` on are stored, for at most `length` bytes, which must not be 0. Bytes past the
+    /// end of the disk are zeroes.
     pub async fn run(&self, at: u64, length: u64) -> Result<Run> {
         if at >= self.size {
             return Ok(Run::zero(length));
@@ -159,7 +159,7 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// Reads the disk's bytes from `at` on. Past the end of the disk are zeroes.
+    /// Reads the disk's bytes from `at` on. Bytes past the end of the disk are zeroes.
     pub async fn read(&self, mut at: u64, mut rest: IoBuf) -> Result<IoBuf> {
         let mut whole = IoBuf::empty();
         while !rest.is_empty() {

@@ -1,4 +1,4 @@
-//! Numbers in headers. Bytes past the end of a header count as zero: headers are read in their full length.
+//! Little-endian numbers in headers. Headers are read in full, so bytes past the end of one count as zero.
 
 fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     let mut array = [0; N];

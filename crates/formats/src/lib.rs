@@ -1,13 +1,13 @@
 //! Disk images of other programs: VMDK, VDI, VHDX, VHD ("vpc") and QED.
 //!
-//! [`Image::open`] checks an image's header and gives its disk, which is read-only: [`Image::read`] reads guest bytes,
-//! [`Image::run`] says where they are. Tables are read when needed, through a cache of fixed size, so the memory used
-//! depends on nothing that an image says.
+//! [`Image::open`] checks an image's header and opens its disk read-only: [`Image::read`] reads guest bytes, and
+//! [`Image::run`] tells where they are stored. Tables are read on demand, through a cache of fixed size, so memory use
+//! does not depend on the image.
 //!
-//! [`Writer`] writes an image of each of them, from the start of the disk to its end.
+//! [`Writer`] writes images in these formats, from the start of the disk to its end.
 //!
-//! Images are hostile until proved otherwise: each field is checked before it is used, and what is refused names the
-//! image, the field and its value. Whatever is accepted here reads as it does in QEMU.
+//! Images are not trusted: each field is checked before it is used, and an error names the image, the field and its
+//! value. An image that is accepted reads as it does in QEMU.
 
 #![allow(clippy::missing_errors_doc, reason = "errors are those of the storage and of the format")]
 

@@ -18,9 +18,9 @@ pub(crate) struct Qed {
     l1: Table,
     /// Bytes of the header.
     header: u64,
-    /// The end of the last whole cluster of the file.
+    /// The end of the last whole cluster in the file.
     end: u64,
-    /// It was not closed.
+    /// Whether the image was not closed.
     dirty: bool,
 }
 
@@ -53,7 +53,7 @@ pub(crate) async fn open<S: Storage>(file: &File<S>) -> Result<(Qed, u64)> {
         return Err(blame.unsupported("features", format!("{features:#x}"), reason));
     }
     if features & !(BACKING_FILE | NEED_CHECK | BACKING_FORMAT_NO_PROBE) != 0 {
-        let reason = "it has features that are not known";
+        let reason = "it has unknown features";
         return Err(blame.unsupported("features", format!("{features:#x}"), reason));
     }
     let entries = table * cluster / 8;
@@ -94,7 +94,7 @@ impl Qed {
         self.dirty
     }
 
-    /// Whether whole clusters may be at this place.
+    /// Whether whole clusters may begin at this offset.
     fn holds(&self, offset: u64, length: u64) -> bool {
         offset.is_multiple_of(self.cluster)
             && offset >= self.header

@@ -1,24 +1,24 @@
-//! Ranges of a disk, and where they are.
+//! Ranges of a disk, and where they are stored.
 
 use crate::tables::Block;
 
-/// Where a range of the disk is.
+/// A range of the disk, and where it is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// Guest bytes that it covers, at least 1.
+    /// Its length in guest bytes, at least 1.
     pub length: u64,
-    /// What they are.
+    /// Its contents.
     pub kind: RunKind,
 }
 
-/// What a range of the disk is.
+/// The contents of a range of the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunKind {
-    /// Zeroes, because the image has nothing there.
+    /// Zeroes, since the range is not allocated.
     Absent,
-    /// Zeroes.
+    /// Zeroes, marked as such.
     Zero,
-    /// Bytes of a file of the image, numbered from 0 (the image itself).
+    /// Bytes in a file.
     Data {
         /// The file.
         file: usize,
@@ -29,9 +29,9 @@ pub enum RunKind {
     Deflated {
         /// The file.
         file: usize,
-        /// Bytes from its start to the compressed block.
+        /// Offset of the compressed block in bytes.
         offset: u64,
-        /// Bytes of the decompressed block before the range.
+        /// Offset of the range in the decompressed block, in bytes.
         within: u64,
     },
 }
@@ -45,7 +45,7 @@ impl Run {
         Self { length, kind: RunKind::Data { file, offset } }
     }
 
-    /// The run from guest byte `at` on in `count` blocks of `size` bytes, the first of which contains `at`.
+    /// The run from guest byte `at` to the end of `count` blocks of `size` bytes, the first of which contains `at`.
     pub(crate) fn of_blocks(
         file: usize,
         block: Block,

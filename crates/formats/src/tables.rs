@@ -1,14 +1,14 @@
-//! Tables of blocks, which most formats share: entry `n` gives the place of block `n`.
+//! Tables of blocks, which most formats have: entry `n` gives the location of block `n`.
 
 use crate::error::Result;
 use crate::files::Files;
 use crate::le::{be32, le32, le64};
 use isobath_storage::Storage;
 
-/// What a table says about a block.
+/// A table's information on a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Block {
-    /// It has no place: it reads as zeroes, or, in other programs, as the backing file's.
+    /// It is not allocated: it reads as zeroes, or, in other programs, from the backing file.
     Absent,
     /// It reads as zeroes.
     Zero,
@@ -18,7 +18,7 @@ pub(crate) enum Block {
     Deflated(u64),
 }
 
-/// How entries are stored.
+/// The encoding of entries.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Entries {
     Le32,
@@ -35,13 +35,13 @@ impl Entries {
     }
 }
 
-/// A table in a file. Its offset is a multiple of the size of an entry.
+/// A table in a file. Its offset is a multiple of the entry size.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Table {
     pub(crate) file: usize,
     pub(crate) offset: u64,
     pub(crate) entries: Entries,
-    /// Guest bytes of a block.
+    /// The size of a block in guest bytes.
     pub(crate) block: u64,
 }
 
@@ -54,7 +54,7 @@ impl Table {
         }
     }
 
-    /// Block `first`, and the number of blocks from it on, at least 1 and at most `limit`, that continue it.
+    /// Block `first`, and the number of blocks, 1 to `limit`, that form a contiguous run beginning with it.
     pub(crate) async fn run<S: Storage>(
         &self,
         files: &Files<S>,
@@ -74,7 +74,7 @@ impl Table {
                 Block::At(offset) => Block::At(offset + count * self.block),
                 Block::Deflated(_) => break,
             };
-            // An error is reported when its block is reached.
+            // An invalid entry is reported when its own block is looked up.
             if decode(first + count, value).ok() != Some(expected) {
                 break;
             }

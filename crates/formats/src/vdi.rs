@@ -7,13 +7,13 @@ use crate::run::Run;
 use crate::tables::{Block, Entries, Table};
 use isobath_storage::Storage;
 
-/// Bytes in a block: the only size that `VirtualBox` writes and QEMU reads.
+/// The size of a block in bytes, the only one that `VirtualBox` writes and QEMU reads.
 pub(crate) const BLOCK: u64 = 1 << 20;
 
-/// Blocks from here on are not allocated (all ones) or read as zeroes (one less).
+/// Entries from here on are special: not allocated (all ones) or zero (one less).
 const FIRST_SPECIAL: u64 = 0xffff_fffe;
 
-/// The greatest number of blocks that QEMU accepts.
+/// The maximum number of blocks that QEMU accepts.
 const MAX_BLOCKS: u32 = 0x3fff_ff80;
 
 pub(crate) struct Vdi {

@@ -10,27 +10,27 @@ use isobath_storage::{IoBuf, Storage};
 pub(crate) const KIB: u64 = 1 << 10;
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// The two copies of the header (2.2.2).
+/// Offsets of the two copies of the header (2.2.2).
 pub(crate) const HEADERS: [u64; 2] = [64 * KIB, 128 * KIB];
 
-/// The two copies of the region table (2.2.3).
+/// Offsets of the two copies of the region table (2.2.3).
 pub(crate) const REGION_TABLES: [u64; 2] = [192 * KIB, 256 * KIB];
 
 /// The largest disk, 64 TiB.
 pub(crate) const MAX_SIZE: u64 = 64 << 40;
 
-/// Entries that the metadata table and the region table can hold.
+/// The maximum number of entries in the metadata table and in the region table.
 const MAX_ENTRIES: u64 = 2047;
 
 /// The largest log that is examined.
 const MAX_LOG: u64 = 1 << 30;
 
-/// A sector bitmap covers this many sectors (2.5.1.2).
+/// The number of sectors that a sector bitmap covers (2.5.1.2).
 pub(crate) const BITMAP_SECTORS: u64 = 1 << 23;
 
 pub(crate) type Guid = [u8; 16];
 
-/// A GUID as it is stored: the first three fields in little-endian order.
+/// A GUID as stored: the first three fields are little-endian.
 const fn guid(first: u32, second: u16, third: u16, rest: u64) -> Guid {
     let (a, b, c, d) =
         (first.to_le_bytes(), second.to_le_bytes(), third.to_le_bytes(), rest.to_be_bytes());
@@ -48,7 +48,7 @@ pub(crate) const PHYSICAL_SECTOR: Guid = guid(0xCDA3_48C7, 0x445D, 0x4471, 0x9CC
 pub(crate) struct Vhdx {
     table: Table,
     block: u64,
-    /// Blocks in a chunk: a bitmap's entry follows those of so many blocks.
+    /// The number of blocks in a chunk: the entry of a bitmap follows the entries of this many blocks.
     chunk: u64,
 }
 
@@ -78,12 +78,12 @@ pub(crate) async fn open<S: Storage>(file: &File<S>) -> Result<(Vhdx, u64)> {
     Ok((Vhdx { table, block, chunk }, size))
 }
 
-/// Whether the checksum at byte 4, of everything with the checksum itself zero, is right.
+/// Whether the checksum at byte 4 is right; it covers the whole structure, with itself as zero.
 fn is_sound(bytes: &[u8]) -> bool {
     bytes.len() >= 8 && checksum(bytes) == le32(bytes, 4)
 }
 
-/// The checksum of a structure, whose own is at byte 4 and counts as zero.
+/// The checksum of a structure; its field at byte 4 counts as zero.
 pub(crate) fn checksum(bytes: &[u8]) -> u32 {
     let head = crc32c::crc32c(bytes.get(..4).unwrap_or_default());
     let hole = crc32c::crc32c_append(head, &[0; 4]);
@@ -113,7 +113,7 @@ async fn current_header<S: Storage>(file: &File<S>) -> Result<IoBuf> {
     Ok(header)
 }
 
-/// Refuses an image with a log that may hold changes: they would be missed.
+/// Refuses an image whose log may contain changes, which would be ignored.
 async fn refuse_log<S: Storage>(file: &File<S>, header: &[u8]) -> Result<()> {
     let id = &header[48..64];
     let (length, offset) = (u64::from(le32(header, 68)), le64(header, 72));
@@ -130,7 +130,7 @@ async fn refuse_log<S: Storage>(file: &File<S>, header: &[u8]) -> Result<()> {
         let window = MIB.min(offset + length - at);
         let bytes = file.storage.read_at(at, IoBuf::zeroed(window as usize)).await?;
         for (n, sector) in bytes.chunks(4096).enumerate() {
-            // An entry of this log (2.3.1.1).
+            // An entry with the log's GUID (2.3.1.1).
             if sector.starts_with(b"loge") && sector.get(32..48) == Some(id) {
                 let place = format!("an entry at {}", at + n as u64 * 4096);
                 let reason = "it holds changes that are not in place yet, because the image was \
@@ -173,7 +173,7 @@ async fn regions<S: Storage>(file: &File<S>) -> Result<(Region, Region)> {
             id if *id == BAT => &mut bat,
             id if *id == METADATA => &mut metadata,
             id if le32(entry, 28) & 1 == 1 => {
-                let reason = "a region that is required is not known";
+                let reason = "it is a required region of an unknown kind";
                 return Err(blame.unsupported("region", shown(id), reason));
             }
             _ => continue,
@@ -199,7 +199,7 @@ fn shown(id: &[u8]) -> String {
     format!("{a:08X}-{b:04X}-{c:04X}-{rest:016X}")
 }
 
-/// What the metadata says (2.6.2).
+/// The parsed metadata (2.6.2).
 struct Parameters {
     block: u64,
     size: u64,
@@ -231,10 +231,10 @@ impl Parameters {
                 id if *id == DISK_SIZE => &mut size,
                 id if *id == LOGICAL_SECTOR => &mut sector,
                 id if *id == DISK_ID || *id == PHYSICAL_SECTOR => continue,
-                // User metadata, or not required.
+                // User metadata, or an item that is not required.
                 _ if le32(entry, 24) & 4 == 0 => continue,
                 _ => {
-                    let reason = "an item that is required is not known; images with a parent are \
+                    let reason = "it is a required item of an unknown kind; images with a parent are \
                                   not supported";
                     return Err(blame.unsupported("metadata item", shown(id), reason));
                 }

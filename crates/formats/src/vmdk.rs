@@ -14,26 +14,26 @@ use std::sync::Arc;
 
 pub(crate) const SECTOR: u64 = 512;
 
-/// The grain directory's offset if it is in the footer.
+/// The value of the grain directory's offset that refers to the footer.
 pub(crate) const AT_END: u64 = u64::MAX;
 
-/// Bytes of a descriptor that are read.
+/// The maximum length of a descriptor that is read, in bytes.
 const MAX_DESCRIPTOR: u64 = (1 << 20) - 1;
 
-/// The most extents that are opened.
+/// The maximum number of extents.
 const MAX_EXTENTS: usize = 4096;
 
-/// The largest grain, and the largest compressed one.
+/// The maximum size of a grain, and of a compressed one.
 const MAX_GRAIN: u64 = 1 << 30;
 const MAX_COMPRESSED_GRAIN: u64 = 16 << 20;
 
-/// The most entries of a grain directory, as QEMU limits it.
+/// The maximum number of entries in a grain directory, the same as QEMU's.
 const MAX_DIRECTORY: u64 = 32 << 20;
 
-/// The place of the descriptor in a sparse image, as QEMU takes it, and its length.
+/// The location of the descriptor in a sparse image, and its length, as QEMU assumes them.
 const EMBEDDED: (u64, u64) = (SECTOR, 20 * SECTOR);
 
-/// What a VMDK says about itself. Texts are as stored: hostile.
+/// The metadata of a VMDK. Strings are as stored, and not trusted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VmdkInfo {
     /// The identity of its contents.
@@ -42,7 +42,7 @@ pub struct VmdkInfo {
     pub parent_id: u32,
     /// Its subformat's name.
     pub create_type: String,
-    /// Its extents, in order of their places on the disk; at least one.
+    /// Its extents, in the order of the disk; at least one.
     pub extents: Vec<VmdkExtent>,
 }
 
@@ -53,11 +53,11 @@ pub struct VmdkExtent {
     pub filename: PathBuf,
     /// Its type in the descriptor; empty if the image has no descriptor file.
     pub format: String,
-    /// Bytes of the disk.
+    /// Its size in guest bytes.
     pub virtual_size: u64,
     /// Bytes in a grain; `None` for a flat extent.
     pub cluster_size: Option<u64>,
-    /// Its grains are compressed.
+    /// Whether its grains are compressed.
     pub compressed: bool,
 }
 
@@ -72,14 +72,14 @@ pub(crate) struct Listed {
     kind: String,
 }
 
-/// What a descriptor lists.
+/// A parsed descriptor file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Descriptor {
     identity: Identity,
     pub(crate) extents: Vec<Listed>,
 }
 
-/// What a descriptor says of the image.
+/// The image's metadata in a descriptor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Identity {
     content_id: u32,
@@ -89,7 +89,7 @@ struct Identity {
 
 impl Identity {
     fn of(text: &str) -> Self {
-        // Leading hexadecimal digits count, as in C.
+        // Only the leading hexadecimal digits count, as in C.
         let id = |key| {
             let text = value(text, key).map(str::trim_start).unwrap_or_default();
             let digits = text.bytes().take_while(u8::is_ascii_hexdigit).take(8).count();
@@ -122,7 +122,7 @@ pub(crate) async fn extents<S: Storage>(file: &File<S>) -> Result<Option<Descrip
     parse_descriptor(blame, &String::from_utf8_lossy(&bytes)).map(Some)
 }
 
-/// The value of `key=` in a descriptor, as far as the end of its line.
+/// The value of `key=` in a descriptor: the rest of its line.
 fn value<'a>(text: &'a str, key: &str) -> Option<&'a str> {
     text.lines().find_map(|line| line.trim().strip_prefix(key)?.trim_start().strip_prefix('='))
 }
@@ -232,11 +232,11 @@ struct Sparse {
 
 pub(crate) struct Vmdk {
     identity: Identity,
-    /// In order of their places on the disk, without gaps.
+    /// In the order of the disk, without gaps.
     extents: Vec<Extent>,
 }
 
-/// Opens the extents. `files` are the image's own and those of its list, in this order.
+/// Opens the extents. `files` are the image itself and then the files that it lists, in order.
 pub(crate) async fn open<S: Storage>(
     files: &[File<S>],
     listed: Option<Descriptor>,
@@ -289,14 +289,14 @@ pub(crate) async fn open<S: Storage>(
     Ok(Vmdk { identity, extents })
 }
 
-/// The place and length of the descriptor that a sparse image's header gives.
+/// The location and length of the descriptor according to a sparse image's header.
 async fn descriptor_place<S: Storage>(file: &File<S>) -> Result<(u64, u64)> {
     let header = file.header("VMDK header", 0, 512).await?;
     let place = |at| le64(&header, at).saturating_mul(SECTOR);
     Ok((place(28).min(file.length), place(36)))
 }
 
-/// Reads the header of a sparse extent. Returns its tables and its bytes of the disk.
+/// Reads the header of a sparse extent. Returns its tables and its size in guest bytes.
 async fn open_sparse<S: Storage>(number: usize, file: &File<S>) -> Result<(Sparse, u64)> {
     let blame = file.blame();
     let mut header = file.header("VMDK header", 0, 512).await?;
@@ -360,7 +360,7 @@ async fn open_sparse<S: Storage>(number: usize, file: &File<S>) -> Result<(Spars
     Ok((sparse, size))
 }
 
-/// The copy of the header in the footer, which is the last but one sector.
+/// The copy of the header in the footer, which is the last sector but one.
 async fn footer<S: Storage>(file: &File<S>) -> Result<IoBuf> {
     let blame = file.blame();
     let end = file.length.next_multiple_of(SECTOR);
@@ -421,7 +421,7 @@ impl Vmdk {
         }
     }
 
-    /// The grain that is compressed at `offset`.
+    /// The grain whose compressed data is at `offset`.
     pub(crate) async fn decompressed<S: Storage>(
         &self,
         files: &Files<S>,

@@ -10,13 +10,13 @@ use isobath_storage::Storage;
 /// Bytes in a footer.
 const FOOTER: usize = 512;
 
-/// The sectors of the largest geometry: images of that size or more have it whatever their size.
+/// The number of sectors of the largest geometry, which all images of at least that size have.
 pub(crate) const MAX_GEOMETRY: u64 = 65535 * 16 * 255;
 
-/// The most sectors that a VHD may have, 2040 GiB, as QEMU limits it.
+/// The maximum number of sectors of a VHD, 2040 GiB, the same as QEMU's.
 pub(crate) const MAX_SECTORS: u64 = 0xff00_0000;
 
-/// Programs whose images have the size that the footer says; those of others have the size of the geometry.
+/// Programs whose images have the size given in the footer; those of others have the size of the geometry.
 const EXACT: [&[u8]; 6] = [b"win ", b"qem2", b"d2v ", b"CTXS", b"tap\0", b"wa\0\0"];
 
 pub(crate) enum Vpc {
@@ -24,7 +24,7 @@ pub(crate) enum Vpc {
     Dynamic { table: Table, block: u64, bitmap: u64, end: u64 },
 }
 
-/// Reads footer and header. Returns the tables and the disk's size in bytes.
+/// Reads the footer and the header. Returns the tables and the disk's size in bytes.
 pub(crate) async fn open<S: Storage>(file: &File<S>) -> Result<(Vpc, u64)> {
     let blame = file.blame();
     let start = file.header("VHD footer", 0, FOOTER).await?;
@@ -71,13 +71,13 @@ pub(crate) async fn open<S: Storage>(file: &File<S>) -> Result<(Vpc, u64)> {
     }
 }
 
-/// The checksum of a structure, whose own is at `at`: the complement of the sum of all other bytes.
+/// The checksum of a structure with its checksum field at `at`: the complement of the sum of all other bytes.
 pub(crate) fn checksum(bytes: &[u8], at: usize) -> u32 {
     let sum = |bytes: &[u8]| bytes.iter().fold(0u32, |sum, byte| sum.wrapping_add((*byte).into()));
     !sum(bytes).wrapping_sub(sum(&bytes[at..at + 4]))
 }
 
-/// Checks the checksum at `at`.
+/// Verifies the checksum at `at`.
 fn verify(blame: Blame, field: &str, bytes: &[u8], at: usize) -> Result<()> {
     let expected = checksum(bytes, at);
     let found = be32(bytes, at);

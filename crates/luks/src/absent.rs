@@ -1,4 +1,4 @@
-//! What stands for the ciphers in a build without the feature `ciphers`: no header is unlocked or made.
+//! Replaces the ciphers in a build without the feature `ciphers`: headers can be neither unlocked nor created.
 
 use crate::algorithms::{CipherSpec, Hash};
 use crate::error::{Error, Result};
@@ -25,7 +25,7 @@ impl Cipher {
     }
 }
 
-/// Bytes that would be zeroized if they could be a key.
+/// Stands for bytes that are zeroized when dropped; in this build they are never a key.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Zeroizing<T>(T);
 

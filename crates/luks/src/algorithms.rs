@@ -4,10 +4,10 @@ use crate::error::{Error, Result};
 use std::fmt;
 use std::str::FromStr;
 
-/// The length of a sector in bytes: what has an initialization vector of its own.
+/// The length of a sector in bytes. Each sector has its own initialization vector.
 pub const SECTOR: usize = 512;
 
-/// Makes an enum of names with `FromStr` and `Display`.
+/// Defines an enum of names with `FromStr` and `Display`.
 macro_rules! named {
     ($(#[$doc:meta])* $name:ident, $option:literal, {
         $($(#[$variant_doc:meta])* $variant:ident = $text:literal),* $(,)?
@@ -19,7 +19,7 @@ macro_rules! named {
         }
 
         impl $name {
-            /// Every value.
+            /// All values.
             pub const ALL: &[Self] = &[$(Self::$variant),*];
 
             /// QEMU's name.
@@ -50,7 +50,7 @@ macro_rules! named {
 }
 
 named! {
-    /// A block cipher with its key's size: QEMU's `cipher-alg`.
+    /// A block cipher and its key size: QEMU's `cipher-alg`.
     CipherAlgorithm, "cipher-alg", {
         /// AES with keys of 128 bits.
         Aes128 = "aes-128",
@@ -100,10 +100,10 @@ named! {
 }
 
 impl IvGenerator {
-    /// From QEMU's options `ivgen-alg` and `ivgen-hash-alg`. QEMU ignores the latter without ESSIV; so is it here.
+    /// Parses QEMU's options `ivgen-alg` and `ivgen-hash-alg`. As in QEMU, the latter is ignored without ESSIV.
     ///
     /// # Errors
-    /// If the generator is not supported, or not with this hash.
+    /// If the generator, or its combination with this hash, is not supported.
     pub fn from_options(algorithm: &str, hash: Option<&str>) -> Result<Self> {
         let generator = algorithm.parse()?;
         match (generator, hash) {
@@ -114,7 +114,7 @@ impl IvGenerator {
         }
     }
 
-    /// The hash of ESSIV: QEMU's `ivgen-hash-alg`.
+    /// The hash used for ESSIV: QEMU's `ivgen-hash-alg`.
     pub fn hash(self) -> Option<Hash> {
         (self == Self::Essiv).then_some(Hash::Sha256)
     }
@@ -133,7 +133,7 @@ impl Hash {
     }
 }
 
-/// The cipher of a header, with everything that goes with it.
+/// The cipher of a header, with its mode and its initialization vectors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CipherSpec {
     pub(crate) algorithm: CipherAlgorithm,
@@ -144,7 +144,7 @@ pub(crate) struct CipherSpec {
 const SUPPORTED: &str = "supported are xts and cbc with plain64, plain and essiv:sha256";
 
 impl CipherSpec {
-    /// From a header's fields cipher-name, cipher-mode and key-bytes (the specification's section 2.1).
+    /// Parses a header's fields cipher-name, cipher-mode and key-bytes (the specification's section 2.1).
     pub(crate) fn parse(name: &str, mode: &str, key_bytes: u32) -> Result<Self> {
         if name != "aes" {
             return Err(Error::unsupported("cipher-name", name, "supported is aes"));
@@ -174,7 +174,7 @@ impl CipherSpec {
         Ok(Self { algorithm, mode: operation, iv })
     }
 
-    /// A header's field cipher-mode.
+    /// The value of a header's field cipher-mode.
     pub(crate) fn mode_text(self) -> String {
         match self.iv.hash() {
             Some(hash) => format!("{}-{}:{hash}", self.mode, self.iv),

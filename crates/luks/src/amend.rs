@@ -1,4 +1,4 @@
-//! Changes of key slots, like `qemu-img amend -o encrypt.state=...`.
+//! Changing key slots, as with `qemu-img amend -o encrypt.state=...`.
 
 use crate::error::{Error, Result};
 use crate::header::{Header, SALT, SLOTS, Slot, slot_offset};
@@ -6,68 +6,68 @@ use crate::kdf::{self, DEFAULT_ITER_TIME};
 use crate::secret::{MasterKey, Random, Secret};
 use std::time::Duration;
 
-/// What becomes of a key slot: `encrypt.state`.
+/// What to do with a key slot: `encrypt.state`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SlotState {
-    /// A key slot gets the new secret.
+    /// Give the new secret to a key slot.
     Active,
-    /// Key slots are erased.
+    /// Erase key slots.
     Inactive,
 }
 
-/// A change of key slots: the options of `qemu-img amend`.
+/// The options of `qemu-img amend` for key slots.
 #[derive(Clone, Copy, Debug)]
 pub struct Amend<'a> {
     /// `encrypt.state`.
     pub state: SlotState,
-    /// `encrypt.keyslot`. Without it, the first inactive slot becomes active, or all that `old_secret` belongs to are
-    /// erased.
+    /// `encrypt.keyslot`. Without it, the first inactive slot is activated, or all slots with `old_secret` are erased.
     pub slot: Option<i64>,
     /// `encrypt.new-secret`, to activate a slot.
     pub new_secret: Option<&'a Secret>,
     /// `encrypt.old-secret`, to erase slots.
     pub old_secret: Option<&'a Secret>,
-    /// `encrypt.iter-time`, to activate a slot; [`DEFAULT_ITER_TIME`] without it.
+    /// `encrypt.iter-time`, to activate a slot; [`DEFAULT_ITER_TIME`] by default.
     pub iter_time: Option<Duration>,
-    /// `--force`: overwrite an active slot, erase the last active one, or one that is inactive.
+    /// `--force`: allow overwriting an active slot, erasing the last active one, and erasing an inactive one.
     pub force: bool,
 }
 
-/// A changed header, and the writes that bring it to the image.
+/// A changed header, and the writes that store it in the image.
 #[derive(Clone, Debug)]
 pub struct Change {
-    /// The header afterwards.
+    /// The header after the change.
     pub header: Header,
-    /// The writes, in order. Each must be durable before the next begins; then whatever a crash leaves is a valid
-    /// header with at least one slot that holds the master key, unless the last one is erased by `force`.
+    /// The writes, in order. Each must be durable before the next begins. Then a crash at any point leaves a valid
+    /// header with at least one slot that holds the master key, unless `force` erases the last one.
     ///
-    /// A slot gets its key material first, then its salt and iterations, and is active at last. An erased slot is
-    /// inactive first: were it the other way round, a crash would leave an active slot without a key, and the only
-    /// one with a key would not count as the last. Then its salt is removed, without which the key material is worth
-    /// nothing, and random bytes replace the key material. A slot's state is 4 bytes within a sector, so that no
-    /// write of it can be torn.
+    /// A new slot gets its key material first, then its salt and iterations, and is then marked as active. A slot to be
+    /// erased is first marked as inactive; in the opposite order a crash could leave an active slot without a key, and
+    /// the only slot with a key would no longer count as the last one. Then its salt is removed, without which the key
+    /// material is worthless, and random bytes replace the key material. A slot's state is 4 bytes within a sector, so
+    /// its write cannot be torn.
     pub writes: Vec<Write>,
 }
 
-/// Bytes for a place in the header area.
+/// A write to the header area.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Write {
-    /// The place, in bytes from the beginning of the header area.
+    /// Where to write, in bytes from the start of the header area.
     pub offset: u64,
-    /// The bytes. None of them is a secret.
+    /// The bytes; none of them are secret.
     pub bytes: Vec<u8>,
 }
 
 impl Header {
     /// Adds or erases key slots. `area` is the whole header area, `key` the master key.
     ///
-    /// An active slot that is overwritten by `force` is inactive meanwhile; another slot holds the new secret as
-    /// long, if one is free.
+    /// An active slot that is overwritten by `force` is inactive in the meantime; if another slot is free, it holds the
+    /// new secret until then.
     ///
     /// # Errors
-    /// In QEMU's words if options are missing or do not belong together, if there is no such slot or none is free, and,
-    /// without `force`, if an active slot would be overwritten or the last one erased. If there are no random bytes,
-    /// the area is cut off, or `iter_time` is so long that [`parse`](Self::parse) would refuse the header.
+    /// With QEMU's messages: if options are missing or contradictory, if there is no such slot or none is free, and,
+    /// without `force`, if an active slot would be overwritten or the last one erased. With others: if there are no
+    /// random bytes, the area is truncated, or `iter_time` is so long that [`parse`](Self::parse) would refuse the
+    /// header.
     pub fn amend(
         &self,
         area: &[u8],
@@ -116,7 +116,7 @@ impl Header {
             change.deactivate(other);
             change.wipe(other, random)?;
         }
-        // What cannot be opened again is not written.
+        // Do not write a header that cannot be opened again.
         Self::parse(&change.header.encode(), u64::MAX)?;
         Ok(change)
     }
@@ -188,12 +188,12 @@ impl Header {
 }
 
 impl Change {
-    /// No change yet.
+    /// An empty change.
     pub(crate) fn new(header: &Header) -> Self {
         Self { header: header.clone(), writes: Vec::new() }
     }
 
-    /// Gives an inactive slot a copy of the key.
+    /// Stores a copy of the key in an inactive slot.
     pub(crate) fn fill(
         &mut self,
         number: usize,
@@ -212,7 +212,7 @@ impl Change {
         Ok(())
     }
 
-    /// Makes a slot inactive, and takes away its salt and iterations.
+    /// Marks a slot as inactive, and removes its salt and iterations.
     fn deactivate(&mut self, number: usize) {
         let mut slot = self.header.slots[number].clone();
         slot.active = false;
@@ -221,8 +221,8 @@ impl Change {
         self.set(number, slot);
     }
 
-    /// Replaces an inactive slot's key material by random bytes. Once: storage that keeps old data when it is
-    /// overwritten does so however often that happens.
+    /// Replaces an inactive slot's key material with random bytes. Once is enough: storage that keeps old data when it
+    /// is overwritten does so no matter how often.
     fn wipe(&mut self, number: usize, random: &mut Random<'_>) -> Result<()> {
         let (offset, end) = self.header.place(number);
         let mut bytes = vec![0; (end - offset) as usize];
@@ -231,7 +231,7 @@ impl Change {
         Ok(())
     }
 
-    /// Changes a slot's entry: either its state or the rest.
+    /// Writes a slot's entry: either its state or the rest.
     fn set(&mut self, number: usize, slot: Slot) {
         let before = &self.header.slots[number];
         let offset = slot_offset(number) as u64;
@@ -244,7 +244,7 @@ impl Change {
     }
 }
 
-/// The number of a slot.
+/// Checks the number of a slot.
 fn number(slot: i64) -> Result<usize> {
     match usize::try_from(slot) {
         Ok(number) if number < SLOTS => Ok(number),

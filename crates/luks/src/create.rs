@@ -1,4 +1,4 @@
-//! New headers.
+//! Creating headers.
 
 use crate::algorithms::{CipherAlgorithm, CipherMode, CipherSpec, Hash, IvGenerator};
 use crate::amend::Change;
@@ -8,7 +8,7 @@ use crate::kdf::{self, DEFAULT_ITER_TIME};
 use crate::secret::{MasterKey, Random, Secret, random_secret};
 use std::time::Duration;
 
-/// What a new header is made with. The defaults are QEMU's.
+/// Options of a new header. The defaults are QEMU's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CreateOptions {
     /// `encrypt.cipher-alg`: aes-256 by default.
@@ -19,7 +19,7 @@ pub struct CreateOptions {
     pub iv_generator: IvGenerator,
     /// `encrypt.hash-alg`: SHA-256 by default.
     pub hash: Hash,
-    /// `encrypt.iter-time`: how long it takes on this machine to try the secret on a key slot. Two seconds by default.
+    /// `encrypt.iter-time`: how long trying a secret on a key slot takes on this machine. Two seconds by default.
     pub iter_time: Duration,
 }
 
@@ -38,7 +38,7 @@ impl Default for CreateOptions {
 /// A new header.
 #[derive(Debug)]
 pub struct Created {
-    /// The header; key slot 0 belongs to the secret.
+    /// The header; the secret opens key slot 0.
     pub header: Header,
     /// The whole header area, to be written to the image.
     pub area: Vec<u8>,
@@ -56,7 +56,7 @@ impl CreateOptions {
         area_length(self.spec().key_bytes(), SLOTS)
     }
 
-    /// Makes a header with a new master key, which the secret opens. It takes `iter_time` and somewhat more.
+    /// Creates a header with a new master key, which the secret opens. This takes slightly longer than `iter_time`.
     ///
     /// # Errors
     /// If there are no random bytes, or `iter_time` is so long that [`Header::parse`] would refuse the header.

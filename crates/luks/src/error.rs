@@ -5,18 +5,18 @@ use std::{fmt, io};
 /// The result of an operation on a LUKS header.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Why a header cannot be used, or an operation on it is refused.
+/// Why a header cannot be used, or an operation on it was refused.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A field of the header has a value that no correct header has.
+    /// A field of the header has a value that no valid header has.
     #[error("LUKS header: {field} is {value}: {reason}")]
     Invalid {
         /// The field.
         field: String,
         /// Its value.
         value: String,
-        /// What is wrong with it, and what to do.
+        /// What is wrong with it, and what to do about it.
         reason: String,
     },
     /// A field of the header, or an option, has a value that is not supported.
@@ -29,16 +29,16 @@ pub enum Error {
         /// What is supported instead.
         supported: String,
     },
-    /// No active key slot belongs to the secret.
+    /// The secret opens no active key slot.
     #[error("Invalid password, cannot unlock any keyslot")]
     WrongSecret,
-    /// The secret is not a text, or too long.
+    /// The secret is not text, or too long.
     #[error("{0}")]
     Secret(&'static str),
-    /// A change of key slots is refused, in QEMU's words.
+    /// A change of key slots was refused, with QEMU's message.
     #[error("{0}")]
     KeySlot(String),
-    /// The system has no random bytes.
+    /// The system returned no random bytes.
     #[error("no random bytes from the system: {0}")]
     Random(#[source] io::Error),
     /// This build has no ciphers.

@@ -7,10 +7,10 @@ use crate::error::{Error, Result};
 use crate::kdf::{self, DIGEST, MAX_STEPS};
 use crate::secret::{MasterKey, Random, Secret};
 
-/// The length of a header with its key slots, without their key material, in bytes.
+/// The length in bytes of a header with its key slots, but without their key material.
 pub const HEADER_LENGTH: usize = 592;
 
-/// Key slots of every header.
+/// The number of key slots in every header.
 pub const SLOTS: usize = 8;
 
 const MAGIC: [u8; 6] = *b"LUKS\xba\xbe";
@@ -25,20 +25,20 @@ const UUID: usize = 40;
 const FIRST_SLOT: usize = 208;
 const SLOT_LENGTH: usize = 48;
 
-/// Where key material may begin, and what its places are multiples of, in a header that is made here.
+/// In headers created here: the offset of the first key material, and the alignment of all of it.
 const ALIGNMENT: u64 = 4096;
 
-/// A header that was checked. What its key slots hold is in the header area, which it begins.
+/// A checked header. It is the start of the header area, which also contains the key material of its slots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     pub(crate) spec: CipherSpec,
     pub(crate) hash: Hash,
-    /// In sectors. In a qcow2 image only a bound for key material.
+    /// In sectors. In a qcow2 image this only bounds the key material.
     payload_offset: u32,
     digest: [u8; DIGEST],
     digest_salt: [u8; SALT],
     digest_iterations: u32,
-    /// A text that ends with a NUL byte or fills the field. Nothing depends on it, and QEMU does not check it.
+    /// Text that ends with a NUL byte or fills the field. Nothing depends on it, and QEMU does not check it.
     uuid: [u8; UUID],
     pub(crate) slots: [Slot; SLOTS],
 }
@@ -48,11 +48,11 @@ pub(crate) struct Slot {
     pub(crate) active: bool,
     pub(crate) iterations: u32,
     pub(crate) salt: [u8; SALT],
-    /// Where its key material begins in the header area, in sectors.
+    /// The offset of its key material in the header area, in sectors.
     pub(crate) sector: u32,
 }
 
-/// What `qemu-img info` shows of a header.
+/// The information on a header that `qemu-img info` shows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Info {
     /// `ivgen-alg`.
@@ -65,7 +65,7 @@ pub struct Info {
     pub algorithm: CipherAlgorithm,
     /// `cipher-mode`.
     pub mode: CipherMode,
-    /// `uuid`. What is not UTF-8 in a damaged header is replaced.
+    /// `uuid`. Invalid UTF-8 in a damaged header is replaced.
     pub uuid: String,
     /// `slots`.
     pub slots: [SlotInfo; SLOTS],
@@ -80,21 +80,21 @@ pub struct Info {
 pub struct SlotInfo {
     /// Whether it holds the master key.
     pub active: bool,
-    /// `iters`, shown only of an active slot.
+    /// `iters`, shown only for an active slot.
     pub iterations: u32,
-    /// `stripes`, shown only of an active slot.
+    /// `stripes`, shown only for an active slot.
     pub stripes: u32,
-    /// `key-offset`: where its key material begins in the header area, in bytes.
+    /// `key-offset`: the offset of its key material in the header area, in bytes.
     pub key_offset: u64,
 }
 
 impl Header {
-    /// Checks a header. `bytes` is the beginning of the header area, at least [`HEADER_LENGTH`] of it; `area_length` is
-    /// the length of the whole area in bytes, which a qcow2 image has in a header extension.
+    /// Checks a header. `bytes` is the start of the header area, at least [`HEADER_LENGTH`] bytes; `area_length` is the
+    /// length of the whole area in bytes, which a qcow2 image stores in a header extension.
     ///
     /// # Errors
-    /// If the header is damaged, cut off, of another version, or has algorithms that are not supported; if key slots
-    /// are outside of the area or overlap, or would take more than [`MAX_STEPS`] to try.
+    /// If the header is damaged or truncated, or its version or algorithms are not supported; if key slots lie outside
+    /// the area or overlap, or trying them all would take more than [`MAX_STEPS`].
     pub fn parse(bytes: &[u8], area_length: u64) -> Result<Self> {
         let Some(bytes) = bytes.first_chunk::<HEADER_LENGTH>() else {
             let reason = format!("a LUKS header has {HEADER_LENGTH} bytes");
@@ -141,7 +141,7 @@ impl Header {
         Ok(header)
     }
 
-    /// The places of key material: in the area, after the header, before the payload, and each for itself.
+    /// Checks the locations of key material: in the area, after the header, before the payload, and without overlaps.
     fn check_places(&self, area_length: u64) -> Result<()> {
         let area_length = area_length.min(u64::from(self.payload_offset) * SECTOR as u64);
         let mut places: Vec<_> = (0..SLOTS).map(|number| (self.place(number), number)).collect();
@@ -171,13 +171,13 @@ impl Header {
 
     fn check_iterations(&self) -> Result<()> {
         if self.digest_iterations == 0 {
-            return Err(Error::invalid("mk-digest-iter", 0, "it must be 1 at least"));
+            return Err(Error::invalid("mk-digest-iter", 0, "it must be at least 1"));
         }
         let mut steps = 0;
         for (number, slot) in self.slots.iter().enumerate().filter(|(_, slot)| slot.active) {
             let field = format!("key slot {number}'s iterations");
             if slot.iterations == 0 {
-                return Err(Error::invalid(field, 0, "it must be 1 at least"));
+                return Err(Error::invalid(field, 0, "it must be at least 1"));
             }
             steps += u64::from(slot.iterations)
                 * kdf::steps_per_iteration(self.hash, self.spec.key_bytes())
@@ -195,13 +195,13 @@ impl Header {
         Ok(())
     }
 
-    /// The master key, with the number of the key slot that had it.
+    /// Returns the master key, and the number of the key slot that contained it.
     ///
-    /// `area` is the whole header area. This takes the time of PBKDF2 for each active slot, seconds usually; it is
-    /// for a thread that may be busy.
+    /// `area` is the whole header area. This runs PBKDF2 for each active slot, usually for seconds: call it on a thread
+    /// that may block.
     ///
     /// # Errors
-    /// If no active slot belongs to the secret ([`Error::WrongSecret`]), or the area is cut off.
+    /// If the secret opens no active slot ([`Error::WrongSecret`]), or the area is truncated.
     pub fn unlock(&self, area: &[u8], secret: &Secret) -> Result<(usize, MasterKey)> {
         for number in self.active() {
             if let Some(key) = self.try_slot(number, area, secret)? {
@@ -214,12 +214,12 @@ impl Header {
     /// The cipher of the disk's data.
     ///
     /// # Errors
-    /// If the master key has another length than this header's.
+    /// If the master key's length is not that of this header's cipher.
     pub fn cipher(&self, key: &MasterKey) -> Result<Cipher> {
         Cipher::new(self.spec, key.bytes())
     }
 
-    /// What `qemu-img info` shows.
+    /// The information that `qemu-img info` shows.
     pub fn info(&self) -> Info {
         let slot = |slot: &Slot| SlotInfo {
             active: slot.active,
@@ -241,7 +241,8 @@ impl Header {
         }
     }
 
-    /// A header without a key in a slot. The places are QEMU's: each slot's key material at a multiple of 4096 bytes.
+    /// A header whose slots are all inactive, with QEMU's layout: the key material of each slot is aligned to 4096
+    /// bytes.
     pub(crate) fn new(
         spec: CipherSpec,
         hash: Hash,
@@ -269,7 +270,7 @@ impl Header {
         Ok(header)
     }
 
-    /// The header as in an image.
+    /// The header's bytes in an image.
     pub(crate) fn encode(&self) -> [u8; HEADER_LENGTH] {
         let mut bytes = [0; HEADER_LENGTH];
         let mut put = |at: usize, part: &[u8]| bytes[at..at + part.len()].copy_from_slice(part);
@@ -295,7 +296,7 @@ impl Header {
         (0..SLOTS).filter(|number| self.slots[*number].active)
     }
 
-    /// The master key from one slot, if the secret belongs to it.
+    /// The master key from one slot, if the secret opens it.
     pub(crate) fn try_slot(
         &self,
         number: usize,
@@ -315,7 +316,7 @@ impl Header {
         Ok(right.then(|| MasterKey::new(key)))
     }
 
-    /// The master key as key material: split, and encrypted for the slot's salt and iterations.
+    /// The master key as key material: split, and encrypted with a key derived from the secret and the slot's salt.
     pub(crate) fn material(
         &self,
         slot: &Slot,
@@ -383,13 +384,13 @@ impl Slot {
         bytes
     }
 
-    /// A slot's first field.
+    /// The state of a slot, its first field.
     pub(crate) fn state(active: bool) -> [u8; 4] {
         (if active { ACTIVE } else { INACTIVE }).to_be_bytes()
     }
 }
 
-/// Where a slot's entry is in the header, in bytes.
+/// The offset of a slot's entry in the header, in bytes.
 pub(crate) fn slot_offset(number: usize) -> usize {
     FIRST_SLOT + number * SLOT_LENGTH
 }
@@ -406,7 +407,7 @@ fn uuid_text(random: [u8; 16]) -> String {
     [&digits[..8], &digits[8..12], &digits[12..16], &digits[16..20], &digits[20..]].join("-")
 }
 
-/// A name: ASCII, ended by a NUL byte.
+/// A name: ASCII, terminated by a NUL byte.
 fn text(bytes: &[u8], field: &str, at: usize) -> Result<String> {
     let bytes = &bytes[at..at + NAME];
     let refused =
@@ -423,7 +424,7 @@ fn be32(bytes: &[u8], at: usize) -> u32 {
     u32::from_be_bytes(array(bytes, at))
 }
 
-/// Bytes of a structure whose length was checked.
+/// Bytes of a structure whose length was already checked.
 fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     let mut array = [0; N];
     array.copy_from_slice(&bytes[at..at + N]);

@@ -1,28 +1,28 @@
-//! PBKDF2, and how many iterations take a given time.
+//! PBKDF2: how many iterations take a given time, and how many are allowed.
 
 use crate::algorithms::Hash;
 use crate::ciphers::derive;
 use crate::error::{Error, Result};
 use std::time::{Duration, Instant};
 
-/// Steps of PBKDF2 (two hashes each) that it may take to try a secret on all key slots of a header.
+/// The maximum number of steps of PBKDF2 (two hashes each) for trying a secret on all key slots of a header.
 ///
-/// A machine does between one and twelve million in a second, so that no header keeps it busy for much longer than a
-/// quarter of an hour. What makes a header's iterations is the time they took where it was made: the fastest machine
-/// needs a minute and a half for as many, 45 times the default, and a slow machine takes fewer. Such a header is opened
-/// anywhere.
+/// Machines do between one and twelve million per second, so no header keeps one busy for much longer than a quarter of
+/// an hour. The iterations of a header are determined by the time that they take on the machine that creates it: the
+/// fastest one needs a minute and a half for this many, 45 times the default, and a slow machine chooses fewer. A
+/// header within the limit can thus be opened on any machine.
 pub const MAX_STEPS: u64 = 1 << 30;
 
-/// The time that a key slot's PBKDF2 takes by default, like QEMU's `iter-time`.
+/// The default time for a key slot's PBKDF2, the same as that of QEMU's `iter-time`.
 pub const DEFAULT_ITER_TIME: Duration = Duration::from_secs(2);
 
 /// The length of the master key's digest in bytes.
 pub(crate) const DIGEST: usize = 20;
 
-/// Iterations at least, of key slots and of the master key's digest.
+/// The minimum number of iterations, for key slots and for the master key's digest.
 const MIN_ITERATIONS: u64 = 1000;
 
-/// How often PBKDF2 hashes per iteration for a key of `length` bytes, in pairs: once for each part of a hash's length.
+/// The number of steps in an iteration of PBKDF2 for a key of `length` bytes: one for each part of a hash's length.
 pub(crate) fn steps_per_iteration(hash: Hash, length: usize) -> u64 {
     length.div_ceil(hash.length()) as u64
 }
@@ -38,7 +38,7 @@ pub(crate) fn digest_iterations(hash: Hash, time: Duration) -> Result<u32> {
     iterations(hash, DIGEST, time / 8)
 }
 
-/// A key slot may take a fourth of what a header may take in all, so that there can be others.
+/// A key slot may take a quarter of a header's limit, which leaves room for others.
 fn scaled(per_second: f64, time: Duration, steps: u64) -> Result<u32> {
     let count = (per_second * time.as_secs_f64()) as u64;
     let most = MAX_STEPS / 4 / steps;
@@ -50,7 +50,7 @@ fn scaled(per_second: f64, time: Duration, steps: u64) -> Result<u32> {
     Ok(count.max(MIN_ITERATIONS) as u32)
 }
 
-/// Iterations per second. The fastest of a few short runs: others are slower only because of what else runs here.
+/// Iterations per second, in the fastest of a few short runs: the others are slower only because of other programs.
 fn rate(hash: Hash, length: usize) -> Result<f64> {
     const RUN: Duration = Duration::from_millis(5);
     const RUNS: u32 = 5;

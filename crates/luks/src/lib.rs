@@ -1,16 +1,17 @@
 //! LUKS version 1 as QEMU uses it within qcow2 images (`encrypt.format=luks`): the header with its key slots, and the
 //! encryption of sectors. No I/O: the caller reads and writes the bytes.
 //!
-//! * [`Header::parse`] checks a header, which is hostile until proved otherwise; [`Header::unlock`] gives the
-//!   [`MasterKey`] for a [`Secret`], [`Header::info`] what the header says.
-//! * [`CreateOptions::create`] makes a header area; [`CreateOptions::area_length`] tells its length without making one.
-//! * [`Header::amend`] adds and erases key slots, like `qemu-img amend`, as writes in an order that a crash cannot
-//!   harm.
+//! * [`Header::parse`] checks a header, which is not trusted; [`Header::unlock`] returns the [`MasterKey`] for a
+//!   [`Secret`], [`Header::info`] the header's fields.
+//! * [`CreateOptions::create`] creates a header area; [`CreateOptions::area_length`] returns the length that it will
+//!   have.
+//! * [`Header::amend`] adds and erases key slots, like `qemu-img amend`. It returns writes whose order makes it safe
+//!   against crashes.
 //! * [`Cipher`] encrypts and decrypts sectors.
 //!
-//! The format is that of the LUKS1 On-Disk Format Specification 1.2.3 ("the specification"). In a qcow2 image the
-//! header area is where the header extension "Full disk encryption header pointer" says; the number of a sector is
-//! its offset in the image file, divided by 512, and not, as in a LUKS device, relative to the payload offset.
+//! The format is that of the LUKS1 On-Disk Format Specification 1.2.3 ("the specification"). In a qcow2 image, the
+//! header extension "Full disk encryption header pointer" locates the header area. A sector's number is its offset in
+//! the image file divided by 512; on a LUKS device it would be relative to the payload.
 //!
 //! | supported | values |
 //! |---|---|
@@ -21,13 +22,13 @@
 //!
 //! Secrets and keys are zeroized when dropped, and not shown by `Debug`.
 //!
-//! The ciphers and hashes are the feature `ciphers`. Without it headers are parsed, and nothing is unlocked or made
-//! ([`Error::Absent`]).
+//! The feature `ciphers` adds the ciphers and hashes. Without it, headers can be parsed, but neither unlocked nor
+//! created ([`Error::Absent`]).
 
 mod af;
 mod algorithms;
 mod amend;
-// So that its test runs in every build.
+// Included so that its test runs in every build.
 #[cfg(all(test, feature = "ciphers"))]
 #[allow(dead_code, unreachable_pub)]
 mod absent;

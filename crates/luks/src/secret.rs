@@ -4,18 +4,18 @@ use crate::ciphers::{Zeroize, Zeroizing, fill_random};
 use crate::error::{Error, Result};
 use std::fmt;
 
-/// Bytes of a [`Secret`] at most.
+/// The maximum length of a [`Secret`] in bytes.
 pub const MAX_SECRET: usize = 64 << 10;
 
-/// A passphrase, exactly as given: a newline at its end belongs to it. Zeroized when dropped.
+/// A passphrase, exactly as given, including a final newline. Zeroized when dropped.
 pub struct Secret(Zeroizing<Vec<u8>>);
 
 impl Secret {
-    /// A passphrase from its bytes, which are zeroized if they are refused.
+    /// A passphrase with these bytes, which are zeroized if they are refused.
     ///
     /// # Errors
-    /// If it is longer than [`MAX_SECRET`], is not UTF-8 or contains a NUL byte. QEMU refuses the latter two as well:
-    /// it could not open an image that needs such a passphrase.
+    /// If it is longer than [`MAX_SECRET`], is not UTF-8 or contains a NUL byte. QEMU refuses the latter two as well,
+    /// and could not open an image that needs such a passphrase.
     pub fn new(bytes: Vec<u8>) -> Result<Self> {
         let bytes = Zeroizing::new(bytes);
         if bytes.len() > MAX_SECRET {
@@ -57,18 +57,18 @@ impl fmt::Debug for MasterKey {
     }
 }
 
-/// A source of random bytes for keys and salts: it fills the buffer. [`system_random`], outside of tests.
+/// A source of random bytes for keys and salts, which fills the buffer. Outside tests, this is [`system_random`].
 pub type Random<'a> = dyn FnMut(&mut [u8]) -> Result<()> + 'a;
 
 /// Random bytes from the kernel.
 ///
 /// # Errors
-/// If the kernel gives none.
+/// If the kernel returns an error.
 pub fn system_random(buffer: &mut [u8]) -> Result<()> {
     fill_random(buffer).inspect_err(|_| buffer.zeroize())
 }
 
-/// Random bytes that are a secret.
+/// Random bytes that must be kept secret.
 pub(crate) fn random_secret(length: usize, random: &mut Random<'_>) -> Result<Zeroizing<Vec<u8>>> {
     let mut bytes = Zeroizing::new(vec![0; length]);
     random(&mut bytes)?;

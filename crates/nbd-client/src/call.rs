@@ -1,7 +1,7 @@
-//! One request, from the moment it is made until its reply has come.
+//! One request, from its creation until its reply has arrived.
 //!
-//! Three may hold it: the future that waits for it, the thread that sends it and the thread that receives. It owns its
-//! buffers, so that a future may be dropped at any time.
+//! The future that waits for it, the sending thread and the receiving thread share it. It owns its buffers, so the
+//! future may be dropped at any time.
 
 use crate::reply::{Expected, Extent};
 use isobath_storage::IoBuf;
@@ -11,16 +11,16 @@ use std::io;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-/// What a request came to.
+/// The outcome of a request.
 pub(crate) struct Done {
-    /// Its buffers: what was written, or has been read.
+    /// Its buffers: the data that was written or read.
     pub(crate) bufs: Vec<IoBuf>,
     pub(crate) result: io::Result<Option<Extent>>,
 }
 
 pub(crate) struct Call {
     slot: Mutex<Slot>,
-    /// Counts the calls that nobody waits for any more.
+    /// Counts the calls in progress whose futures were dropped.
     landing: Arc<WaitGroup>,
 }
 
@@ -30,7 +30,7 @@ struct Slot {
     started: bool,
     /// A thread has the buffers.
     lent: bool,
-    /// Its reply as far as it has come; `None` once it is complete.
+    /// The part of its reply received so far; `None` once the reply is complete.
     expected: Option<Expected>,
     result: Option<io::Result<Option<Extent>>>,
     waker: Option<Waker>,
@@ -63,7 +63,7 @@ impl Call {
         Self { slot: Mutex::new(slot), landing }
     }
 
-    /// Changes the slot, and tells who waits if the call ends by that.
+    /// Changes the slot, and wakes those that wait if this ends the call.
     fn change<T>(&self, change: impl FnOnce(&mut Slot) -> T) -> T {
         let mut slot = self.slot.lock();
         let before = slot.has_ended();
@@ -82,8 +82,8 @@ impl Call {
         value
     }
 
-    /// Begins to send it: gives its buffers away until [`give_back`](Self::give_back), if it has `data` to send. `None`
-    /// if it has failed meanwhile.
+    /// Begins to send it. If it has `data` to send, lends out its buffers until [`give_back`](Self::give_back). `None`
+    /// if the call has already failed.
     pub(crate) fn start(&self, data: bool) -> Option<Vec<IoBuf>> {
         self.change(|slot| {
             if slot.result.is_some() {
@@ -98,7 +98,7 @@ impl Call {
         })
     }
 
-    /// Takes the reply's state and the buffers, to receive into; `None` if the request has not been sent.
+    /// Lends out the reply's state and the buffers to receive into; `None` if the request was not sent.
     pub(crate) fn receive(&self, data: bool) -> Option<(Expected, Vec<IoBuf>)> {
         self.change(|slot| {
             if !slot.started {
@@ -111,7 +111,7 @@ impl Call {
         })
     }
 
-    /// Gives back what [`start`](Self::start) gave away.
+    /// Returns the buffers lent out by [`start`](Self::start).
     pub(crate) fn give_back(&self, bufs: Vec<IoBuf>) {
         self.change(|slot| {
             slot.bufs = bufs;
@@ -119,7 +119,8 @@ impl Call {
         });
     }
 
-    /// Gives back what [`receive`](Self::receive) gave away: with the state of a reply that goes on, or its result.
+    /// Returns what [`receive`](Self::receive) lent out, with the state of an unfinished reply or the result of a
+    /// finished one.
     pub(crate) fn received(
         &self,
         bufs: Option<Vec<IoBuf>>,
@@ -139,7 +140,7 @@ impl Call {
         });
     }
 
-    /// Ends it with an error, unless it has a result.
+    /// Ends it with an error, unless it already has a result.
     pub(crate) fn fail(&self, error: impl FnOnce() -> io::Error) {
         self.change(|slot| {
             if slot.result.is_none() {
@@ -148,7 +149,7 @@ impl Call {
         });
     }
 
-    /// What it came to, once it has ended.
+    /// Its outcome, once it has ended.
     pub(crate) fn poll(&self, context: &Context<'_>) -> Poll<Done> {
         let mut slot = self.slot.lock();
         if !slot.has_ended() {
@@ -161,7 +162,7 @@ impl Call {
         }
     }
 
-    /// Nobody waits for it any more, and what comes later must wait for it.
+    /// Notes that its future was dropped: later requests must wait for its end.
     pub(crate) fn abandon(&self) {
         let mut slot = self.slot.lock();
         if !slot.has_ended() {

@@ -1,8 +1,8 @@
-//! A connection to an export: requests of any number of tasks and threads, in flight at once.
+//! A connection to an export, which any number of tasks and threads may use at once.
 //!
-//! Two threads work for it: one sends what is queued, one receives replies and puts data right into the buffers of the
-//! requests. No executor is needed, and a connection may outlive the one whose task opened it. Whichever fails first
-//! ends the connection, and every request, now and later, with the same error.
+//! It has two threads: one sends the queued requests, the other receives replies, with their data directly in the
+//! requests' buffers. It needs no executor, and may outlive the one whose task opened it. The first thread that fails
+//! ends the connection; every request, current or later, then fails with the same error.
 
 use crate::call::{Call, Done};
 use crate::handshake::{Agreed, negotiate};
@@ -23,12 +23,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Buffers that one system call sends, at most: Linux's `IOV_MAX`.
+/// The maximum number of buffers that one system call sends: Linux's `IOV_MAX`.
 const MAX_VECTORS: usize = 1024;
-/// Bytes that are thrown away at a time.
+/// Bytes skipped at a time.
 const SKIPPED_AT_ONCE: usize = 64 << 10;
 
-/// Why a connection is no longer there.
+/// Why a connection has ended.
 #[derive(Clone, Debug)]
 struct Failure {
     kind: ErrorKind,
@@ -44,9 +44,9 @@ impl Failure {
 /// A request, without its data.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Request {
-    /// Of [`command`].
+    /// One of [`command`].
     pub(crate) command: u16,
-    /// Of [`command_flag`](crate::wire::command_flag).
+    /// A set of [`command_flag`](crate::wire::command_flag).
     pub(crate) flags: u16,
     pub(crate) offset: u64,
     pub(crate) length: u32,
@@ -64,7 +64,7 @@ impl Request {
         header
     }
 
-    /// Whether a later request of its range must wait for it, if nobody else does.
+    /// Whether it changes its range, so that later requests must wait for it even if its future was dropped.
     fn changes(self) -> bool {
         matches!(self.command, command::WRITE | command::WRITE_ZEROES | command::TRIM)
     }
@@ -89,13 +89,13 @@ struct State {
     closed: bool,
 }
 
-/// What its threads share with it.
+/// The state that a connection shares with its threads.
 struct Inner {
     name: ExportName,
     state: Mutex<State>,
-    /// There is something to send, or nothing will be.
+    /// Notified when there is something to send, and when there never will be again.
     queued: Condvar,
-    /// It is connected, or has failed.
+    /// Notified when the connection is established or has failed.
     settled: Condition,
     /// Changes whose futures were dropped.
     landing: Arc<WaitGroup>,
@@ -104,14 +104,14 @@ struct Inner {
 /// A connection, which ends when this is dropped.
 pub(crate) struct Connection {
     inner: Arc<Inner>,
-    /// Held by a change of parts of the server's blocks, which reads them first, and briefly by others.
+    /// Held by changes of parts of the server's blocks, which read the blocks first, and briefly by other changes.
     pub(crate) partial: AsyncMutex<()>,
     /// The changes of whole blocks.
     pub(crate) whole: WaitGroup,
 }
 
 impl Connection {
-    /// Begins to connect. The server has `patience` until the negotiation has ended.
+    /// Begins to connect. The negotiation must end within `patience`.
     ///
     /// # Errors
     /// No thread can be started.
@@ -132,7 +132,7 @@ impl Connection {
     /// Waits until it is connected.
     ///
     /// # Errors
-    /// It cannot be.
+    /// The connection cannot be established.
     pub(crate) async fn connected(&self) -> io::Result<Agreed> {
         let inner = &self.inner;
         inner.settled.until(|| inner.state.lock().is_settled()).await;
@@ -144,19 +144,19 @@ impl Connection {
         }
     }
 
-    /// Whether it can be used, or may become so.
+    /// Whether it is usable, or still connecting.
     pub(crate) fn is_alive(&self) -> bool {
         self.inner.state.lock().failed.is_none()
     }
 
-    /// Waits for changes that others have begun, and do not wait for any more.
+    /// Waits for the changes in flight whose futures were dropped.
     pub(crate) async fn landed(&self) {
         if !self.inner.landing.is_empty() {
             self.inner.landing.ended().await;
         }
     }
 
-    /// Sends a request, and waits for its reply. `bufs` are what it sends, or one that it reads into.
+    /// Sends a request, and waits for its reply. `bufs` are the buffers to send, or one to read into.
     pub(crate) async fn call(&self, request: Request, bufs: Vec<IoBuf>) -> Done {
         let waiting = match self.inner.begin(request, bufs) {
             Ok(call) => Waiting { call, changes: request.changes(), ended: false },
@@ -172,7 +172,7 @@ impl Drop for Connection {
     }
 }
 
-/// Waits for a call; if it is dropped before, what comes later waits for the call's end.
+/// Waits for a call. If this is dropped first, later requests wait for the call's end.
 struct Waiting {
     call: Arc<Call>,
     changes: bool,
@@ -221,7 +221,7 @@ impl Inner {
         Ok(call)
     }
 
-    /// Ends the connection, and everything that waits for it.
+    /// Ends the connection, and every request that waits for it.
     fn fail(&self, kind: ErrorKind, text: &str) {
         let mut state = self.state.lock();
         let failure = state.failed.get_or_insert_with(|| Failure { kind, text: text.into() });
@@ -229,7 +229,7 @@ impl Inner {
         let pending = std::mem::take(&mut state.pending);
         state.queue.clear();
         if let Some(socket) = &state.socket {
-            // It may be shut down already.
+            // The socket may already be shut down.
             let _ = socket.shutdown(Shutdown::Both);
         }
         drop(state);
@@ -240,7 +240,7 @@ impl Inner {
         self.settled.changed();
     }
 
-    /// Says goodbye if that can be done at once, and ends the connection.
+    /// Sends a disconnect request if that does not block, and ends the connection.
     fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
@@ -249,7 +249,7 @@ impl Inner {
             && state.queue.is_empty()
         {
             let goodbye = Request { command: command::DISC, flags: 0, offset: 0, length: 0 };
-            // A server also notices the end of the stream.
+            // If it fails, the server notices the end of the stream.
             let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
             let _ = socket.send_with_flags(&goodbye.header(state.cookies + 1), flags);
         }
@@ -257,7 +257,7 @@ impl Inner {
         self.fail(ErrorKind::NotConnected, "the connection was closed");
     }
 
-    /// The receiving thread: connects, starts the one that sends, and receives until the end.
+    /// The receiving thread: connects, starts the sending thread, and receives until the end.
     fn run(self: Arc<Self>, patience: Duration) {
         let until = Instant::now() + patience;
         let (socket, agreed) = match self.connect(until) {
@@ -285,7 +285,7 @@ impl Inner {
                 )
             }
             End::Violation(violation) => {
-                format!("the NBD server of '{}' broke the protocol: {violation}", self.name)
+                format!("the NBD server of '{}' violated the protocol: {violation}", self.name)
             }
         };
         if !self.state.lock().closed {
@@ -318,7 +318,7 @@ impl Inner {
             kind: ErrorKind::ConnectionRefused,
             text: error.to_string().into(),
         })?;
-        // From now on a server may take its time.
+        // From now on the server may take as long as it likes.
         let unlimited = socket.set_read_timeout(None).and_then(|()| socket.set_write_timeout(None));
         unlimited.map_err(|error| Failure { kind: error.kind(), text: cause(&error).into() })?;
         Ok((socket, agreed))
@@ -328,7 +328,7 @@ impl Inner {
         match self.name.server() {
             Server::Unix(path) => {
                 let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-                // A server that accepts nobody makes the call wait.
+                // The call blocks if the server does not accept connections.
                 socket.set_write_timeout(Some(left(until)?))?;
                 socket.connect(&SockAddr::unix(path)?)?;
                 Ok(socket)
@@ -387,13 +387,13 @@ impl Inner {
     }
 }
 
-/// The time that is left.
+/// The time left until the deadline.
 fn left(until: Instant) -> io::Result<Duration> {
     let left = until.saturating_duration_since(Instant::now());
     if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(left) }
 }
 
-/// A socket that is used until a point in time.
+/// A socket with a deadline.
 struct Deadline<'a> {
     socket: &'a Socket,
     until: Instant,
@@ -418,7 +418,7 @@ impl Write for Deadline<'_> {
     }
 }
 
-/// Sends a header and what follows it.
+/// Sends a header and the data that follows it.
 fn send(socket: &Socket, header: &[u8], bufs: &[IoBuf]) -> io::Result<()> {
     let mut parts: Vec<IoSlice<'_>> = Vec::with_capacity(bufs.len() + 1);
     parts.push(IoSlice::new(header));
@@ -436,7 +436,7 @@ fn send(socket: &Socket, header: &[u8], bufs: &[IoBuf]) -> io::Result<()> {
     Ok(())
 }
 
-/// Why nothing more is received.
+/// Why the receiving thread ends.
 enum End {
     Lost(io::Error),
     Violation(Violation),
@@ -494,7 +494,8 @@ impl Receiver<'_> {
         }
     }
 
-    /// Takes a part of the reply with this cookie: what it means by `step`, and the bytes that follow it.
+    /// Receives a part of the reply with this cookie: `step` interprets it, and determines what happens to the bytes
+    /// that follow.
     fn receive(
         &self,
         cookie: u64,
@@ -516,7 +517,7 @@ impl Receiver<'_> {
                 call.received(bufs, Err(result(&expected)));
             }
             Err(end) => {
-                // The connection's end fails the call.
+                // The end of the connection makes the call fail.
                 call.received(bufs, Ok(expected));
                 return Err(end);
             }
@@ -554,7 +555,7 @@ impl Receiver<'_> {
     }
 }
 
-/// The result that a complete reply means.
+/// The result of a complete reply.
 fn result(expected: &Expected) -> io::Result<Option<Extent>> {
     match expected.error() {
         Some(error) => Err(io::Error::from_raw_os_error(errno(error))),

@@ -14,18 +14,18 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The greatest length of a file, as on Linux.
+/// The maximum length of a file, as on Linux.
 const MAX_LENGTH: u64 = i64::MAX as u64;
-/// Bytes that a request without data is about, at most: a multiple of every minimum.
+/// The maximum range of a request without data, in bytes: a multiple of every minimum block size.
 const MAX_RANGE: u64 = 1 << 30;
-/// Bytes of zeroes that are written at once if the server cannot write zeroes itself.
+/// Bytes of zeroes sent at a time if the server has no command for zeroing.
 const ZEROES: u64 = 1 << 20;
 
 /// An open export of an NBD server: a file of a fixed length.
 ///
-/// Reads past its end return zeroes. Writes past it fail with `ENOSPC`, except for zeroes in the rest of the last
-/// sector, which cannot be told from what is read there. Requests of any place and size are possible: they are split at
-/// the server's maximum and rounded to its minimum.
+/// Reads past its end return zeroes. Writes past it fail with `ENOSPC`, except zeroes in the rest of the last sector,
+/// which reads as zeroes anyway. Requests may have any offset and length: they are split at the server's maximum block
+/// size and rounded to its minimum.
 pub struct NbdFile {
     name: PathBuf,
     id: FileId,
@@ -43,7 +43,7 @@ impl fmt::Debug for NbdFile {
     }
 }
 
-/// One of the changes of whole blocks.
+/// A change of whole blocks in progress.
 struct Whole<'a>(&'a WaitGroup);
 
 impl Drop for Whole<'_> {
@@ -80,7 +80,7 @@ impl NbdFile {
         }
     }
 
-    /// Checks the range of a change. Returns its end, or that of the export if that comes first.
+    /// Checks the range of a change. Returns its end, or the end of the export if that comes first.
     fn check_room(&self, operation: Operation, offset: u64, length: u64) -> Result<u64> {
         let end = self.check(operation, offset, length)?;
         if end > self.agreed.size.next_multiple_of(SECTOR) {
@@ -94,7 +94,7 @@ impl NbdFile {
         self.agreed.minimum.into()
     }
 
-    /// The bytes of whole blocks around a range; the last one ends with the export.
+    /// A range extended to whole blocks; the last block may be cut off by the end of the export.
     fn around(&self, offset: u64, end: u64) -> (u64, u64) {
         let minimum = self.minimum();
         (offset / minimum * minimum, end.next_multiple_of(minimum).min(self.agreed.size))
@@ -107,7 +107,7 @@ impl NbdFile {
         length: u64,
         bufs: Vec<IoBuf>,
     ) -> io::Result<(Vec<IoBuf>, Option<Extent>)> {
-        // What is longer than 32 bits was split before.
+        // Longer ranges were split before.
         let request = Request { command, flags, offset, length: length as u32 };
         let done = self.connection.call(request, bufs).await;
         done.result.map(|extent| (done.bufs, extent))
@@ -157,7 +157,7 @@ impl NbdFile {
     async fn whole(&self) -> Whole<'_> {
         let connection = &*self.connection;
         if self.agreed.minimum > 1 {
-            // A change of parts of them is not going on.
+            // No change of partial blocks is in progress meanwhile.
             let _guard = connection.partial.lock().await;
             connection.whole.begin();
         } else {
@@ -213,7 +213,7 @@ impl NbdFile {
         Ok(back)
     }
 
-    /// Writes any range within the export, by way of whole blocks that are read first.
+    /// Writes any range within the export: reads the whole blocks around it, changes them and writes them back.
     async fn write_parts(&self, offset: u64, bufs: &[IoBuf]) -> io::Result<()> {
         let _guard = self.connection.partial.lock().await;
         self.connection.whole.ended().await;
@@ -297,7 +297,7 @@ impl NbdFile {
         (offset.next_multiple_of(minimum), last)
     }
 
-    /// Makes requests without data for a range, each of at most so many bytes.
+    /// Makes requests without data for a range, each for at most `most` bytes.
     async fn each(&self, what: (u16, u16), offset: u64, end: u64, most: u64) -> io::Result<()> {
         let mut at = offset;
         while at < end {
@@ -308,7 +308,7 @@ impl NbdFile {
         Ok(())
     }
 
-    /// Asks for the extent at an offset within the export.
+    /// Queries the extent at an offset within the export.
     async fn extent(&self, offset: u64) -> io::Result<Allocation> {
         let (from, block_end) = self.around(offset, offset + 1);
         let length = (self.agreed.size - from).min(MAX_RANGE);
@@ -317,13 +317,13 @@ impl NbdFile {
         let Some(extent) = extent else { return Err(ErrorKind::InvalidData.into()) };
         let end = from + u64::from(extent.length).min(length);
         if end <= offset {
-            // It has more extents than its server says can be told apart.
+            // The server's extents are smaller than its minimum block size.
             return Ok(Allocation { length: block_end - offset, data: true });
         }
         Ok(Allocation { length: end - offset, data: extent.flags & state::ZERO == 0 })
     }
 
-    /// Reads, also past the end.
+    /// Reads any range, even past the end.
     async fn read_anywhere(&self, offset: u64, mut buf: IoBuf) -> Result<IoBuf> {
         let length = buf.len() as u64;
         let end = self.check(Operation::Read, offset, length)?;
@@ -344,7 +344,7 @@ impl NbdFile {
         Ok(buf)
     }
 
-    /// Writes, also zeroes past the end.
+    /// Writes any range; past the end, only zeroes.
     async fn write_anywhere(&self, offset: u64, mut bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
         let length = bufs.iter().map(|buf| buf.len() as u64).sum();
         let failed = |error| self.at(Operation::Write, offset, length, error);
@@ -353,7 +353,7 @@ impl NbdFile {
         if there == length {
             return self.write(offset, bufs).await.map_err(failed);
         }
-        // Zeroes after the end stay what they are.
+        // Zeroes past the end need not be written.
         let lengths: Vec<usize> = bufs.iter().map(IoBuf::len).collect();
         let rest = cut(&mut bufs, there as usize);
         if rest.iter().any(|buf| buf.iter().any(|byte| *byte != 0)) {
@@ -375,7 +375,7 @@ impl NbdFile {
         Ok(whole)
     }
 
-    /// Writes zeroes, also past the end.
+    /// Writes zeroes to any range, even past the end.
     async fn zero_anywhere(&self, offset: u64, length: u64, mode: ZeroMode) -> Result<()> {
         let end = self.check_room(Operation::WriteZeroes, offset, length)?;
         if offset >= end {
@@ -397,7 +397,7 @@ impl NbdFile {
         done.map_err(|error| self.at(Operation::Discard, offset, length, error))
     }
 
-    /// Makes the changes that have been answered durable.
+    /// Makes all completed changes durable.
     async fn flush_all(&self) -> Result<()> {
         if !self.agreed.has(transmission_flag::SEND_FLUSH) {
             return Ok(());
@@ -407,7 +407,7 @@ impl NbdFile {
         done.map(|_| ()).map_err(|error| StorageError::new(Operation::Flush, &self.name, error))
     }
 
-    /// Whether there is data at an offset, and how far.
+    /// Whether there is data at an offset, and for how many bytes that holds.
     async fn run_at(&self, offset: u64) -> Result<Allocation> {
         let size = self.agreed.size;
         if offset >= size {
@@ -422,7 +422,7 @@ impl NbdFile {
     }
 }
 
-/// Cuts buffers off after `keep` bytes. Returns what is cut off.
+/// Truncates buffers to `keep` bytes in total. Returns the rest.
 fn cut(bufs: &mut Vec<IoBuf>, keep: usize) -> Vec<IoBuf> {
     let mut left = keep;
     let mut rest = Vec::new();
@@ -442,7 +442,7 @@ fn cut(bufs: &mut Vec<IoBuf>, keep: usize) -> Vec<IoBuf> {
     rest
 }
 
-/// Futures are boxed, so that those of a host that has other files, too, are not larger because of these.
+/// Futures are boxed, so that they do not enlarge the futures of a host that combines this with other files.
 impl Storage for NbdFile {
     fn identity(&self) -> Identity<'_> {
         Identity { name: Path::new(&self.name), id: self.id }
@@ -477,7 +477,8 @@ impl Storage for NbdFile {
         Box::pin(self.trim(offset, length))
     }
 
-    /// Without effect if the server cannot flush, as in QEMU: what such a server has answered is as durable as it gets.
+    /// Has no effect if the server does not support flushing, as in QEMU: completed writes are then as durable as they
+    /// will get.
     fn flush(&self) -> impl Future<Output = Result<()>> {
         Box::pin(self.flush_all())
     }
@@ -486,7 +487,7 @@ impl Storage for NbdFile {
         Ok(self.agreed.size)
     }
 
-    /// An export keeps its length: a shorter one has no effect, as on a device, and a longer one fails with `ENOSPC`.
+    /// An export keeps its length: shortening has no effect, as on a device, and lengthening fails with `ENOSPC`.
     async fn set_len(&self, length: u64) -> Result<()> {
         self.check_room(Operation::SetLength, length, 0).map(|_| ())
     }

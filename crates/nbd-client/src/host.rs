@@ -12,22 +12,22 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-/// How long a server may take until the negotiation has ended.
+/// How long connecting and negotiating may take.
 const PATIENCE: Duration = Duration::from_mins(1);
 
-/// Bytes that [`Host::create`] clears, so that nothing is taken for an image's header.
+/// Bytes that [`Host::create`] clears, so that old data is not taken for an image's header.
 const CLEARED: u64 = 512;
 
-/// In place of a device's number in [`FileId`].
+/// Stands for the device number in a [`FileId`].
 const DEVICE: u64 = u64::from_be_bytes(*b"\0\0\0\0\0nbd");
 
 type Connections = HashMap<(Server, String), Weak<Connection>>;
 
-/// A host whose files are exports of NBD servers, by [their names](crate::name).
+/// A host whose files are exports of NBD servers, opened by [name](crate::name).
 ///
-/// Files of one export that are open at once share a connection: many servers admit one client at a time, and what is
-/// written through one file must be read through another. A file has a fixed length. It takes no locks: who else uses
-/// the export is the server's business. [`create`](Host::create) opens an export that exists, and clears its first
+/// Files of one export that are open at once share a connection: many servers admit one client at a time, and a write
+/// through one file must be visible through the others. A file has a fixed length. It takes no locks: the server
+/// decides who else may use the export. [`create`](Host::create) opens an export that exists, and clears its first
 /// sector; [`remove`](Host::remove) fails.
 ///
 /// Clones share the connections.
@@ -50,8 +50,8 @@ impl fmt::Debug for NbdHost {
 }
 
 impl NbdHost {
-    /// A host whose servers have this long from the first attempt to connect to the end of the negotiation, instead of
-    /// a minute. A request may take as long as it likes.
+    /// A host that gives a server this long, instead of a minute, from the first attempt to connect to the end of the
+    /// negotiation. Requests have no time limit.
     pub fn with_patience(patience: Duration) -> Self {
         Self { patience, ..Self::default() }
     }
@@ -97,7 +97,7 @@ fn id(name: &ExportName) -> FileId {
     FileId { device: DEVICE, inode }
 }
 
-/// The identity of the export that a name stands for, as its open file would have it, without a look at the server.
+/// The identity that the open file of an export has, without contacting the server.
 ///
 /// # Errors
 /// It is not the name of an export.
@@ -144,8 +144,8 @@ impl Host for NbdHost {
         parse(Operation::Query, name).map(|name| name.to_string().into())
     }
 
-    /// The name as QEMU shows it, if it is that of an export. Otherwise it stands for itself, and cannot be opened:
-    /// an export has no directory.
+    /// The name as QEMU shows it, if it names an export. Any other name is returned unchanged, and cannot be opened: an
+    /// export has no directory.
     fn resolve(&self, _referrer: &Path, name: &str) -> PathBuf {
         self.canonical(Path::new(name)).unwrap_or_else(|_| name.into())
     }

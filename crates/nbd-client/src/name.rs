@@ -12,13 +12,13 @@
 use crate::wire::MAX_STRING;
 use std::fmt::{self, Write};
 
-/// The port of a TCP server whose name has none.
+/// The default port of a TCP server.
 pub const DEFAULT_PORT: u16 = 10809;
 
-/// What precedes the colon in the names of exports.
+/// The prefixes of export names, without the colon.
 const SCHEMES: [&str; 3] = ["nbd", "nbd+tcp", "nbd+unix"];
 
-/// Bytes in the path of a socket file at most: Linux's `sun_path`, with its final NUL.
+/// The maximum length of a socket file's path in bytes: Linux's `sun_path`, including the final NUL.
 const MAX_PATH: usize = 107;
 
 /// Where a server listens.
@@ -52,7 +52,7 @@ pub struct ExportName {
     export: Option<String>,
 }
 
-/// Why a name stands for no export, in QEMU's words where it has some.
+/// Why a name does not stand for an export, with QEMU's message where it has one.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct NameError(String);
@@ -61,14 +61,14 @@ fn refuse<T>(text: impl Into<String>) -> Result<T, NameError> {
     Err(NameError(text.into()))
 }
 
-/// Whether a name is that of an export: it has one of the prefixes `nbd:`, `nbd+tcp:` and `nbd+unix:`. It may still be
+/// Whether a name refers to an export: it begins with `nbd:`, `nbd+tcp:` or `nbd+unix:`. It may still be
 /// [invalid](ExportName::parse).
 pub fn is_name(name: &str) -> bool {
     name.split_once(':').is_some_and(|(scheme, _)| SCHEMES.contains(&scheme))
 }
 
 impl ExportName {
-    /// The export of this name on a server; without a name, the server's default export.
+    /// The export of this name on a server; if the name is empty, the server's default export.
     ///
     /// # Errors
     /// The path of the socket is empty or longer than 107 bytes, the host's name is empty, the export's name is longer
@@ -135,7 +135,7 @@ impl fmt::Display for ExportName {
         }
         if let Some(export) = &self.export {
             f.write_char('/')?;
-            // A parser drops every slash in front.
+            // Parsers of URIs drop all leading slashes.
             let slashes = export.len() - export.trim_start_matches('/').len();
             f.write_str(&"%2F".repeat(slashes))?;
             encode(f, &export[slashes..], "%?#")?;
@@ -163,7 +163,7 @@ fn encode(f: &mut fmt::Formatter<'_>, text: &str, special: &str) -> fmt::Result 
     Ok(())
 }
 
-/// The text that a percent-encoded text stands for.
+/// Decodes percent-encoded text.
 fn decode(text: &str) -> Result<String, NameError> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
@@ -182,7 +182,7 @@ fn decode(text: &str) -> Result<String, NameError> {
     String::from_utf8(bytes).or_else(|_| refuse("the name of an NBD export is not UTF-8"))
 }
 
-/// What follows `nbd:`.
+/// Parses the part after `nbd:`.
 fn legacy(rest: &str) -> Result<ExportName, NameError> {
     let (place, export) = match rest.split_once(":exportname=") {
         Some((_, "")) => return refuse("the export's name after 'exportname=' is empty"),
@@ -196,7 +196,7 @@ fn legacy(rest: &str) -> Result<ExportName, NameError> {
     ExportName::new(server, export)
 }
 
-/// What follows `://`.
+/// Parses the part after `://`.
 fn uri(scheme: &str, rest: &str) -> Result<ExportName, NameError> {
     let invalid = || refuse("No valid URL specified");
     let (rest, _fragment) = rest.split_once('#').unwrap_or((rest, ""));
@@ -250,14 +250,14 @@ fn tcp(text: &str, default: Option<u16>) -> Result<Server, NameError> {
     Ok(Server::Tcp { host: host.to_owned(), port })
 }
 
-/// The number of a port.
+/// Parses a port number.
 ///
 /// # Errors
-/// It is none: names of services are not looked up.
+/// It is not a number: names of services are not looked up.
 pub fn port(host: &str, text: &str) -> Result<u16, NameError> {
     let number = text.parse().ok().filter(|_| text.bytes().all(|digit| digit.is_ascii_digit()));
     number.map_or_else(
-        || refuse(format!("address resolution failed for {host}:{text}: the port is no number")),
+        || refuse(format!("address resolution failed for {host}:{text}: the port is not a number")),
         Ok,
     )
 }

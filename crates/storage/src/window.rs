@@ -43,6 +43,13 @@ impl Part {
     }
 }
 
+/// The name by which a host opens the file at this path, even if the path looks like the name of a [part](Part), or has
+/// a [protocol](Host::protocol_name).
+pub fn path_of_file(path: &str, has_protocol: impl FnOnce(&str) -> bool) -> PathBuf {
+    let other = Part::of_name(Path::new(path)).is_some() || has_protocol(path);
+    if other { Path::new(".").join(path) } else { path.into() }
+}
+
 /// A host that opens parts of another's files by their [names](Part::name), and everything else as that host does.
 ///
 /// Parts cannot be created or removed, and a part with a size keeps it. No name in an image's header is that of a part.
@@ -139,11 +146,6 @@ pub struct WindowFile<S> {
 }
 
 impl<S: Storage> WindowFile<S> {
-    /// The whole file.
-    pub const fn whole(&self) -> &S {
-        &self.file
-    }
-
     /// Where a range is in the file; fails if it is not within the part.
     fn place(&self, operation: Operation, offset: u64, length: u64) -> Result<u64> {
         let Some((start, size)) = self.part else { return Ok(offset) };
@@ -302,6 +304,17 @@ mod tests {
         for name in ["disk", "part:0:5:a", "part\0", "part\x005", "part\0x:5:a", "./part\x000:5:a"]
         {
             assert_eq!(Part::of_name(Path::new(name)), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn files_that_look_like_something_else_are_opened_as_files() {
+        let has_protocol = |name: &str| name.starts_with("nbd:");
+        for plain in ["disk", "/a/nbd:x", "./part\x000::x"] {
+            assert_eq!(path_of_file(plain, has_protocol), Path::new(plain));
+        }
+        for other in ["nbd:x", "part\x000::x", "part\x000:5:nbd:x"] {
+            assert_eq!(path_of_file(other, has_protocol), Path::new(".").join(other));
         }
     }
 

@@ -303,7 +303,7 @@ type Ranked = (u64, Reverse<Vec<u8>>, u32);
 struct Own {
     files: u32,
     held: u64,
-    /// As `held`, but without the active image.
+    /// Like `held`, but without the active image.
     held_below: u64,
     hidden: u64,
 }

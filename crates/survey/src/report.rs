@@ -104,7 +104,7 @@ pub struct Clusters {
     pub images: u64,
     /// Bytes of host clusters that tables refer to.
     pub data_bytes: u64,
-    /// Those of them that no disk can see; a lower bound.
+    /// The part of `data_bytes` that no disk can see; a lower bound.
     pub hidden_bytes: u64,
 }
 

@@ -8,7 +8,7 @@ use std::cell::UnsafeCell;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 
-/// A mutex that can be held across await points. Tasks acquire it in the order they asked: see [`Semaphore`].
+/// A mutex that can be held across await points. Tasks acquire it in the order of their calls: see [`Semaphore`].
 pub struct AsyncMutex<T> {
     turn: Semaphore,
     #[cfg(loom)]

@@ -1,15 +1,15 @@
-//! A mutex whose contents fit together whenever nobody holds it.
+//! A mutex that checks the invariants of its contents.
 
 use crate::order::{Held, Rank};
 use crate::{Mutex, MutexGuard};
 use std::ops::{Deref, DerefMut};
 
-/// A structure whose parts must fit together.
+/// A structure with invariants that hold whenever nobody is changing it.
 pub trait Invariants {
     /// The place of the structure's mutex in the order of locks.
     const RANK: Option<Rank> = None;
 
-    /// Stops the program, or poisons what the structure belongs to, unless they do.
+    /// Checks the invariants. If one is violated, stops the program or poisons what the structure belongs to.
     fn check_invariants(&self);
 }
 
@@ -26,12 +26,12 @@ pub struct CheckedGuard<'a, T: Invariants> {
 }
 
 impl<T: Invariants> CheckedMutex<T> {
-    /// A mutex of `contents`.
+    /// An unlocked mutex.
     pub fn new(contents: T) -> Self {
         Self(Mutex::new(contents))
     }
 
-    /// Locks it.
+    /// Waits for the lock.
     pub fn lock(&self) -> CheckedGuard<'_, T> {
         let held = Held::briefly(T::RANK);
         CheckedGuard { guard: self.0.lock(), _held: held }

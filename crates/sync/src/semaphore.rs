@@ -15,7 +15,7 @@ const PERMIT: usize = 2;
 
 /// A counting semaphore: tasks take permits and return them.
 ///
-/// A permit that becomes free goes to the task that has waited longest; later ones cannot overtake it. So the order
+/// A permit that becomes free goes to the task that has waited longest; later ones cannot overtake it. The order thus
 /// depends only on the order of calls, not on timing. A task that wants many permits holds up those behind it until it
 /// has them.
 #[derive(Debug)]

@@ -46,8 +46,8 @@ impl Daemon {
     pub fn start_in(work: &Path) -> Self {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let qmp = directory.path().join("qmp");
-        // It connects to us, before it starts the monitor. Who connects while it does meets a race in QEMU: the
-        // greeting comes twice, or never.
+        // Let the daemon connect to the test, which it does before it starts the monitor. A client that connects while
+        // the monitor starts runs into a race in QEMU: the greeting arrives twice, or never.
         let listener = UnixListener::bind(&qmp).expect("listen for the storage daemon");
         let chardev = format!("socket,path={},server=off,id=qmp", qmp.display());
         let nbd = format!("addr.type=unix,addr.path={}", directory.path().join("nbd").display());
@@ -84,7 +84,9 @@ impl Daemon {
         match self.session.read_line(&mut line) {
             Ok(0) => panic!("the storage daemon has closed its monitor\n{}", self.server.log()),
             Ok(_) => {}
-            Err(error) => panic!("the storage daemon says nothing: {error}\n{}", self.server.log()),
+            Err(error) => {
+                panic!("the storage daemon does not reply: {error}\n{}", self.server.log())
+            }
         }
         serde_json::from_str(&line).unwrap_or_else(|error| panic!("not JSON: {error}: {line}"))
     }

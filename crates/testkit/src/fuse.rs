@@ -5,7 +5,7 @@ pub fn tells_end(error: i32) -> bool {
     matches!(error, libc::ENOTCONN | libc::ECONNABORTED)
 }
 
-/// Whether an error number may result from nothing but a kill of the server. The request was executed in full, in part,
+/// Whether an error number may be solely due to a kill of the server. The request was then executed in full, in part,
 /// or not at all.
 ///
 /// `EIO` is included because it may come from the kernel: `fuse_dev_do_read` and `fuse_dev_do_write` (fs/fuse/dev.c)

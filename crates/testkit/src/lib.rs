@@ -10,6 +10,7 @@
 //!   contents, [`chain`] builds backing chains by running operations with any mixture of programs.
 //! * [`guest`] boots a Linux kernel on a disk and runs a script there, [`fs`] creates and checks the file systems for
 //!   it, [`scenario`] is a guest's root disk on a long chain.
+//! * [`loop_device`] makes a file a block device.
 //! * [`fuse`] recognizes the errors that follow the end of a FUSE server.
 //! * [`seed`] makes random tests repeatable, [`evidence`] records what a campaign of them did.
 //!
@@ -27,6 +28,7 @@ pub mod fs;
 pub mod fuse;
 pub mod guest;
 pub mod locks;
+pub mod loop_device;
 pub mod model;
 pub mod nbd;
 pub mod ops;

@@ -216,8 +216,8 @@ async fn change(args: &Args, image: &Image, wanted: Wanted) -> Result<(), Failur
             ));
         }
     }
-    // Each step opens the image, and relies on what an earlier one saw or did, such as that there are no zero clusters.
-    // So `disk` keeps other programs from writing until the end.
+    // Each step opens the image anew, and relies on the results of earlier steps, such as that there are no zero
+    // clusters. So keep other programs from writing until the end.
     top.admit_writer(true).await.map_err(|error| image.failed(&error))?;
     let last =
         Amend { version: wanted.amend.version.filter(|version| *version < 3), ..Amend::default() };

@@ -102,8 +102,8 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     })
 }
 
-/// Keeps other programs from writing to an image between its repair and the second check. `None` if it cannot be
-/// opened: the repair then fails, too, and says why.
+/// Keeps other programs from writing to an image between its repair and the second check. Returns `None` if the image
+/// cannot be opened; the repair then fails as well, and reports the reason.
 ///
 /// # Errors
 /// If another program writes to it.

@@ -75,7 +75,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         let run = block_job::run(started, &mut signals, args.progress && !args.quiet);
         let mut done = Box::pin(run).await;
         if done.is_ok() && args.base.is_none() && !args.drop {
-            // The image has been open and locked since before the copying: nobody else has written to it.
+            // The image has been open and locked since before the copying, so no other program has written to it.
             if sabotage::is(Sabotage::EmptiedLater) {
                 live.close().await?;
                 drop((layers, live));

@@ -210,7 +210,7 @@ pub(crate) fn help(format: ImageFormat, with_file: bool, out: &mut dyn Write) ->
         let listed = match name {
             "size" => true,
             "extent_size_hint" | "nocow" => with_file,
-            // That of a raw image is its file's.
+            // The preallocation of a raw image is that of its file.
             "preallocation" => with_file || !raw,
             _ => !raw,
         };

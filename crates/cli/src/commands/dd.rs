@@ -132,7 +132,7 @@ async fn copy_to_foreign(
     let work = async {
         let mut at = 0;
         while at < length {
-            // A multiple of what is written at once.
+            // A multiple of the size of a write.
             let (from, size) = (range.start + at, CHUNK.min(length - at));
             let status = source.block_status(from, size, usize::MAX).await?;
             if status.iter().any(|run| !run.zero) {

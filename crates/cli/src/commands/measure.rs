@@ -72,7 +72,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         let image = args.naming.image(image, args.format)?;
         let options = image.options(false, locking).snapshot(args.snapshot.clone());
         let disk = image.open(&options).await?;
-        // Bitmaps are not copied; QEMU reports them if both images can have some.
+        // Bitmaps are not copied, but QEMU reports their size if both images can have bitmaps.
         let header = disk.layers().next().and_then(|layer| layer.header());
         let can = new.format == ImageFormat::Qcow2
             && new.version >= 3

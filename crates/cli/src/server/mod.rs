@@ -1,4 +1,4 @@
-//! What servers need: addresses to listen on, threads for clients, signals, running in the background.
+//! Parts common to servers: addresses to listen on, threads for clients, signals, running in the background.
 
 pub(crate) mod daemon;
 pub(crate) mod endpoint;

@@ -18,7 +18,7 @@ pub(crate) struct Live {
 #[derive(Default)]
 struct Connections {
     count: usize,
-    /// Whether any was ever admitted.
+    /// Whether any connection or client was ever admitted.
     used: bool,
     /// Whether no more are admitted.
     closed: bool,

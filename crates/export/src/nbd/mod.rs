@@ -2,8 +2,8 @@
 //! [`BlockDevice`](isobath_disk::BlockDevice).
 //!
 //! It speaks fixed newstyle with simple and structured replies, and describes its exports with the metadata contexts
-//! `base:allocation` and `qemu:allocation-depth`. TLS and extended headers are refused as unsupported. Exports can be
-//! added and removed while it serves.
+//! `base:allocation`, `qemu:allocation-depth` and `qemu:dirty-bitmap:NAME`. TLS and extended headers are refused as
+//! unsupported. Exports can be added and removed while it serves.
 //!
 //! ```no_run
 //! # use isobath_disk::BlockDevice;

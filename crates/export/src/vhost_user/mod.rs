@@ -23,8 +23,8 @@
 //! # }
 //! ```
 //!
-//! A guest cannot harm this process. Its monitor, which shares the memory, can: by truncating the memory's file while
-//! it is in use.
+//! A guest cannot harm this process. Its virtual machine monitor, which shares the memory, can, by truncating the
+//! memory's file while it is in use.
 
 mod chain;
 mod config;

@@ -1,4 +1,4 @@
-//! A running queue: one task, which takes requests from its ring and puts completions into it.
+//! A running queue: a task that takes requests from a ring and puts completions into it.
 
 use super::chain::Chain;
 use super::inflight::InFlight;

@@ -2,44 +2,19 @@
 
 use crate::fuse_mount::{FIXED, Image, unmount};
 use isobath_disk::OpenOptions;
+use isobath_testkit::loop_device::LoopDevice;
 use isobath_testkit::process::run;
 use isobath_testkit::tools;
 use std::ffi::CString;
-use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use tempfile::TempDir;
 
 const SIZE: u64 = 400 << 20;
 /// Programs that use the file system at a time.
 const PROGRAMS: usize = 4;
-
-/// A loop device; detached when dropped.
-struct Loop(PathBuf);
-
-impl Loop {
-    fn new(file: &Path, direct: bool) -> Self {
-        let direct = if direct { "--direct-io=on" } else { "--direct-io=off" };
-        let mut losetup = Command::new("losetup");
-        let done = run(losetup.args(["--show", "-f", direct]).arg(file)).ok();
-        Self(PathBuf::from(done.text().trim()))
-    }
-
-    /// Whether it reads and writes the file past the page cache.
-    fn is_direct(&self) -> bool {
-        let name = self.0.file_name().unwrap().to_str().unwrap();
-        fs::read_to_string(format!("/sys/block/{name}/loop/dio")).unwrap().trim() == "1"
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let done = run(Command::new("losetup").arg("-d").arg(&self.0));
-        assert!(std::thread::panicking() || done.code() == 0, "{}", done.report());
-    }
-}
 
 /// A mounted file system; unmounted when dropped.
 struct Tree(TempDir);
@@ -126,27 +101,30 @@ fn judge(device: &Path, kind: &str) {
 
 /// Makes, uses, unmounts, mounts again and checks a file system.
 fn use_file_system(image: &Image, direct: bool, kind: &str) {
-    let device = Loop::new(&image.path, direct);
+    let attach = |direct| {
+        if direct { LoopDevice::direct(&image.path) } else { LoopDevice::new(&image.path) }
+    };
+    let device = attach(direct);
     assert_eq!(device.is_direct(), direct);
     let force = if kind == "ext4" { "-F" } else { "-f" };
     let mkfs = tools::require(&format!("mkfs.{kind}"));
-    let _ = run(Command::new(mkfs).args(["-q", force]).arg(&device.0)).ok();
+    let _ = run(Command::new(mkfs).args(["-q", force]).arg(device.path())).ok();
     let sum = {
-        let tree = Tree::new(&device.0, kind);
+        let tree = Tree::new(device.path(), kind);
         stress(tree.path());
         tree.sum()
     };
     // What the device has in its cache is dropped with it.
     drop(device);
-    let device = Loop::new(&image.path, !direct);
+    let device = attach(!direct);
     let again = {
-        let tree = Tree::new(&device.0, kind);
+        let tree = Tree::new(device.path(), kind);
         let again = tree.sum();
         let _ = run(Command::new("fstrim").arg(tree.path())).ok();
         again
     };
     assert_eq!(sum, again);
-    judge(&device.0, kind);
+    judge(device.path(), kind);
 }
 
 #[test]
@@ -176,18 +154,18 @@ fn file_systems_live_on_it_with_direct_access_all_the_way_down() {
 #[test]
 fn a_loop_device_takes_a_new_size() {
     let image = Image::new(1 << 20, &OpenOptions::default(), FIXED, 0);
-    let device = Loop::new(&image.path, true);
+    let device = LoopDevice::direct(&image.path);
     let size = 3 << 20;
     let resize = image.device.resize(size, isobath_disk::Preallocation::Off, false);
     isobath_ring::block_on(resize).unwrap();
-    let _ = run(Command::new("losetup").arg("-c").arg(&device.0)).ok();
+    let _ = run(Command::new("losetup").arg("-c").arg(device.path())).ok();
     let mut dd = Command::new("dd");
-    let (to, seek) = (format!("of={}", device.0.display()), "seek=2");
+    let (to, seek) = (format!("of={}", device.path().display()), "seek=2");
     let arguments = ["if=/dev/zero", "bs=1M", seek, "oflag=direct", "status=none", &to];
     let written = run(dd.args(arguments));
     assert_eq!(written.code(), 1, "it ends at the new end\n{}", written.report());
     let mut bytes = Command::new("blockdev");
-    let told = run(bytes.arg("--getsize64").arg(&device.0)).ok().text();
+    let told = run(bytes.arg("--getsize64").arg(device.path())).ok().text();
     assert_eq!(told.trim(), size.to_string());
     drop(device);
     assert_eq!(image.finish().len() as u64, size);

@@ -31,7 +31,7 @@ enum Kind<S> {
     Qed(WriteQed),
 }
 
-/// Writes an image into an empty file. Nothing is a valid image before [`finish`](Self::finish) returns.
+/// Writes an image into an empty file, which is not a valid image until [`finish`](Self::finish) returns.
 pub struct Writer<S> {
     storage: Arc<S>,
     size: u64,
@@ -63,7 +63,8 @@ impl<S: Storage> Writer<S> {
         Ok(Self { storage, size, kind })
     }
 
-    /// A VHD with a disk of `size` bytes, a multiple of 512, or of [more](Self::size) if its size is not forced.
+    /// A VHD with a disk of `size` bytes, a multiple of 512. The disk may be [larger](Self::size) unless its size is
+    /// forced.
     ///
     /// # Errors
     /// If the disk is too large for the format.
@@ -90,17 +91,17 @@ impl<S: Storage> Writer<S> {
         Ok(Self { storage, size, kind })
     }
 
-    /// The new disk's size in bytes, at least what was asked for.
+    /// The new disk's size in bytes, at least the requested size.
     pub fn size(&self) -> u64 {
         self.size
     }
 
-    /// Whether pieces are compressed, so that it pays to [prepare](Self::prepare) several at once.
+    /// Whether pieces are compressed, so that [preparing](Self::prepare) several concurrently is worthwhile.
     pub fn compresses(&self) -> bool {
         matches!(&self.kind, Kind::Vmdk(vmdk) if vmdk.compresses())
     }
 
-    /// Compresses a piece if the format does. Zeroes need not be written.
+    /// Compresses a piece if the format uses compression. Pieces of zeroes need not be written.
     pub fn prepare(&self, at: u64, bytes: &[u8]) -> Option<Piece> {
         if bytes.iter().all(|byte| *byte == 0) {
             return None;
@@ -109,7 +110,7 @@ impl<S: Storage> Writer<S> {
         Some(Piece { at, bytes })
     }
 
-    /// Writes pieces. All of them, over all calls, are in ascending order.
+    /// Writes pieces, which must be in ascending order over all calls.
     ///
     /// # Errors
     /// If the storage fails, or the file becomes too large for the format.
@@ -123,7 +124,7 @@ impl<S: Storage> Writer<S> {
         }
     }
 
-    /// Writes the tables and headers, durably.
+    /// Writes the tables and headers, and makes everything durable.
     ///
     /// # Errors
     /// If the storage fails, or the file becomes too large for the format.

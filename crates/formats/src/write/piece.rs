@@ -1,7 +1,7 @@
 //! The pieces in which a disk is written.
 
-/// Guest bytes of a piece: a disk is written in pieces of this size, whose places are multiples of it. The last one
-/// may be shorter.
+/// The size of a piece in guest bytes: a disk is written in pieces of this size and alignment. The last one may be
+/// shorter.
 pub const PIECE: usize = 64 << 10;
 
 /// A piece that is ready to be written.

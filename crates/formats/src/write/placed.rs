@@ -1,12 +1,12 @@
-//! Writing bytes at their places in a file.
+//! Writing bytes at given offsets of a file.
 
 use crate::error::Result;
 use isobath_storage::{IoBuf, Storage};
 
-/// Bytes of a table that are written at once.
+/// Bytes of a table that are written at a time.
 const WINDOW: usize = 1 << 20;
 
-/// Writes bytes, each at its place; what follows what was before it is written together with it.
+/// Writes bytes at their offsets; adjacent ones are written together.
 pub(crate) async fn write_placed<S: Storage>(
     storage: &S,
     placed: impl IntoIterator<Item = (u64, Vec<u8>)>,
@@ -28,24 +28,24 @@ pub(crate) async fn write_placed<S: Storage>(
     Ok(())
 }
 
-/// Writes a table whose entries are given in ascending order. Its memory does not depend on the table's size.
+/// Writes a table whose entries are set in ascending order. Memory use does not depend on the table's size.
 pub(crate) struct TableWriter<const N: usize> {
-    /// Bytes of the file before what is `pending`.
+    /// The offset of `pending` in the file.
     at: u64,
-    /// The number of the first entry that has not been given.
+    /// The number of the first entry that has not been set.
     next: u64,
     pending: Vec<u8>,
-    /// The entry of what has no place.
+    /// The value of absent entries.
     absent: [u8; N],
 }
 
 impl<const N: usize> TableWriter<N> {
-    /// A table at byte `at` of the file.
+    /// A table at offset `at` of the file.
     pub(crate) fn new(at: u64, absent: [u8; N]) -> Self {
         Self { at, next: 0, pending: Vec::new(), absent }
     }
 
-    /// Sets entry `number`; those before it that were not set are absent.
+    /// Sets entry `number`; earlier ones that were not set become absent.
     pub(crate) async fn set<S: Storage>(
         &mut self,
         storage: &S,
@@ -78,7 +78,7 @@ impl<const N: usize> TableWriter<N> {
         Ok(())
     }
 
-    /// Writes the rest of a table of `entries`, and pads it with absent ones to whole sectors.
+    /// Writes the rest of a table of `entries` entries, padded with absent ones to whole sectors.
     pub(crate) async fn finish<S: Storage>(mut self, storage: &S, entries: u64) -> Result<()> {
         let per_sector = 512 / N as u64;
         self.fill(storage, entries.next_multiple_of(per_sector)).await?;

@@ -9,15 +9,15 @@ use std::path::Path;
 /// Options of a QED image.
 #[derive(Clone, Copy, Debug)]
 pub struct QedOptions {
-    /// Bytes in a cluster, a power of two from 4 KiB to 64 MiB.
+    /// The cluster size in bytes, a power of two from 4 KiB to 64 MiB.
     pub cluster_size: u64,
-    /// Clusters in a table, a power of two up to 16.
+    /// The size of a table in clusters, a power of two up to 16.
     pub table_size: u64,
 }
 
 pub(crate) struct WriteQed {
     options: QedOptions,
-    /// Bytes of the disk.
+    /// The disk's size in bytes.
     size: u64,
     /// Entries in a table.
     entries: u64,
@@ -25,7 +25,7 @@ pub(crate) struct WriteQed {
     /// The L2 table of the clusters being written, and its number.
     l2: Vec<u64>,
     number: u64,
-    /// The next cluster's place in the file.
+    /// The offset of the next cluster in the file.
     next: u64,
 }
 
@@ -53,7 +53,7 @@ impl WriteQed {
         Ok(Self { options, size, entries, l1: empty.clone(), l2: empty, number: 0, next })
     }
 
-    /// Gives a place to the L2 table of the current clusters, which are the first of it.
+    /// Allocates the L2 table of the current clusters, its first ones.
     fn begin_table(&mut self) {
         if let Some(slot) = self.l1.get_mut(self.number as usize)
             && *slot == 0
@@ -63,7 +63,7 @@ impl WriteQed {
         }
     }
 
-    /// Writes the L2 table of the current clusters, if it has any.
+    /// Writes the current L2 table, unless it is empty.
     async fn end_table<S: Storage>(&mut self, storage: &S) -> Result<()> {
         let place = self.l1.get(self.number as usize).copied().unwrap_or_default();
         if place == 0 {
@@ -111,7 +111,7 @@ impl WriteQed {
         put(0, b"QED\0");
         put(4, &(cluster_size as u32).to_le_bytes());
         put(8, &(table_size as u32).to_le_bytes());
-        // Clusters of the header.
+        // The size of the header in clusters.
         put(12, &1_u32.to_le_bytes());
         put(40, &cluster_size.to_le_bytes());
         put(48, &self.size.to_le_bytes());
@@ -120,7 +120,7 @@ impl WriteQed {
 
     pub(crate) async fn finish<S: Storage>(mut self, storage: &S) -> Result<()> {
         self.end_table(storage).await?;
-        // Whole clusters belong to the file.
+        // The file consists of whole clusters.
         storage.set_len(self.next).await?;
         let l1: Vec<u8> = self.l1.iter().flat_map(|entry| entry.to_le_bytes()).collect();
         storage.write_at(self.options.cluster_size, IoBuf::copy_of(&l1)).await?;

@@ -9,29 +9,29 @@ use std::path::Path;
 
 const SECTOR: u64 = 512;
 
-/// The place of the block map.
+/// The offset of the block map.
 const MAP_AT: u64 = SECTOR;
 
-/// The most blocks of an image that QEMU opens.
+/// The maximum number of blocks of an image that QEMU opens.
 const MOST_BLOCKS: u64 = 0x1fff_ff80;
 
 /// Options of a VDI.
 #[derive(Clone, Copy, Debug)]
 pub struct VdiOptions {
-    /// Each block has its place; otherwise only those that were written have one.
+    /// Whether all blocks are allocated; otherwise only those that are written.
     pub fixed: bool,
-    /// Identities of the image and of its contents.
+    /// The UUIDs of the image and of its contents.
     pub ids: [u128; 2],
 }
 
 pub(crate) struct WriteVdi {
     options: VdiOptions,
-    /// Bytes of the disk.
+    /// The disk's size in bytes.
     size: u64,
     map: TableWriter<4>,
-    /// The place of block 0 of the file.
+    /// The offset of the first block in the file.
     data: u64,
-    /// Blocks that have a place.
+    /// The number of allocated blocks.
     allocated: u32,
     /// The block written last.
     last: Option<u64>,
@@ -49,7 +49,7 @@ impl WriteVdi {
         Ok(Self { options, size, map, data, allocated: 0, last: None })
     }
 
-    /// Gives the next place of the file to `block`.
+    /// Allocates `block` at the end of the file.
     async fn allocate<S: Storage>(&mut self, storage: &S, block: u64) -> Result<()> {
         self.map.set(storage, block, self.allocated.to_le_bytes()).await?;
         self.allocated += 1;
@@ -81,11 +81,11 @@ impl WriteVdi {
     fn header(&self) -> Vec<u8> {
         let mut header = vec![0; SECTOR as usize];
         let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
-        // For people.
+        // For human readers.
         put(0, b"<<< Isobath Virtual Disk Image >>>\n");
         put(64, &0xbeda_107f_u32.to_le_bytes());
         put(68, &0x0001_0001_u32.to_le_bytes());
-        // Bytes of the header from here on.
+        // The length of the header from here on, in bytes.
         put(72, &0x180_u32.to_le_bytes());
         let kind: u32 = if self.options.fixed { 2 } else { 1 };
         put(76, &kind.to_le_bytes());
@@ -109,7 +109,7 @@ impl WriteVdi {
             }
         }
         let header = self.header();
-        // Whole blocks belong to the file.
+        // The file consists of whole blocks.
         storage.set_len(self.data + u64::from(self.allocated) * BLOCK).await?;
         self.map.finish(storage, blocks).await?;
         storage.flush().await?;

@@ -12,10 +12,10 @@ use std::path::Path;
 
 const LOG_AT: u64 = MIB;
 
-/// The greatest length of a log.
+/// The maximum length of a log.
 const MAX_LOG: u64 = (1 << 32) - MIB;
 
-/// Bytes in a sector of the disk.
+/// The disk's sector size in bytes.
 const SECTOR: u64 = 512;
 
 /// The states of blocks.
@@ -26,15 +26,16 @@ const PRESENT: u64 = 6;
 /// Options of a VHDX.
 #[derive(Clone, Copy, Debug)]
 pub struct VhdxOptions {
-    /// Bytes in a block, a power of two from 1 MiB to 256 MiB; `None` chooses by the disk's size, as QEMU does.
+    /// The block size in bytes, a power of two from 1 MiB to 256 MiB; `None` chooses by the disk's size, as QEMU does.
     pub block_size: Option<u64>,
-    /// Bytes in the log, a multiple of 1 MiB below 4 GiB.
+    /// The size of the log in bytes, a multiple of 1 MiB below 4 GiB.
     pub log_size: u64,
-    /// Each block has its place; otherwise only those that were written have one.
+    /// Whether all blocks are allocated; otherwise only those that are written.
     pub fixed: bool,
-    /// Of a dynamic image: blocks without a place are marked to be zero. Without a parent they are zero in any case.
+    /// For a dynamic image: whether unallocated blocks are marked as zero. Without a parent they read as zeroes in any
+    /// case.
     pub zero_blocks: bool,
-    /// Identities of the file, its data and the disk.
+    /// The GUIDs of the file, its data and the disk.
     pub ids: [u128; 3],
 }
 
@@ -46,13 +47,13 @@ pub(crate) struct WriteVhdx {
     block: u64,
     chunk: u64,
     bat: Vec<u64>,
-    /// The next block's place in the file.
+    /// The offset of the next block in the file.
     next: u64,
 }
 
 impl WriteVhdx {
     pub(crate) fn new(name: &Path, size: u64, options: VhdxOptions) -> Result<Self> {
-        // QEMU opens an empty one only with a table of 64 MiB, for blocks that there are not.
+        // QEMU opens an empty disk only with a table of 64 MiB, for blocks that do not exist.
         if size == 0 || size > MAX_SIZE {
             let reason = "a VHDX has a disk from 512 bytes to 64 TiB";
             return Err(Blame(name).unsupported("disk size", size, reason));
@@ -76,7 +77,7 @@ impl WriteVhdx {
         let mut next = LOG_AT + log + MIB + (entries * 8).next_multiple_of(MIB);
         let absent = if options.zero_blocks { ZERO } else { NOT_PRESENT };
         let bat = (0..entries).map(|n| match n % (chunk + 1) == chunk {
-            // A bitmap of sectors, which only images with a parent have.
+            // The entry of a sector bitmap, which only images with a parent have.
             true => 0,
             false if options.fixed => {
                 let place = next;
@@ -98,7 +99,7 @@ impl WriteVhdx {
         self.metadata_at() + MIB
     }
 
-    /// The place of the block that contains guest byte `at`, a new one if it has none.
+    /// The offset of the block that contains guest byte `at`, which is allocated if necessary.
     fn place(&mut self, at: u64) -> u64 {
         let block = at / self.block;
         let index = (block + block / self.chunk) as usize;
@@ -182,7 +183,7 @@ impl WriteVhdx {
     }
 
     pub(crate) async fn finish<S: Storage>(self, storage: &S) -> Result<()> {
-        // Whole blocks belong to the file.
+        // The file consists of whole blocks.
         storage.set_len(self.next).await?;
         let bat: Vec<u8> = self.bat.iter().flat_map(|entry| entry.to_le_bytes()).collect();
         storage.write_at(self.bat_at(), IoBuf::copy_of(&bat)).await?;

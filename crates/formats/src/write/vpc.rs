@@ -9,28 +9,28 @@ use std::path::Path;
 
 const SECTOR: u64 = 512;
 
-/// Bytes in a block of a dynamic image, and in the bitmap of its sectors.
+/// The size of a block of a dynamic image in bytes, and of its sector bitmap.
 const BLOCK: u64 = 2 << 20;
 const BITMAP: u64 = BLOCK / SECTOR / 8;
 
-/// The places of a dynamic image's header and of its table.
+/// The offsets of a dynamic image's header and of its table.
 const HEADER_AT: u64 = SECTOR;
 const TABLE_AT: u64 = HEADER_AT + 1024;
 
 /// Options of a VHD.
 #[derive(Clone, Copy, Debug)]
 pub struct VpcOptions {
-    /// The file holds the whole disk; otherwise it has only blocks that were written.
+    /// Whether the file contains the whole disk; otherwise only the blocks that are written.
     pub fixed: bool,
-    /// The disk has exactly the size that is asked for; otherwise that of the next larger geometry.
+    /// Whether the disk has exactly the requested size; otherwise it has that of the next larger geometry.
     pub force_size: bool,
-    /// The image's identity.
+    /// The image's UUID.
     pub id: u128,
     /// When it was created, in seconds since the year 2000.
     pub created: u32,
 }
 
-/// Cylinders, heads and sectors of a track.
+/// Cylinders, heads, and sectors per track.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Geometry {
     cylinders: u64,
@@ -41,13 +41,14 @@ struct Geometry {
 impl Geometry {
     const LARGEST: Self = Self { cylinders: 65535, heads: 16, track: 255 };
 
-    /// The geometry of a disk of so many sectors, as the specification's appendix calculates it. It may have fewer.
+    /// The geometry of a disk of this many sectors, calculated as in the specification's appendix. It may cover fewer.
     fn of(sectors: u64) -> Self {
         let sectors = sectors.min(MAX_GEOMETRY);
         if sectors >= 65535 * 16 * 63 {
             return Self { cylinders: sectors / 255 / 16, heads: 16, track: 255 };
         }
-        // Small disks have short tracks and at least 4 heads; what needs more than 1024 cylinders has longer tracks.
+        // Small disks have short tracks and at least 4 heads; disks that need more than 1024 cylinders have longer
+        // tracks.
         let tracks = sectors / 17;
         let heads = tracks.div_ceil(1024).max(4);
         if heads <= 16 && tracks < heads * 1024 {
@@ -64,7 +65,7 @@ impl Geometry {
         self.cylinders * self.heads * self.track
     }
 
-    /// The first geometry that holds so many sectors, or else the largest one.
+    /// The first geometry that covers this many sectors, or else the largest one.
     fn holding(sectors: u64) -> Self {
         let wanted = sectors.min(MAX_GEOMETRY);
         let mut of = sectors;
@@ -78,10 +79,10 @@ impl Geometry {
     }
 }
 
-/// The geometry and the sectors of a disk of `size` bytes.
+/// The geometry and the number of sectors of a disk of `size` bytes.
 fn fit(name: &Path, size: u64, force_size: bool) -> Result<(Geometry, u64)> {
     let wanted = size.div_ceil(SECTOR);
-    // Programs that take the geometry for the size make an exception of the largest one.
+    // Programs that derive the size from the geometry do so except for the largest geometry.
     let geometry = match (force_size, wanted) {
         (true, _) => Geometry::LARGEST,
         (false, 0) => Geometry { cylinders: 0, heads: 0, track: 0 },
@@ -98,15 +99,15 @@ fn fit(name: &Path, size: u64, force_size: bool) -> Result<(Geometry, u64)> {
 pub(crate) struct WriteVpc {
     options: VpcOptions,
     geometry: Geometry,
-    /// Bytes of the disk.
+    /// The disk's size in bytes.
     size: u64,
-    /// Of a dynamic image.
+    /// For a dynamic image.
     blocks: Option<Blocks>,
 }
 
 struct Blocks {
     table: TableWriter<4>,
-    /// The place of the next block's bitmap.
+    /// The offset of the next block's bitmap.
     next: u64,
     /// The block written last.
     last: Option<u64>,
@@ -141,7 +142,7 @@ impl WriteVpc {
         for Piece { at, bytes } in pieces {
             let block = at / BLOCK;
             if blocks.last != Some(block) {
-                // All its sectors are there: those that are not written read as zeroes.
+                // All its sectors count as present: those that are not written read as zeroes.
                 placed.push((blocks.next, vec![0xff; BITMAP as usize]));
                 let sector = (blocks.next / SECTOR) as u32;
                 blocks.table.set(storage, block, sector.to_be_bytes()).await?;
@@ -157,14 +158,14 @@ impl WriteVpc {
         let mut footer = vec![0; SECTOR as usize];
         let mut put = |at: usize, bytes: &[u8]| footer[at..at + bytes.len()].copy_from_slice(bytes);
         put(0, b"conectix");
-        // A bit that is always set.
+        // A reserved bit that is always set.
         put(8, &2_u32.to_be_bytes());
         put(12, &0x0001_0000_u32.to_be_bytes());
         let header = if self.options.fixed { u64::MAX } else { HEADER_AT };
         put(16, &header.to_be_bytes());
         put(24, &self.options.created.to_be_bytes());
-        // Hyper-V takes the current size, QEMU the geometry, except of creators that it knows to mean the size: its own
-        // "qem2" is one. "qemu" stands for the geometry. Other names would be guessed at differently by each reader.
+        // Hyper-V uses the current size. QEMU uses the geometry, except for creators that it knows to mean the size,
+        // such as its own "qem2"; "qemu" means the geometry. Readers interpret other names differently.
         put(28, if self.options.force_size { b"qem2" } else { b"qemu" });
         put(32, &0x0005_0003_u32.to_be_bytes());
         put(36, b"Wi2k");

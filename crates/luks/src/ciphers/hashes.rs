@@ -1,4 +1,4 @@
-//! What hashes make of secrets and keys.
+//! Derivation of keys with hashes.
 
 use crate::algorithms::Hash;
 use crate::error::Result;
@@ -6,7 +6,7 @@ use pbkdf2::pbkdf2_hmac;
 use sha2::Digest;
 use zeroize::{Zeroize, Zeroizing};
 
-/// PBKDF2 with HMAC (RFC 8018, section 5.2). `iterations` is 1 at least.
+/// PBKDF2 with HMAC (RFC 8018, section 5.2). `iterations` must be at least 1.
 #[allow(clippy::unnecessary_wraps, reason = "without ciphers it fails")]
 pub(crate) fn derive(
     hash: Hash,
@@ -28,7 +28,7 @@ pub(crate) fn derive(
     Ok(key)
 }
 
-/// All stripes but the last, each combined with the diffused ones before it.
+/// Combines all stripes but the last: each is combined with the result so far, which is then diffused.
 #[allow(clippy::unnecessary_wraps, reason = "without ciphers it fails")]
 pub(crate) fn chain(hash: Hash, stripes: &[u8], length: usize) -> Result<Zeroizing<Vec<u8>>> {
     let mut sum = Zeroizing::new(vec![0; length]);
@@ -46,7 +46,7 @@ pub(crate) fn chain(hash: Hash, stripes: &[u8], length: usize) -> Result<Zeroizi
     Ok(sum)
 }
 
-/// Replaces each part, of a hash's length, by the hash of its number and itself.
+/// Replaces each part of a hash's length with the hash of its number and its contents.
 fn diffuse<H: Digest>(block: &mut [u8]) {
     for (number, part) in block.chunks_mut(<H as Digest>::output_size()).enumerate() {
         let mut digest = H::new_with_prefix((number as u32).to_be_bytes());

@@ -1,4 +1,4 @@
-//! Ciphers, hashes and random bytes. A build without the feature `ciphers` has `absent.rs` in their place.
+//! Ciphers, hashes and random bytes. A build without the feature `ciphers` uses `absent.rs` instead.
 
 mod hashes;
 mod sectors;

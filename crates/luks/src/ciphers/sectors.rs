@@ -13,15 +13,16 @@ use zeroize::Zeroize;
 /// The length of a cipher's block in bytes.
 const BLOCK: usize = 16;
 
-/// Blocks of a sector.
+/// The number of blocks in a sector.
 const BLOCKS: usize = SECTOR / BLOCK;
 
-/// Blocks that are given to the cipher at a time: as many as the widest instructions take in parallel.
+/// The number of blocks passed to the cipher at a time: as many as the widest instructions process in parallel.
 const PARALLEL: usize = 64;
 
 type Block = Array<u8, U16>;
 
-/// Encrypts and decrypts the sectors of a disk. A clone shares the keys, which are zeroized with the last one.
+/// Encrypts and decrypts the sectors of a disk. Clones share the keys, which are zeroized when the last clone is
+/// dropped.
 #[derive(Clone)]
 pub struct Cipher(Arc<Keys>);
 
@@ -52,7 +53,7 @@ enum Mode {
 }
 
 impl Cipher {
-    /// The cipher of a header with its master key, or with a key slot's.
+    /// The cipher of a header, with its master key or the key of a key slot.
     pub(crate) fn new(spec: CipherSpec, key: &[u8]) -> Result<Self> {
         let wrong = |_| {
             let reason = format!("the header's cipher needs {} bytes", spec.key_bytes());
@@ -88,8 +89,8 @@ impl Cipher {
         Ok(Self(Arc::new(Keys { vectors, mode })))
     }
 
-    /// Encrypts whole sectors in place. `sector` is the number of the first, in units of 512 bytes; in a qcow2 image,
-    /// of its offset in the file.
+    /// Encrypts whole sectors in place. `sector` is the number of the first one: in a qcow2 image, its offset in the
+    /// file divided by 512.
     ///
     /// # Panics
     /// If the length of `data` is not a multiple of [`SECTOR`].
@@ -169,7 +170,7 @@ impl Keys {
         }
     }
 
-    /// A block of a sector depends on the one before it, so that one block of each sector is encrypted at a time.
+    /// In a sector, each block depends on the one before it, so one block of each sector is encrypted at a time.
     fn encrypt_cbc<C>(&self, key: &C, sector: u64, data: &mut [u8])
     where
         C: BlockCipherEncrypt + BlockSizeUser<BlockSize = U16>,
@@ -216,7 +217,7 @@ impl Keys {
     }
 }
 
-/// Groups of at most [`PARALLEL`] sectors, with the number of the first.
+/// Splits data into groups of at most [`PARALLEL`] sectors, each with the number of its first sector.
 fn groups(sector: u64, data: &mut [u8]) -> impl Iterator<Item = (u64, &mut [u8])> {
     assert!(data.len().is_multiple_of(SECTOR), "{} bytes are not whole sectors", data.len());
     let groups = data.chunks_mut(PARALLEL * SECTOR).enumerate();

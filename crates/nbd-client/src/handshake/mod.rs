@@ -1,7 +1,7 @@
-//! The negotiation with a server: choosing an export, and what can be done with it.
+//! The negotiation with a server: choosing an export and finding out what it supports.
 //!
-//! It works on any stream; a deadline is the stream's business. Every length that the server sends is checked before
-//! bytes are read or memory is taken for them, and options are not answered without an end.
+//! It works on any stream, which is responsible for deadlines. Every length that the server sends is checked before
+//! that many bytes are read or allocated, and the number of replies to an option is bounded.
 
 use crate::wire::{
     Cursor, GREETING_MAGIC, MAX_PAYLOAD, MAX_STRING, OLD_STYLE_MAGIC, OPTION_MAGIC,
@@ -10,14 +10,14 @@ use crate::wire::{
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::Path;
 
-/// The metadata context that tells data from holes.
+/// The metadata context that distinguishes data from holes.
 pub const ALLOCATION: &str = "base:allocation";
 
-/// Bytes of the reply to an option at most: the longest string, and the numbers before it.
+/// The maximum length of a reply to an option in bytes: the longest string, and the numbers before it.
 const MAX_REPLY: u32 = MAX_STRING as u32 + 64;
-/// Replies to one option at most.
+/// The maximum number of replies to one option.
 const MAX_REPLIES: u32 = 1024;
-/// The greatest minimum of a block size that the protocol allows.
+/// The largest minimum block size that the protocol allows.
 const MAX_MINIMUM: u32 = 64 << 10;
 /// Bytes that a server without `NO_ZEROES` sends after the flags of an export.
 const PADDING: usize = 124;
@@ -28,10 +28,10 @@ pub enum HandshakeError {
     /// The connection failed, or ended.
     #[error("{}", lost(.0))]
     Io(#[from] io::Error),
-    /// The server broke the protocol.
+    /// The server violated the protocol.
     #[error("the server does not speak the NBD protocol correctly: {0}")]
     Protocol(String),
-    /// The server refuses, or cannot do what is needed.
+    /// The server refused, or lacks a required feature.
     #[error("{0}")]
     Refused(String),
 }
@@ -39,7 +39,7 @@ pub enum HandshakeError {
 fn lost(error: &io::Error) -> String {
     match error.kind() {
         ErrorKind::UnexpectedEof => "the server closed the connection during negotiation".into(),
-        // Linux's name for a timeout of a socket.
+        // On Linux, a socket's timeout is reported as this.
         ErrorKind::WouldBlock | ErrorKind::TimedOut => {
             "the server did not answer during negotiation".into()
         }
@@ -55,21 +55,21 @@ fn refused<T>(text: impl Into<String>) -> Result<T, HandshakeError> {
     Err(HandshakeError::Refused(text.into()))
 }
 
-/// What was agreed upon.
+/// The result of a negotiation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Agreed {
-    /// Bytes of the export; at most `i64::MAX`.
+    /// The size of the export in bytes; at most `i64::MAX`.
     pub size: u64,
     /// Its [flags](transmission_flag).
     pub flags: u16,
-    /// Replies are structured.
+    /// Whether replies are structured.
     pub structured: bool,
     /// The id of the context `base:allocation`, if the server has it.
     pub allocation: Option<u32>,
-    /// Offsets and lengths are multiples of it, but for a length that ends with the export. A power of two, at most 64
-    /// KiB.
+    /// The minimum block size: offsets and lengths are multiples of it, except for a range that ends with the export. A
+    /// power of two, at most 64 KiB.
     pub minimum: u32,
-    /// Bytes in a read or write at most, a multiple of the minimum; at most 32 MiB.
+    /// The maximum length of a read or write in bytes: a multiple of the minimum, at most 32 MiB.
     pub maximum: u32,
 }
 
@@ -117,7 +117,7 @@ struct Reply {
 }
 
 impl Reply {
-    /// What a server says in an error.
+    /// The message of an error.
     fn message(&self) -> String {
         let text = String::from_utf8_lossy(&self.payload);
         let text = text.trim();
@@ -130,7 +130,7 @@ impl Reply {
 
 struct Session<'a, S> {
     stream: &'a mut S,
-    /// Replies to the option so far.
+    /// The number of replies to the current option.
     replies: u32,
 }
 
@@ -177,7 +177,7 @@ impl<S: Read + Write> Session<'_, S> {
         }
         let option = self.u32()?;
         if option != to {
-            return protocol(format!("it answers option {option} instead of {to}"));
+            return protocol(format!("it replied to option {option} instead of {to}"));
         }
         let (kind, length) = (self.u32()?, self.u32()?);
         if length > MAX_REPLY {
@@ -191,7 +191,7 @@ impl<S: Read + Write> Session<'_, S> {
         Ok(Reply { kind, payload })
     }
 
-    /// Agrees on everything with a server that answers options.
+    /// Negotiates everything with a server that supports fixed newstyle.
     fn choose(&mut self, export: &str, no_zeroes: bool) -> Result<Agreed, HandshakeError> {
         let structured = self.structured()?;
         let allocation = if structured { self.allocation(export)? } else { None };
@@ -202,17 +202,19 @@ impl<S: Read + Write> Session<'_, S> {
         Ok(Agreed { structured, allocation, ..agreed })
     }
 
-    /// Asks for structured replies.
+    /// Requests structured replies.
     fn structured(&mut self) -> Result<bool, HandshakeError> {
         self.send(option::STRUCTURED_REPLY, &[])?;
         match self.reply(option::STRUCTURED_REPLY)?.kind {
             option_reply::ACK => Ok(true),
             kind if kind & option_reply::ERROR != 0 => Ok(false),
-            kind => protocol(format!("it answers a request for structured replies by {kind}")),
+            kind => protocol(format!(
+                "it replied to the request for structured replies with type {kind}"
+            )),
         }
     }
 
-    /// Asks for the context `base:allocation`. Returns its id.
+    /// Requests the context `base:allocation`. Returns its ID.
     fn allocation(&mut self, export: &str) -> Result<Option<u32>, HandshakeError> {
         let option = option::SET_META_CONTEXT;
         let payload = [&string(export)[..], &1_u32.to_be_bytes(), &string(ALLOCATION)].concat();
@@ -226,18 +228,22 @@ impl<S: Read + Write> Session<'_, S> {
                     let mut cursor = Cursor(&reply.payload);
                     let id = cursor.u32();
                     if id.is_none() || cursor.0 != ALLOCATION.as_bytes() || found.is_some() {
-                        return protocol("it selects a metadata context that was not asked for");
+                        return protocol("it selects a metadata context that was not requested");
                     }
                     found = id;
                 }
-                // The export need not exist, which the next option says better.
+                // The export may not exist, which the next option reports more clearly.
                 kind if kind & option_reply::ERROR != 0 => return Ok(None),
-                kind => return protocol(format!("it answers a metadata context by {kind}")),
+                kind => {
+                    return protocol(format!(
+                        "it replied to the request for a metadata context with type {kind}"
+                    ));
+                }
             }
         }
     }
 
-    /// Chooses the export; `None` if the server does not know how.
+    /// Chooses the export; `None` if the server does not support the option.
     fn go(&mut self, export: &str) -> Result<Option<Agreed>, HandshakeError> {
         let wanted = [&1_u16.to_be_bytes()[..], &info::BLOCK_SIZE.to_be_bytes()].concat();
         self.send(option::GO, &[&string(export)[..], &wanted].concat())?;
@@ -265,7 +271,11 @@ impl<S: Read + Write> Session<'_, S> {
                 },
                 option_reply::ERR_UNSUP => return Ok(None),
                 kind if kind & option_reply::ERROR != 0 => return explained(&reply),
-                kind => return protocol(format!("it answers the choice of an export by {kind}")),
+                kind => {
+                    return protocol(format!(
+                        "it replied to the choice of an export with type {kind}"
+                    ));
+                }
             }
         }
         let Some(mut agreed) = agreed else {
@@ -277,7 +287,7 @@ impl<S: Read + Write> Session<'_, S> {
         Ok(Some(agreed))
     }
 
-    /// Chooses the export by the option that every server knows, and that reports no error.
+    /// Chooses the export by the option that every server supports, but that has no error replies.
     fn export_name(&mut self, export: &str, no_zeroes: bool) -> Result<Agreed, HandshakeError> {
         self.send(option::EXPORT_NAME, export.as_bytes())?;
         let size = match self.u64() {
@@ -298,7 +308,7 @@ impl<S: Read + Write> Session<'_, S> {
     }
 }
 
-/// The failure that a server reports.
+/// Turns a server's error reply into a failure.
 fn explained<T>(reply: &Reply) -> Result<T, HandshakeError> {
     let what = match reply.kind {
         option_reply::ERR_POLICY => "Denied by server for option 7 (go)".to_owned(),
@@ -319,15 +329,15 @@ fn explained<T>(reply: &Reply) -> Result<T, HandshakeError> {
     refused(what + &reply.message())
 }
 
-/// A string with its length before it.
+/// A string preceded by its length.
 fn string(text: &str) -> Vec<u8> {
     [&(text.len() as u32).to_be_bytes()[..], text.as_bytes()].concat()
 }
 
-/// Chooses the export of this name, and agrees on how it is used. Afterwards the stream carries requests and replies.
+/// Chooses the export of this name, and negotiates how it is used. Afterwards the stream carries requests and replies.
 ///
 /// # Errors
-/// The stream fails or ends; the server breaks the protocol, speaks only its first version, or refuses.
+/// The stream fails or ends; the server violates the protocol, speaks only its first version, or refuses.
 pub fn negotiate<S: Read + Write>(stream: &mut S, export: &str) -> Result<Agreed, HandshakeError> {
     let mut session = Session { stream, replies: 0 };
     let magic = session.u64()?;
@@ -338,7 +348,7 @@ pub fn negotiate<S: Read + Write>(stream: &mut S, export: &str) -> Result<Agreed
         OPTION_MAGIC => {}
         OLD_STYLE_MAGIC => {
             return refused(
-                "the server speaks the first version of the NBD protocol, which is not supported",
+                "the server speaks only the first version of the NBD protocol, which is not supported",
             );
         }
         magic => return protocol(format!("its greeting has the wrong magic 0x{magic:016x}")),
@@ -352,7 +362,7 @@ pub fn negotiate<S: Read + Write>(stream: &mut S, export: &str) -> Result<Agreed
     }
     let agreed = session.choose(export, no_zeroes);
     if matches!(&agreed, Err(HandshakeError::Refused(_))) {
-        // A server also notices the end of the stream.
+        // Failing to send is harmless: the server notices the end of the stream.
         let _ = session.send(option::ABORT, &[]);
     }
     agreed

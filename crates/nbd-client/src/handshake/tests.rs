@@ -1,7 +1,7 @@
 use super::*;
 use proptest::prelude::*;
 
-/// A stream whose peer says what was prepared, whatever it hears.
+/// A stream whose peer sends prepared bytes, whatever it receives.
 struct Script {
     says: io::Cursor<Vec<u8>>,
     heard: Vec<u8>,
@@ -117,18 +117,18 @@ fn lies_are_refused() {
             [GREETING_MAGIC.to_be_bytes(), OLD_STYLE_MAGIC.to_be_bytes()].concat(),
             "first version",
         ),
-        (1, reply(option::STRUCTURED_REPLY, 2, &[]), "structured replies by 2"),
+        (1, reply(option::STRUCTURED_REPLY, 2, &[]), "structured replies with type 2"),
         (1, reply(option::STRUCTURED_REPLY, option_reply::ACK, b"x"), "acknowledgement has data"),
-        (1, reply(option::GO, option_reply::ACK, &[]), "answers option 7 instead of 8"),
+        (1, reply(option::GO, option_reply::ACK, &[]), "replied to option 7 instead of 8"),
         (1, vec![7; 20], "wrong magic"),
-        (2, meta(&context(9, "qemu:x")), "not asked for"),
-        (2, meta(&[1, 2]), "not asked for"),
-        (3, meta(&context(8, ALLOCATION)), "not asked for"),
+        (2, meta(&context(9, "qemu:x")), "not requested"),
+        (2, meta(&[1, 2]), "not requested"),
+        (3, meta(&context(8, ALLOCATION)), "not requested"),
         (4, go(option_reply::INFO, &export(u64::MAX, FLAGS)), "cannot have"),
         (4, go(option_reply::INFO, &export(1, 0)), "no flags"),
         (4, go(option_reply::INFO, &export(1, 1)[..11]), "wrong length"),
         (4, go(option_reply::INFO, &[0]), "has no type"),
-        (4, go(option_reply::SERVER, &[]), "by 2"),
+        (4, go(option_reply::SERVER, &[]), "with type 2"),
         (4, go(option_reply::INFO, &[0, 9]), "how large"),
         (5, go(option_reply::INFO, &blocks(3, 4096)), "minimum block size cannot be 3"),
         (5, go(option_reply::INFO, &blocks(1 << 17, 1 << 20)), "minimum block size cannot be"),
@@ -163,7 +163,7 @@ fn what_a_server_refuses_is_said_in_its_words() {
 }
 
 proptest! {
-    /// Whatever a server says, the negotiation ends, and what was agreed upon can be used.
+    /// Whatever a server sends, the negotiation ends, and its result is valid.
     #[test]
     fn any_answer_ends(
         keep in 0_usize..9,

@@ -1,27 +1,27 @@
-//! Replies in the transmission phase: their headers, and what may follow them. Parses only; all I/O happens elsewhere.
+//! Replies in the transmission phase: parses their headers and what may follow them, without I/O.
 //!
-//! What a server sends is hostile until it is checked. A reply says nothing that makes a client allocate more than the
-//! request itself did, plus [`MAX_HEAD`] bytes.
+//! Servers are not trusted. No reply makes the client allocate more than the request itself did, plus [`MAX_HEAD`]
+//! bytes.
 
 use crate::wire::{
     Cursor, MAX_STRING, NbdError, SIMPLE_REPLY_MAGIC, STRUCTURED_REPLY_MAGIC, chunk, command,
 };
 
-/// Bytes of a reply's magic.
+/// Length of a reply's magic in bytes.
 pub const MAGIC: usize = 4;
-/// Bytes of the rest of a simple reply's header.
+/// Length of the rest of a simple reply's header in bytes.
 pub const SIMPLE_REST: usize = 12;
-/// Bytes of the rest of a structured reply chunk's header.
+/// Length of the rest of a structured reply chunk's header in bytes.
 pub const CHUNK_REST: usize = 16;
-/// Bytes of a chunk that are read before they are understood, at most: an error with its message.
+/// The maximum number of bytes of a chunk that are read before it is interpreted: an error with its message.
 pub const MAX_HEAD: usize = MAX_STRING + 64;
 
-/// Pieces of a read that have come while others between them have not, at most.
+/// The maximum number of separate pieces of a read while parts between them are missing.
 const MAX_PIECES: usize = 4096;
-/// Chunks of one reply that report an error, at most.
+/// The maximum number of chunks with errors in one reply.
 const MAX_ERRORS: u32 = 1024;
 
-/// How a server broke the protocol.
+/// How a server violated the protocol.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Violation(pub String);
@@ -43,7 +43,7 @@ impl Style {
     /// The kind of the reply that begins with this magic.
     ///
     /// # Errors
-    /// It is none; or it is a chunk, and `structured` replies were not agreed upon.
+    /// It is not the magic of a reply; or it begins a chunk, and `structured` replies were not negotiated.
     pub fn of(magic: [u8; MAGIC], structured: bool) -> Result<Self, Violation> {
         match u32::from_be_bytes(magic) {
             SIMPLE_REPLY_MAGIC => Ok(Self::Simple),
@@ -59,7 +59,7 @@ impl Style {
 /// The rest of a simple reply's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Simple {
-    /// 0, or a number of an error.
+    /// 0, or an error number.
     pub error: u32,
     /// The request's cookie.
     pub cookie: u64,
@@ -76,9 +76,9 @@ impl Simple {
 /// The rest of a chunk's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// [`chunk::FLAG_DONE`], and flags that are not known.
+    /// [`chunk::FLAG_DONE`], and possibly unknown flags.
     pub flags: u16,
-    /// What it says.
+    /// One of [`chunk`].
     pub kind: u16,
     /// The request's cookie.
     pub cookie: u64,
@@ -103,7 +103,7 @@ impl Chunk {
         self.flags & chunk::FLAG_DONE != 0
     }
 
-    /// How many bytes of it are read before [`Expected::chunk`] is called.
+    /// How many bytes to read of it before calling [`Expected::chunk`].
     ///
     /// # Errors
     /// It is longer than its kind allows.
@@ -115,12 +115,12 @@ impl Chunk {
         if length > MAX_HEAD && self.kind != chunk::BLOCK_STATUS {
             return violation(format!("a chunk of kind {} has {length} bytes", self.kind));
         }
-        // Of many extents only the first counts.
+        // Only the first extent is used.
         Ok(length.min(MAX_HEAD))
     }
 }
 
-/// What a part of a reply means for the request's buffer.
+/// What to do with the request's buffer after a part of a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Nothing.
@@ -132,14 +132,14 @@ pub enum Step {
         /// How many bytes.
         length: usize,
     },
-    /// The buffer holds `length` zeroes from `at` on.
+    /// Zero `length` bytes of the buffer from `at` on.
     Zeroes {
         /// Where in the buffer.
         at: usize,
         /// How many bytes.
         length: usize,
     },
-    /// The next `length` bytes are not needed.
+    /// Skip the next `length` bytes.
     Skip {
         /// How many bytes.
         length: usize,
@@ -149,21 +149,21 @@ pub enum Step {
 /// The first extent of a described range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Its bytes; not 0, and perhaps more than were asked for.
+    /// Its length in bytes; not 0, and possibly more than requested.
     pub length: u32,
     /// Its [state](crate::wire::state).
     pub flags: u32,
 }
 
-/// The reply that is expected to one request, and what has come of it.
+/// The expected reply to one request, and what has arrived of it.
 #[derive(Clone, Debug)]
 pub struct Expected {
     command: u16,
     offset: u64,
     length: u32,
-    /// The id of the context whose extents are asked for.
+    /// The ID of the context whose extents were requested.
     context: u32,
-    /// The pieces of the buffer that have come, in order, none beside another.
+    /// The pieces of the buffer that have arrived, in order, with adjacent ones merged.
     pieces: Vec<(usize, usize)>,
     extent: Option<Extent>,
     error: Option<u32>,
@@ -171,7 +171,7 @@ pub struct Expected {
 }
 
 impl Expected {
-    /// What follows a request; `context` is the id of the context `base:allocation`, if extents are asked for.
+    /// The reply expected to a request; `context` is the ID of the context `base:allocation`, if extents are requested.
     pub fn new(command: u16, offset: u64, length: u32, context: u32) -> Self {
         Self {
             command,
@@ -185,20 +185,20 @@ impl Expected {
         }
     }
 
-    /// The number of the error that has been reported.
+    /// The error number that was reported.
     pub fn error(&self) -> Option<u32> {
         self.error
     }
 
-    /// The extent that has been reported.
+    /// The extent that was reported.
     pub fn extent(&self) -> Option<Extent> {
         self.extent
     }
 
-    /// Takes a simple reply, which is all of it. `structured`: structured replies were agreed upon.
+    /// Handles a simple reply, which is complete. `structured` says whether structured replies were negotiated.
     ///
     /// # Errors
-    /// The command is never answered so.
+    /// A simple reply to this command is not allowed.
     pub fn simple(&mut self, error: u32, structured: bool) -> Result<Step, Violation> {
         let reads = self.command == command::READ;
         if structured && reads || self.command == command::BLOCK_STATUS {
@@ -215,10 +215,10 @@ impl Expected {
         Ok(Step::Data { at: 0, length: self.length as usize })
     }
 
-    /// Takes a chunk: its header, and the [first bytes](Chunk::head) of what follows.
+    /// Handles a chunk: its header, and the [first bytes](Chunk::head) after it.
     ///
     /// # Errors
-    /// It does not fit its request, or what was said before.
+    /// It does not match the request, or contradicts earlier chunks.
     pub fn chunk(&mut self, header: &Chunk, head: &[u8]) -> Result<Step, Violation> {
         let short = || Violation(format!("a chunk of kind {} is too short", header.kind));
         let mut cursor = Cursor(head);
@@ -255,7 +255,7 @@ impl Expected {
                 let rest = match kind {
                     chunk::ERROR => 0,
                     chunk::ERROR_OFFSET => 8,
-                    // Of an unknown kind of error only the beginning is known.
+                    // Only the beginning of an unknown kind of error has a known format.
                     _ => cursor.0.len(),
                 };
                 if cursor.0.len() != rest {
@@ -275,19 +275,19 @@ impl Expected {
         }
     }
 
-    /// Takes the extents in a chunk; `None` if it is too short.
+    /// Handles the extents in a chunk; `None` if it is too short.
     fn extents(
         &mut self,
         header: &Chunk,
         mut cursor: Cursor<'_>,
     ) -> Option<Result<Step, Violation>> {
         if self.command != command::BLOCK_STATUS {
-            return Some(violation("it sent extents that were not asked for"));
+            return Some(violation("it sent extents that were not requested"));
         }
         let context = cursor.u32()?;
         if context != self.context || self.extent.is_some() {
             return Some(violation(
-                "it sent extents of a context that was not asked for, or twice",
+                "it sent extents of a context that was not requested, or sent them twice",
             ));
         }
         if header.length % 8 != 4 {
@@ -302,10 +302,10 @@ impl Expected {
         Some(Ok(if length == 0 { Step::Nothing } else { Step::Skip { length } }))
     }
 
-    /// Notes that a piece has come. Returns where in the buffer it belongs.
+    /// Records that a piece has arrived. Returns its position in the buffer.
     fn piece(&mut self, offset: u64, length: u64) -> Result<usize, Violation> {
         if self.command != command::READ {
-            return violation("it sent data that was not asked for");
+            return violation("it sent data that was not requested");
         }
         let at = offset.checked_sub(self.offset);
         let at = at.filter(|at| {
@@ -320,7 +320,7 @@ impl Expected {
         let (start, end) = (at as usize, (at + length) as usize);
         let next = self.pieces.partition_point(|piece| piece.1 < start);
         match self.pieces.get_mut(next) {
-            // It begins where the piece before it ends.
+            // It continues the piece before it.
             Some(piece) if piece.1 == start => {
                 piece.1 = end;
                 if let Some(after) = self.pieces.get(next + 1).copied() {
@@ -345,10 +345,10 @@ impl Expected {
         Ok(start)
     }
 
-    /// Ends the reply, after its last part.
+    /// Completes the reply after its last part.
     ///
     /// # Errors
-    /// Something is missing.
+    /// The reply is incomplete.
     pub fn finish(&self) -> Result<(), Violation> {
         if self.error.is_some() {
             return Ok(());
@@ -365,8 +365,8 @@ impl Expected {
     }
 }
 
-/// The operating system's number for the error of a reply. The protocol's numbers are Linux's; those that it does not
-/// know are `EIO`.
+/// The operating system's error number for the error in a reply. The protocol's numbers are Linux's; unknown ones
+/// become `EIO`.
 pub fn errno(error: u32) -> i32 {
     const KNOWN: [u32; 8] = [
         NbdError::Perm.value(),

@@ -6,7 +6,7 @@ fn chunk_of(kind: u16, flags: u16, payload: &[u8]) -> (Chunk, Vec<u8>) {
     (Chunk { flags, kind, cookie: 1, length: payload.len() as u32 }, payload.to_vec())
 }
 
-/// Takes a chunk as a connection does.
+/// Handles a chunk as a connection does.
 fn take(expected: &mut Expected, kind: u16, flags: u16, payload: &[u8]) -> Result<Step, Violation> {
     let (header, payload) = chunk_of(kind, flags, payload);
     let head = header.head()?;
@@ -149,7 +149,8 @@ fn pieces_have_an_end() {
 }
 
 proptest! {
-    /// Whatever comes, bytes are put only into the buffer, none twice, and a reply that ends well has all of them.
+    /// Whatever arrives, bytes are stored only within the buffer and only once, and a successful reply has stored all
+    /// of them.
     #[test]
     fn nothing_leaves_the_buffer(
         command in 0_u16..8,

@@ -198,7 +198,7 @@ fn lies_in_the_handshake_end_it() {
     long[16..].copy_from_slice(&u32::MAX.to_be_bytes());
     assert!(lie(long).contains("4294967295 bytes"));
     assert!(lie(vec![0; 40]).contains("wrong magic"));
-    assert!(lie(reply(99, option_reply::ACK, &[])).contains("answers option 99"));
+    assert!(lie(reply(99, option_reply::ACK, &[])).contains("replied to option 99"));
     let error = refused(|client| say(client, b"HTTP/1.1 400 Bad Request\r\n\r\n"));
     assert!(error.contains("not that of an NBD server"), "{error}");
     let error = refused(|client| {
@@ -290,7 +290,7 @@ fn lying_chunks_end_the_connection() {
     });
     bad_read(true, "too short", |cookie| piece(chunk::OFFSET_DATA, 1, cookie, 3, &[0; 3]));
     bad_read(true, "unknown kind", |cookie| piece(17, 1, cookie, 0, &[]));
-    bad_read(true, "not asked for", |cookie| piece(chunk::BLOCK_STATUS, 1, cookie, 12, &[0; 12]));
+    bad_read(true, "not requested", |cookie| piece(chunk::BLOCK_STATUS, 1, cookie, 12, &[0; 12]));
     bad_read(true, "an error that is none", |cookie| piece(chunk::ERROR, 1, cookie, 6, &[0; 6]));
     bad_read(true, "a chunk of kind 32769 has", |cookie| {
         piece(chunk::ERROR, 1, cookie, 1 << 20, &[0; 6])
@@ -304,7 +304,7 @@ fn lying_chunks_end_the_connection() {
 fn lying_extents_end_the_connection() {
     for (text, payload) in [
         ("of no bytes", [7, 0, 0].map(u32::to_be_bytes).concat()),
-        ("was not asked for", [8, 512, 0].map(u32::to_be_bytes).concat()),
+        ("was not requested", [8, 512, 0].map(u32::to_be_bytes).concat()),
         ("too short", 7_u32.to_be_bytes().to_vec()),
         ("within an extent", [&[7, 512, 0].map(u32::to_be_bytes).concat()[..], &[0]].concat()),
     ] {

@@ -7,7 +7,7 @@ use crate::error::QmpError;
 use isobath_disk::{LiveDisk, Preallocation};
 use isobath_storage::{Host, Locking};
 use serde_json::Value;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::rc::Rc;
 
 /// The storage of an added node.
@@ -85,9 +85,9 @@ impl<H: Host + Clone> Monitor<H> {
         Ok(())
     }
 
-    /// The path that the driver `file` opens, whatever it looks like.
+    /// The path that the driver `file` opens for this name, even if the name looks like another protocol's.
     fn path_of_file(&self, name: &str) -> PathBuf {
-        if self.host.protocol_name(name) { Path::new(".").join(name) } else { name.into() }
+        isobath_storage::window::path_of_file(name, |name| self.host.protocol_name(name))
     }
 
     /// The node that `file` refers to: one that was added, or one described inline.

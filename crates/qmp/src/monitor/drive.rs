@@ -14,7 +14,7 @@ pub struct Drive<H: Host> {
     /// The upkeep task of a disk that was added.
     upkeep: RefCell<Option<JoinHandle<()>>>,
     added: bool,
-    /// Another disk took over this one's images.
+    /// Whether another disk has taken over this one's images.
     taken: Cell<bool>,
 }
 

@@ -33,7 +33,7 @@ pub(super) struct JobRequest {
     /// Paths of layers, instead of the names of their nodes.
     top: Option<PathBuf>,
     base: Option<PathBuf>,
-    /// The command's arguments except those above.
+    /// The command's other arguments.
     arguments: Map<String, Value>,
     /// The file that it is saved in; `None`: it is not saved.
     file: Option<PathBuf>,

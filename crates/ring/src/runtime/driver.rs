@@ -11,12 +11,12 @@ use std::mem::MaybeUninit;
 use std::task::Waker;
 use std::time::Duration;
 
-/// `user_data` of a cancellation, whose result nobody needs.
+/// `user_data` of cancellations, whose results are not needed.
 const CANCEL: u64 = u64::MAX;
-/// `user_data` of the read that wake-ups from other threads complete.
+/// `user_data` of the read that is completed by wake-ups from other threads.
 pub(super) const WAKE: u64 = u64::MAX - 1;
 
-/// Completions taken from the queue at a time.
+/// Maximum number of completions taken from the queue at a time.
 const REAP: usize = 64;
 
 /// What happens to an operation whose future is dropped.
@@ -122,7 +122,7 @@ impl Driver {
         Key(key as u32)
     }
 
-    /// Starts the read into `word` that a wake-up completes.
+    /// Starts the read into `word` that the next wake-up completes.
     ///
     /// # Safety
     /// `word` must be valid until the read's completion, which [`drain`](Self::drain) waits for.
@@ -299,7 +299,7 @@ impl Driver {
         }
     }
 
-    /// Notes that an operation's future was dropped before its result was returned; the key is then invalid.
+    /// Records that an operation's future was dropped before it received the result; the key is then invalid.
     pub(super) fn abandon(&self, key: Key) {
         let index = key.0 as usize;
         let mut slots = self.slots.borrow_mut();
@@ -361,7 +361,7 @@ impl Driver {
     }
 }
 
-/// Ignores errors of `io_uring_enter` that the next turn resolves; panics on others, after which the ring is unusable.
+/// Ignores errors of `io_uring_enter` that the next turn resolves; panics on all others, which make the ring unusable.
 fn check(error: &io::Error) {
     match error.raw_os_error() {
         Some(libc::EAGAIN | libc::EBUSY | libc::EINTR | libc::ETIME) => {}

@@ -95,7 +95,7 @@ pub struct Local {
     /// Where the kernel writes the eventfd's count, which is never read.
     word: Box<Cell<u64>>,
     closed: Cell<bool>,
-    /// What is left of [`AT_ONCE`] in this turn.
+    /// The rest of this turn's budget of [`AT_ONCE`] bytes.
     at_once: Cell<usize>,
 }
 
@@ -159,7 +159,7 @@ impl Local {
         drop(task);
     }
 
-    /// Runs what is ready, then takes completions; waits for one if nothing is ready and `busy` returns `false`.
+    /// Runs the ready tasks, then takes completions; waits for one if no task is ready and `busy` returns `false`.
     pub(super) fn turn(self: &Rc<Self>, busy: impl Fn() -> bool) {
         self.take_mail();
         self.at_once.set(AT_ONCE);

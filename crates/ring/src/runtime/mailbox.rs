@@ -14,7 +14,7 @@ pub(super) trait Run: Send + Sync {
     fn end(self: Arc<Self>);
 }
 
-/// What another thread has the executor do.
+/// A function that another thread makes the executor call.
 pub(super) type Job = Box<dyn FnOnce() + Send>;
 
 /// Messages from other threads for the executor.
@@ -27,7 +27,7 @@ pub(super) struct Mail {
 #[derive(Default)]
 struct Mailbox {
     mail: Mail,
-    /// The executor waits in the kernel, or is about to, so only the bell wakes it.
+    /// Whether the executor waits in the kernel or is about to, so that only the bell wakes it.
     sleeping: bool,
     closed: bool,
 }
@@ -35,7 +35,7 @@ struct Mailbox {
 /// The part of an executor that other threads may access.
 pub(super) struct Remote {
     mailbox: Mutex<Mailbox>,
-    /// Something happened since the last [`take`](Self::take). Written under the lock.
+    /// Whether anything was posted since the last [`take`](Self::take). Written under the lock.
     news: AtomicBool,
     pub(super) bell: Bell,
 }
@@ -45,7 +45,7 @@ impl Remote {
         Ok(Self { mailbox: Mutex::default(), news: AtomicBool::new(false), bell: Bell::new()? })
     }
 
-    /// Puts something into the mailbox; returns it if the executor has ended.
+    /// Puts an item into the mailbox; returns it if the executor has ended.
     pub(super) fn post<T>(&self, item: T, put: impl FnOnce(&mut Mail, T)) -> Option<T> {
         let mut mailbox = self.mailbox.lock();
         if mailbox.closed {
@@ -59,7 +59,7 @@ impl Remote {
         None
     }
 
-    /// Makes the executor run a task. The task is dropped if the executor has ended; its future is already gone then.
+    /// Makes the executor run a task. If the executor has ended, drops the task, whose future is already gone.
     pub(super) fn schedule(&self, task: Arc<dyn Run>) {
         drop(self.post(task, |mail, task| mail.tasks.push(task)));
     }

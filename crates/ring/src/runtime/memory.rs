@@ -1,4 +1,4 @@
-//! The memory that operations in flight own, and what they keep alive.
+//! The memory that operations in flight own, and the objects that they keep alive.
 
 use isobath_buf::IoBuf;
 use std::os::fd::OwnedFd;
@@ -10,7 +10,7 @@ const MAX_VECTORS: usize = 1024;
 /// The maximum number of bytes requested in one operation.
 pub(crate) const MAX_BYTES: usize = 1 << 30;
 
-/// Several buffers for one operation, with their description for the kernel.
+/// The buffers of a vectored operation, with their description for the kernel.
 pub struct Vectored {
     bufs: Vec<IoBuf>,
     iovecs: Vec<libc::iovec>,
@@ -18,7 +18,7 @@ pub struct Vectored {
 }
 
 impl Vectored {
-    /// An empty description of `bufs`.
+    /// Buffers that are not yet described.
     #[allow(clippy::unnecessary_box_returns)] // its address must not change
     pub fn boxed(bufs: Vec<IoBuf>) -> Box<Self> {
         // SAFETY: a message header of zeroes is valid and empty.
@@ -26,7 +26,7 @@ impl Vectored {
         Box::new(Self { bufs, iovecs: Vec::new(), header })
     }
 
-    /// Describes the bytes from `skip` on, as many as one operation takes; returns how many.
+    /// Describes the bytes from `skip` on, as many as one operation can transfer; returns their number.
     pub fn describe(&mut self, mut skip: usize) -> usize {
         self.iovecs.clear();
         let mut total = 0;
@@ -52,12 +52,12 @@ impl Vectored {
         total
     }
 
-    /// Takes the place of an empty description.
+    /// Replaces the buffers, reusing the memory of an empty description.
     pub(super) fn refill(&mut self, bufs: Vec<IoBuf>) {
         self.bufs = bufs;
     }
 
-    /// Takes the buffers, and forgets the description, which points to them.
+    /// Takes the buffers, and clears the description, which points to them.
     pub(super) fn empty(&mut self) -> Vec<IoBuf> {
         self.iovecs.clear();
         std::mem::take(&mut self.bufs)
@@ -79,10 +79,10 @@ impl Vectored {
     }
 }
 
-/// What an operation in flight keeps alive besides its memory: its file, or a guard that holds the file.
+/// An object that an operation in flight keeps alive besides its memory: its file, or a guard that holds the file.
 pub type Lease = Arc<dyn Leased>;
 
-/// Something that operations keep alive. It is notified of those whose futures are dropped early.
+/// An object that operations keep alive. It is notified of operations whose futures are dropped early.
 pub trait Leased: Send + Sync {
     /// The future of an operation in flight was dropped.
     fn orphaned(&self) {}
@@ -100,6 +100,6 @@ pub(crate) enum Keep {
     Nothing,
     Buf(IoBuf),
     Vectored(Box<Vectored>),
-    /// Read only by the kernel.
+    /// An address, which only the kernel reads.
     Address(#[expect(dead_code)] Box<socket2::SockAddr>),
 }

@@ -16,7 +16,7 @@ struct Outcome<T> {
     result: Option<Result<T, JoinError>>,
     /// The future is gone.
     ended: bool,
-    /// The result is not needed.
+    /// Nobody needs the result.
     detached: bool,
     waker: Option<Waker>,
 }

@@ -13,14 +13,14 @@ pub(super) struct Timers {
 }
 
 impl Timers {
-    /// A number of its own for a timer.
+    /// A unique number for a timer.
     pub(super) fn new_id(&self) -> u64 {
         let id = self.next.get();
         self.next.set(id + 1);
         id
     }
 
-    /// Sets a timer, in place of an earlier one of this deadline and number.
+    /// Sets a timer; replaces an earlier one with the same deadline and number.
     pub(super) fn set(&self, deadline: Instant, id: u64, waker: Waker) {
         let old = self.waiting.borrow_mut().insert((deadline, id), waker);
         drop(old);
@@ -32,7 +32,7 @@ impl Timers {
         drop(old);
     }
 
-    /// Wakes expired timers; returns the time until the next.
+    /// Wakes expired timers; returns the time until the next one expires.
     pub(super) fn expire(&self) -> Option<Duration> {
         if self.waiting.borrow().is_empty() {
             return None;

@@ -26,7 +26,7 @@ const MAX_UNITS: u64 = 1 << 33;
 pub(crate) struct Own {
     /// Bytes of host clusters that its L2 tables refer to.
     pub(crate) data: u64,
-    /// Those of them that no disk can see.
+    /// The part of those that no disk can see.
     pub(crate) hidden: u64,
     /// The number of L2 tables.
     pub(crate) tables: u32,

@@ -15,10 +15,10 @@ pub use json::json;
 pub use parquet::parquet;
 pub use text::text;
 
-/// Whether [`parquet`] writes: whether the feature of that name is on.
+/// Whether [`parquet`] works: whether the feature of that name is enabled.
 pub const HAS_PARQUET: bool = cfg!(feature = "parquet");
 
-/// The feature `parquet`, which writes, is off.
+/// Fails, since the feature `parquet` is disabled.
 ///
 /// # Errors
 /// Always.

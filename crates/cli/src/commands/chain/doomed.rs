@@ -13,8 +13,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// A layer's file that is to be deleted. From the first lock until this is dropped, no other program can write to it.
-/// While it is locked, no program that takes locks has it open, under any name or through any overlay, or can open it
-/// or name it in a new overlay. QEMU's `create -b` takes none.
+/// While it is locked, no program that takes locks has it open or can open it, under any name or through any overlay,
+/// and none can create an overlay that names it. QEMU's `create -b` takes no locks.
 pub(super) struct Doomed {
     path: PathBuf,
     locked: FileStorage,
@@ -24,12 +24,12 @@ impl Doomed {
     /// Locks the file.
     ///
     /// # Errors
-    /// If another program uses it; it cannot be opened for writing, which the locks require; its name is a symbolic
-    /// link to another directory; or it has internal snapshots.
+    /// If another program uses it; if it cannot be opened for writing, which the locks require; if its name is a
+    /// symbolic link to another directory; or if it has internal snapshots.
     pub(super) async fn lock(path: &Path) -> Result<Self, Failure> {
         host::only_files(path, "the deletion of a layer")?;
         let locked = open(path).await?;
-        // Others may use a link's target by links of their own, which are not searched for.
+        // Other images may refer to a link's target through other links, which are not searched for.
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
         let directory = fs::canonicalize(parent.unwrap_or(Path::new(".")));
         let directory = directory.map_err(|error| kept(path, &error))?;
@@ -52,12 +52,12 @@ impl Doomed {
         &self.path
     }
 
-    /// What identifies it among the layers of a chain.
+    /// Its identity among the layers of a chain.
     pub(super) fn id(&self) -> FileId {
         host::id_of_file(self.locked.id())
     }
 
-    /// Admits readers, as for a merge of the layer, but still no writers of other programs.
+    /// Admits readers, as a merge of the layer requires, but still keeps out other programs' writers.
     ///
     /// # Errors
     /// If the storage fails.
@@ -79,8 +79,8 @@ impl Doomed {
         Ok(Self { locked, ..self })
     }
 
-    /// Deletes the file, and its name if that is a symbolic link; or returns an image that needs it, other than
-    /// `overlay`. `users` must have been found while the file was locked.
+    /// Deletes the file, and its name if that is a symbolic link. If an image other than `overlay` needs the file,
+    /// returns that image instead. `users` must have been found while the file was locked.
     ///
     /// # Errors
     /// If it cannot be deleted, or its name now refers to another file.
@@ -97,7 +97,7 @@ impl Doomed {
         if now != (locked.device, locked.inode) {
             return Err(failed(&"another program has replaced it"));
         }
-        // An image that is gone was merged, too.
+        // An image that no longer exists was merged as well.
         let needs = |user: &&PathBuf| match identity(user) {
             Ok(id) => Some(id) != overlay,
             Err(error) => error.kind() != ErrorKind::NotFound,

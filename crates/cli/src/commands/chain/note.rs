@@ -9,8 +9,8 @@ use std::path::Path;
 
 const ATTRIBUTE: &str = "user.isobath.merge";
 
-/// Durably notes in the layer's file that the overlay takes its data. Without extended attributes, a killed command
-/// leaves the file behind.
+/// Durably records in the layer's file that the overlay is taking its data. On a file system without extended
+/// attributes, a killed command leaves the file behind.
 pub(super) fn leave(layer: &Path, format: ImageFormat, overlay: &Path) {
     let noted = || {
         let (own, above) = (fingerprint(layer)?, of_overlay(overlay)?);
@@ -24,9 +24,9 @@ pub(super) fn leave(layer: &Path, format: ImageFormat, overlay: &Path) {
     }
 }
 
-/// Removes the note: the file stays.
+/// Removes the note from a file that is to be kept.
 pub(super) fn forget(layer: &Path) {
-    // There may be none.
+    // There may be no note.
     let _ = removexattr(layer, ATTRIBUTE);
 }
 
@@ -41,10 +41,10 @@ pub(super) fn of_overlay(overlay: &Path) -> std::io::Result<String> {
     identity(overlay).map(|(device, inode)| format!("{device}:{inode}"))
 }
 
-/// What a note says.
+/// The contents of a note.
 pub(super) struct Note {
     pub(super) format: ImageFormat,
-    /// The layer's [fingerprint].
+    /// The layer's [fingerprint], by which a note is valid for this file only.
     pub(super) own: String,
     /// Identifies the overlay; see [`of_overlay`].
     pub(super) above: String,

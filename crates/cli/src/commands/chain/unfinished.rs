@@ -1,9 +1,9 @@
 //! Layers that were merged, but whose files were not deleted because the command was killed. Running it again deletes
 //! them.
 //!
-//! The evidence is a note in an extended attribute of the layer's file. It says which overlay takes the data, and
-//! identifies the file, its size and the time of its last write, so that a copy, or a file written to since, has no
-//! valid note. Comparing what the overlay reads then proves that the layer can be deleted.
+//! The evidence is a note in an extended attribute of the layer's file. It names the overlay that takes the data, and
+//! identifies the file, its size and the time of its last write, so the note is not valid in a copy or after another
+//! write. Comparing what the overlay reads then proves that the layer can be deleted.
 
 use super::doomed::Doomed;
 use super::note::{Note, fingerprint, of_overlay};

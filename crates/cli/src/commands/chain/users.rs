@@ -30,7 +30,7 @@ impl Users {
     /// Reads the images in these directories, and in all directories below them.
     ///
     /// # Errors
-    /// If a directory or an image cannot be read: what it needs is then unknown.
+    /// If a directory or an image cannot be read, since the files that it needs are then unknown.
     pub(super) fn find(directories: &[PathBuf]) -> Result<Self, Failure> {
         let mut found = Self::default();
         each_file(directories, |image| found.add(image))?;

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Guest bytes read at once.
+/// Guest bytes read at a time.
 const WINDOW: u64 = 8 << 20;
 
 /// Refuses options that such a target does not support, in QEMU's words where it refuses them too.
@@ -78,7 +78,7 @@ pub(super) async fn convert(
     });
     let work = async {
         let rate = args.rate.filter(|rate| *rate > 0);
-        // What is copied in a second or two, so that a signal is noticed.
+        // As much as is copied in a second or two, so that signals are noticed.
         let window = rate.map_or(WINDOW, |rate| rate.min(WINDOW).next_multiple_of(PIECE as u64));
         let (mut at, mut due) = (0, Instant::now());
         while at < total {

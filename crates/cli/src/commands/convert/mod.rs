@@ -75,7 +75,7 @@ pub(crate) struct Args {
     /// Write zeroes for data that cannot be read, with a warning, and continue
     #[arg(long)]
     salvage: bool,
-    /// Accepted for compatibility: the host always shares or copies what it can
+    /// Accepted for compatibility; data is always shared or copied by the host where possible
     #[arg(short = 'C', long = "copy-range-offloading")]
     copy_offloading: bool,
     /// Speed limit in bytes per second
@@ -156,7 +156,7 @@ impl Args {
     }
 }
 
-/// Parses the target's format. QEMU's drivers of files and devices are formats to it, too: the disk as it is.
+/// Parses the target's format. As in QEMU, drivers of files and devices count as formats: raw.
 fn target_format(name: &str) -> Result<ImageFormat, String> {
     match name {
         "file" | "host_device" => Ok(ImageFormat::Raw),

@@ -189,7 +189,7 @@ fn megabytes(bytes: f64) -> String {
     plain(bytes / 1e6)
 }
 
-/// With as many digits as needed, up to three after the decimal point.
+/// Formats a number with as many digits as needed, up to three after the decimal point.
 fn plain(value: f64) -> String {
     let shown = format!("{value:.3}");
     shown.trim_end_matches('0').trim_end_matches('.').to_owned()

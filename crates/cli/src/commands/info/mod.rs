@@ -77,7 +77,7 @@ pub(crate) fn read(
             info(images(), &image.path, &look).await.map(|info| vec![info])
         };
         let mut images = images.map_err(|error| image.failed(&error))?;
-        // A part of a file has no name of its own but the one that was typed.
+        // The only readable name of a part of a file is the one that was typed.
         if let Some(typed) = image.part_as_typed()
             && let Some(first) = images.first_mut()
         {
@@ -122,7 +122,7 @@ pub(crate) fn to_json(info: &ImageInfo) -> Value {
         ),
         ("backing-filename", info.backing_filename.as_ref().map(|name| json!(name))),
         ("encrypted", qcow2.filter(|qcow2| qcow2.encrypted).map(|_| json!(true))),
-        // QEMU knows nothing of a raw export of an NBD server.
+        // QEMU reports nothing about a raw export of an NBD server.
         ("dirty-flag", info.actual_size.or(qcow2.map(|_| 0)).map(|_| json!(dirty))),
     ])
 }

@@ -16,7 +16,7 @@ pub(super) struct Done {
 }
 
 impl Done {
-    /// Two lines for people.
+    /// Two lines for users.
     pub(super) fn for_people(&self) -> String {
         let Self { verb, offset, bytes, time } = self;
         let rates = self.rates();

@@ -15,7 +15,7 @@ use std::io;
 use std::rc::Rc;
 use std::time::Duration;
 
-/// What comes after a command.
+/// What to do after a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Next {
     /// The next command.

@@ -41,7 +41,7 @@ const FLAGS: [(u16, &str); 11] = [
 enum Refused {
     /// The connection ended or failed.
     Io(io::Error),
-    /// The server broke the protocol, or refused.
+    /// The server violated the protocol, or refused.
     Said(String),
 }
 
@@ -279,7 +279,7 @@ fn exports<S: Read + Write>(mut server: Timed<S>) -> Asked<Vec<Listed>> {
             }
         }
     }
-    // The list is complete, whatever becomes of the connection.
+    // The list is complete, even if the connection fails now.
     let _ = server.ask(option::ABORT, &[]);
     Ok(exports)
 }
@@ -288,7 +288,7 @@ fn exports<S: Read + Write>(mut server: Timed<S>) -> Asked<Vec<Listed>> {
 mod tests {
     use super::*;
 
-    /// A server that sends these bytes, whatever it is asked.
+    /// A server that sends these bytes, whatever it receives.
     struct Sent(io::Cursor<Vec<u8>>);
 
     impl Read for Sent {

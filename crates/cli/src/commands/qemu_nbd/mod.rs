@@ -111,7 +111,7 @@ pub(crate) struct Args {
     image: Option<PathBuf>,
 }
 
-/// What qemu-nbd has and this program has not.
+/// Options of qemu-nbd that are not supported.
 #[derive(clap::Args)]
 struct Refused {
     /// Not supported: connect the image to a kernel device

@@ -32,15 +32,15 @@ impl DetectZeroes {
     }
 }
 
-/// Compression of everything that is written, by whole clusters.
+/// Compresses all writes, in whole clusters.
 pub(super) struct Compressed {
     cluster_size: u64,
-    /// Held while anything is changed: where a part of a cluster is written, the rest is read, and written with it.
+    /// Held during every change: a write of a part of a cluster reads the rest and writes the whole cluster.
     alone: AsyncMutex<()>,
 }
 
 impl Compressed {
-    /// For this disk.
+    /// Compression for this disk.
     ///
     /// # Errors
     /// If its image cannot hold compressed clusters.
@@ -89,15 +89,15 @@ pub(super) struct View {
     pub(super) offset: u64,
     pub(super) size: u64,
     pub(super) cache: CacheMode,
-    /// Writes are compressed.
+    /// Compresses writes, if requested.
     pub(super) compressed: Option<Compressed>,
-    /// Discards reach the disk.
+    /// Whether discards reach the disk.
     pub(super) discards: bool,
     pub(super) detect_zeroes: DetectZeroes,
 }
 
 impl View {
-    /// Keeps a change apart from writes of whole clusters.
+    /// Keeps other changes from running concurrently with writes of whole clusters.
     async fn alone(&self) -> Option<AsyncMutexGuard<'_, ()>> {
         match &self.compressed {
             Some(compressed) => Some(compressed.alone.lock().await),

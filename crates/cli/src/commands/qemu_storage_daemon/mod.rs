@@ -97,7 +97,7 @@ pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
     };
     messages::detach();
     runtime::block_on(async || {
-        // Before any socket exists, since whoever sees one may send a signal.
+        // Before any socket exists, since a program that sees one may send a signal.
         let signals = signals::receive()?;
         let mut listeners = Listeners::new();
         if let Some(endpoint) = &nbd {

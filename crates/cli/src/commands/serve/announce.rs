@@ -11,9 +11,9 @@ use std::io::{self, Write};
 struct Announcement<'a> {
     /// The export's name.
     name: &'a str,
-    /// Bytes.
+    /// Its size in bytes.
     size: u64,
-    /// Images in its chain.
+    /// The number of images in its chain.
     layers: usize,
     read_only: bool,
 }

@@ -183,7 +183,7 @@ impl Given {
     /// The settings of the export at `location`; without one, of an export of a shared server.
     fn settings(&self, location: Option<&Value>) -> Result<Settings, Failure> {
         let mut settings = Settings::default();
-        // Through QMP a client is offered it on request only, as in QEMU; it costs nothing.
+        // Through QMP it is offered only on request, as in QEMU. It costs nothing.
         let depth = |parameter: &&Parameter| parameter.name == "allocation-depth";
         if let Some(parameter) = self.protocol.parameters.iter().find(depth) {
             settings.set(parameter, Setting::Flag(true));

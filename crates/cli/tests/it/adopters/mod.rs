@@ -6,6 +6,7 @@ mod probe;
 
 use crate::qemu_img_options::{described, normal};
 use fixtures::Fixtures;
+use isobath_testkit::loop_device::LoopDevice;
 use isobath_testkit::process::{Finished, run};
 use isobath_testkit::{args, qemu};
 use serde_json::Value;
@@ -135,10 +136,10 @@ impl Side {
         fs::create_dir(&self.directory).unwrap();
         fs::create_dir(shown).unwrap();
         fixtures.copy(&case.text(), &self.directory);
-        let loops: Vec<(String, Loop)> = case
+        let loops: Vec<(String, LoopDevice)> = case
             .loops
             .iter()
-            .map(|(name, file)| (name.clone(), Loop::new(&self.directory.join(file))))
+            .map(|(name, file)| (name.clone(), LoopDevice::new(&self.directory.join(file))))
             .collect();
         let socket = self.directory.join("nbd.sock");
         let mut values = vec![
@@ -147,7 +148,8 @@ impl Side {
             ("nbd".to_owned(), format!("nbd+unix:///?socket={}", socket.display())),
             ("port".to_owned(), port.to_string()),
         ];
-        values.extend(loops.iter().map(|(name, it)| (name.clone(), it.0.display().to_string())));
+        values
+            .extend(loops.iter().map(|(name, it)| (name.clone(), it.path().display().to_string())));
         let fill = |text: &str| {
             let filled = |text: String, (name, value): &(String, String)| {
                 text.replace(&format!("{{{name}}}"), value)
@@ -176,7 +178,7 @@ impl Side {
             device.write_back();
         }
         let devices: Vec<_> =
-            loops.iter().map(|(_, device)| device.0.display().to_string()).collect();
+            loops.iter().map(|(_, device)| device.path().display().to_string()).collect();
         let described = |name: String| {
             let is_changed = !fixtures.has(&name, &self.directory.join(&name));
             let described = is_changed.then(|| describe(&self.directory, &name, &devices, shown));
@@ -184,7 +186,7 @@ impl Side {
         };
         let files = fixtures::files(&self.directory).into_iter().map(described).collect();
         let mut names: Vec<_> =
-            loops.iter().map(|(name, it)| (it.0.display().to_string(), name)).collect();
+            loops.iter().map(|(name, it)| (it.path().display().to_string(), name)).collect();
         // One name may be the beginning of the other.
         names.sort_by_key(|(device, _)| std::cmp::Reverse(device.len()));
         let named = |text: String| {
@@ -224,27 +226,6 @@ fn describe(directory: &Path, name: &str, devices: &[String], shown: &Path) -> D
     let check = args!["check", "-U", "-q", "-f", &format, name];
     let check = if format == "qcow2" { img(check).code() } else { 0 };
     Described { info, contents, check, held }
-}
-
-/// A loop device.
-struct Loop(PathBuf);
-
-impl Loop {
-    fn new(file: &Path) -> Self {
-        let done = run(Command::new("losetup").args(["--show", "-f"]).arg(file)).ok();
-        Self(PathBuf::from(done.text().trim()))
-    }
-
-    /// Makes its file hold what was written to the device.
-    fn write_back(&self) {
-        let _ = run(Command::new("blockdev").arg("--flushbufs").arg(&self.0)).ok();
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = run(Command::new("losetup").arg("-d").arg(&self.0));
-    }
 }
 
 /// Removes what no two runs have in common.

@@ -1,4 +1,4 @@
-//! Images whose descriptor lists other files: flat ones, which hold the disk as it is, and sparse ones.
+//! Images whose descriptor lists other files: flat ones, which contain the disk's bytes as they are, and sparse ones.
 
 use super::sparse::WriteSparse;
 use super::{VmdkOptions, descriptor};
@@ -13,15 +13,15 @@ use std::sync::Arc;
 
 pub(crate) struct Extents<S> {
     descriptor: String,
-    /// In order of their places on the disk.
+    /// In the order of the disk.
     list: Vec<Extent<S>>,
 }
 
 struct Extent<S> {
     storage: Arc<S>,
-    /// Bytes of the disk.
+    /// Its size in guest bytes.
     length: u64,
-    /// `None` for a flat one.
+    /// `None` for a flat extent.
     sparse: Option<WriteSparse>,
 }
 
@@ -52,7 +52,7 @@ impl<S: Storage> Extents<S> {
                 None
             } else {
                 let name = storage.identity().name;
-                Some(WriteSparse::new(name, sectors, None, options.zeroed_grains)?)
+                Some(WriteSparse::new(name, sectors, None, options.zeroed_grains))
             };
             list.push(Extent { storage, length, sparse });
         }
@@ -80,7 +80,7 @@ impl<S: Storage> Extents<S> {
         Ok(())
     }
 
-    /// The descriptor, which makes them an image, is written last.
+    /// The descriptor, which makes the files an image, is written last.
     pub(super) async fn finish(self, storage: &S) -> Result<()> {
         for extent in self.list {
             if let Some(sparse) = extent.sparse {

@@ -1,6 +1,7 @@
 //! Writing VMDK, as specified in `VMware`'s "Virtual Disk Format 5.0".
 
 mod extents;
+mod grains;
 mod sparse;
 mod stream;
 
@@ -15,36 +16,37 @@ use std::sync::Arc;
 use stream::WriteStream;
 pub(crate) use stream::deflate;
 
-/// Sectors in a grain.
+/// The size of a grain in sectors.
 const GRAIN: u64 = super::piece::PIECE as u64 / SECTOR;
 
-/// Entries in a grain table.
+/// The number of entries in a grain table.
 const ENTRIES: u64 = 512;
 
-/// Sectors of the descriptor in a sparse image, which follows the header.
+/// The size of the descriptor that follows the header in a sparse image, in sectors.
 const DESCRIPTOR: u64 = 20;
 
-/// The largest disk in sectors, 128 TiB. Sectors of a file have 32-bit numbers, which may not suffice for less.
+/// The maximum size of a disk in sectors, 128 TiB. A file's sectors have 32-bit numbers, which may not suffice even for
+/// a smaller disk.
 const MAX_SECTORS: u64 = u32::MAX as u64 * 64;
 
 /// The files of a VMDK.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum VmdkSubformat {
-    /// One file, with the parts that were written.
+    /// One file, with the parts that are written.
     #[default]
     MonolithicSparse,
     /// A descriptor, and a file with the whole disk.
     MonolithicFlat,
-    /// A descriptor, and files for 2 GiB of the disk each, with the parts that were written.
+    /// A descriptor, and files that each cover 2 GiB of the disk, with the parts that are written.
     TwoGbMaxExtentSparse,
     /// A descriptor, and files of 2 GiB with the whole disk.
     TwoGbMaxExtentFlat,
-    /// One file, with the parts that were written, compressed.
+    /// One file, with the parts that are written, compressed.
     StreamOptimized,
 }
 
 impl VmdkSubformat {
-    /// Every one.
+    /// All subformats.
     pub const ALL: [Self; 5] = [
         Self::MonolithicSparse,
         Self::MonolithicFlat,
@@ -64,17 +66,17 @@ impl VmdkSubformat {
         }
     }
 
-    /// The subformat of that name.
+    /// The subformat with that name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|subformat| subformat.name() == name)
     }
 
-    /// Whether its files hold the whole disk.
+    /// Whether its files contain the whole disk.
     pub const fn is_flat(self) -> bool {
         matches!(self, Self::MonolithicFlat | Self::TwoGbMaxExtentFlat)
     }
 
-    /// Bytes of the disk in each of its extents, if these have files of their own.
+    /// The maximum size of an extent in guest bytes, if extents have files of their own.
     const fn extent(self) -> Option<u64> {
         match self {
             Self::MonolithicSparse | Self::StreamOptimized => None,
@@ -89,7 +91,7 @@ impl VmdkSubformat {
 pub struct VmdkOptions {
     /// Its files.
     pub subformat: VmdkSubformat,
-    /// The content's identity. It must not be the one that stands for no parent, all ones.
+    /// The content ID. It must not be all ones, which stands for no parent.
     pub content_id: u32,
     /// The disk's controller: `ide`, `buslogic`, `lsilogic` or `legacyESX`.
     pub adapter: &'static str,
@@ -97,12 +99,13 @@ pub struct VmdkOptions {
     pub hardware_version: String,
     /// The version of `VMware`'s tools in the guest.
     pub tools_version: String,
-    /// Of a sparse image: programs may mark parts as zero.
+    /// For a sparse image: whether programs may mark parts as zero.
     pub zeroed_grains: bool,
 }
 
 impl VmdkOptions {
-    /// The files that the image `name` with a disk of `size` bytes needs besides its own. They are in its directory.
+    /// The files besides its own that the image `name` with a disk of `size` bytes needs. They are in the same
+    /// directory.
     ///
     /// # Errors
     /// If a descriptor cannot hold their names, or the disk is too large.
@@ -135,7 +138,7 @@ impl VmdkOptions {
     }
 }
 
-/// The most files of an image: those that are open at once.
+/// The maximum number of an image's files, all of which are open at once.
 const MAX_EXTENTS: u64 = 512;
 
 /// The descriptor of an image whose extents are listed in `extents`.
@@ -157,7 +160,7 @@ fn descriptor(options: &VmdkOptions, capacity: u64, extents: &str) -> String {
 /// The descriptor in a sparse image, in whole sectors.
 fn embedded(name: &Path, options: &VmdkOptions, capacity: u64) -> Result<Vec<u8>> {
     let file = name.file_name().unwrap_or_default().to_string_lossy();
-    // The name is for people: a quotation mark or a line's end would change the descriptor's meaning.
+    // The name is only informative, but a quotation mark or a newline would change the descriptor's meaning.
     let shown: String =
         file.chars().take(200).map(|c| if c == '"' || c.is_control() { '_' } else { c }).collect();
     let text = descriptor(options, capacity, &format!("RW {capacity} SPARSE \"{shown}\"\n"));
@@ -171,7 +174,7 @@ fn embedded(name: &Path, options: &VmdkOptions, capacity: u64) -> Result<Vec<u8>
     Ok(bytes)
 }
 
-/// Entries in whole sectors.
+/// The bytes of entries, padded to whole sectors.
 fn encode(entries: &[u32]) -> Vec<u8> {
     let mut bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.to_le_bytes()).collect();
     bytes.resize(bytes.len().next_multiple_of(SECTOR as usize), 0);
@@ -213,7 +216,7 @@ impl<S: Storage> WriteVmdk<S> {
             }
             VmdkSubformat::MonolithicSparse => {
                 let descriptor = embedded(name, options, capacity)?;
-                Self::Sparse(WriteSparse::new(name, capacity, Some(descriptor), zeroed)?)
+                Self::Sparse(WriteSparse::new(name, capacity, Some(descriptor), zeroed))
             }
             _ => Self::Extents(Extents::new(name, extents, capacity, options)?),
         })

@@ -1,88 +1,69 @@
-//! Writing a sparse extent: header, descriptor, two copies of the grain directory with the grain tables, and the grains
-//! in the order in which they are written. All grain tables have their places from the start.
+//! Writing a sparse extent: header, descriptor, two copies of the grain directory and of the grain tables, and then the
+//! grains in the order in which they are written. The locations of all grain tables are fixed from the start.
 
+use super::grains::{Grains, Table};
 use super::{DESCRIPTOR, ENTRIES, GRAIN, encode};
-use crate::error::{Blame, Result};
+use crate::error::Result;
 use crate::vmdk::SECTOR;
 use crate::write::piece::{PIECE, Piece};
 use isobath_storage::{IoBuf, Storage};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-/// Sectors of a grain table.
+/// The size of a grain table in sectors.
 const TABLE: u64 = ENTRIES * 4 / SECTOR;
 
-/// Entries of a grain directory that are written at once.
+/// Entries of a grain directory that are written at a time.
 const WINDOW: u64 = 1 << 18;
 
 pub(crate) struct WriteSparse {
-    name: PathBuf,
-    /// Sectors of the disk.
+    /// The size of the disk in sectors.
     capacity: u64,
-    /// In whole sectors.
+    /// Padded to whole sectors.
     descriptor: Option<Vec<u8>>,
-    /// Entries of 1 stand for zeroes.
+    /// Whether an entry of 1 stands for zeroes.
     zeroed: bool,
-    /// Grain tables.
+    /// The number of grain tables.
     tables: u64,
-    /// The next sector of the file.
-    next: u64,
-    /// The table of the grains being written, and its number.
-    table: Vec<u32>,
-    number: u64,
+    grains: Grains,
 }
 
 impl WriteSparse {
-    /// An extent of so many sectors. The image's descriptor is in the first one, or in a file of its own.
+    /// An extent of `capacity` sectors. It contains the image's descriptor, unless that is in a file of its own.
     pub(super) fn new(
         name: &Path,
         capacity: u64,
         descriptor: Option<Vec<u8>>,
         zeroed: bool,
-    ) -> Result<Self> {
-        let table = vec![0; ENTRIES as usize];
+    ) -> Self {
         let tables = capacity.div_ceil(GRAIN * ENTRIES);
-        let (name, number) = (name.to_owned(), 0);
-        let mut new = Self { name, capacity, descriptor, zeroed, tables, next: 0, table, number };
-        new.next = new.overhead();
-        new.check()?;
-        Ok(new)
+        let grains = Grains::new(name, 0);
+        let mut new = Self { capacity, descriptor, zeroed, tables, grains };
+        new.grains.next = new.overhead();
+        new
     }
 
-    /// Sectors of a grain directory.
+    /// The size of a grain directory in sectors.
     const fn directory(&self) -> u64 {
         (self.tables * 4).div_ceil(SECTOR)
     }
 
-    /// The sectors of the grain directory's copies: the redundant one comes first. Each is followed by its tables.
+    /// The sectors of the two copies of the grain directory, the redundant one first. Each is followed by its tables.
     const fn directories(&self) -> [u64; 2] {
         let first = 1 + DESCRIPTOR;
         [first, first + self.directory() + self.tables * TABLE]
     }
 
-    /// Sectors before the first grain.
+    /// The number of sectors before the first grain.
     const fn overhead(&self) -> u64 {
         let [_, second] = self.directories();
         (second + self.directory() + self.tables * TABLE).next_multiple_of(GRAIN)
     }
 
-    fn check(&self) -> Result<()> {
-        if u32::try_from(self.next).is_err() {
-            let reason = "a VMDK's file has at most 2 TiB";
-            return Err(Blame(&self.name).unsupported("file size", self.next * SECTOR, reason));
-        }
-        Ok(())
-    }
-
-    /// Writes the table of the current grains, if it has any.
-    async fn end_table<S: Storage>(&mut self, storage: &S) -> Result<()> {
-        if self.table.iter().all(|entry| *entry == 0) {
-            return Ok(());
-        }
-        let table = encode(&self.table);
-        self.table.fill(0);
+    /// Writes both copies of a table.
+    async fn write_table<S: Storage>(&self, storage: &S, table: &Table) -> Result<()> {
         for directory in self.directories() {
-            let at = directory + self.directory() + self.number * TABLE;
-            storage.write_at(at * SECTOR, IoBuf::copy_of(&table)).await?;
+            let at = directory + self.directory() + table.number * TABLE;
+            storage.write_at(at * SECTOR, IoBuf::copy_of(&table.bytes)).await?;
         }
         Ok(())
     }
@@ -92,22 +73,16 @@ impl WriteSparse {
         storage: &S,
         pieces: Vec<Piece>,
     ) -> Result<()> {
-        let start = self.next * SECTOR;
+        let start = self.grains.next * SECTOR;
         let mut out = Vec::new();
-        for Piece { at, bytes } in pieces {
-            let grain = at / (GRAIN * SECTOR);
-            if grain / ENTRIES != self.number {
-                self.end_table(storage).await?;
-                self.number = grain / ENTRIES;
+        for Piece { at, mut bytes } in pieces {
+            if let Some(table) = self.grains.go_to(at) {
+                self.write_table(storage, &table).await?;
             }
-            if let Some(slot) = self.table.get_mut((grain % ENTRIES) as usize) {
-                *slot = self.next as u32;
-            }
-            self.next += GRAIN;
-            self.check()?;
+            // The disk may end within its last grain, but the file contains whole grains.
+            bytes.resize(PIECE, 0);
+            self.grains.add(at, &bytes)?;
             out.extend(bytes);
-            // The last grain is whole, too.
-            out.resize(out.len().next_multiple_of(PIECE), 0);
         }
         if !out.is_empty() {
             storage.write_at(start, IoBuf::copy_of(&out)).await?;
@@ -118,7 +93,7 @@ impl WriteSparse {
     fn header(&self) -> Vec<u8> {
         let mut header = vec![0; SECTOR as usize];
         let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
-        // Newlines can be checked; there is a redundant directory; and grains that are zero.
+        // Flags: newlines can be checked, there is a redundant directory, entries of 1 stand for zeroes.
         let (version, flags): (u32, u32) = if self.zeroed { (2, 7) } else { (1, 3) };
         put(0, b"KDMV");
         put(4, &version.to_le_bytes());
@@ -139,8 +114,10 @@ impl WriteSparse {
     }
 
     pub(super) async fn finish<S: Storage>(mut self, storage: &S) -> Result<()> {
-        self.end_table(storage).await?;
-        storage.set_len(self.next * SECTOR).await?;
+        if let Some(table) = self.grains.end_table() {
+            self.write_table(storage, &table).await?;
+        }
+        storage.set_len(self.grains.next * SECTOR).await?;
         for directory in self.directories() {
             let first = directory + self.directory();
             for start in (0..self.tables).step_by(WINDOW as usize) {

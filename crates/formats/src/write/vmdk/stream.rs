@@ -1,47 +1,43 @@
 //! Writing stream-optimized VMDK: each grain is compressed and follows a marker with its place; a grain table follows
 //! its grains, and the grain directory and the footer come last.
 
+use super::grains::{Grains, Table};
 use super::{DESCRIPTOR, ENTRIES, GRAIN, encode};
-use crate::error::{Blame, Result};
+use crate::error::Result;
 use crate::vmdk::{AT_END, SECTOR};
 use crate::write::piece::{PIECE, Piece};
 use flate2::{Compress, Compression, FlushCompress};
 use isobath_storage::{IoBuf, Storage};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-/// Sectors before the first grain.
+/// The number of sectors before the first grain.
 const OVERHEAD: u64 = 128;
 
-/// Markers that are not grains.
+/// The types of markers other than those of grains.
 const TABLE_MARKER: u32 = 1;
 const DIRECTORY_MARKER: u32 = 2;
 const FOOTER_MARKER: u32 = 3;
 
 pub(crate) struct WriteStream {
-    name: PathBuf,
-    /// Sectors of the disk.
+    /// The size of the disk in sectors.
     capacity: u64,
     descriptor: Vec<u8>,
-    /// Entries of 1 stand for zeroes.
+    /// Whether an entry of 1 stands for zeroes.
     zeroed: bool,
-    /// The next sector of the file.
-    next: u64,
-    /// The table of the grains being written, and its number.
-    table: Vec<u32>,
-    number: u64,
+    grains: Grains,
     directory: Vec<u32>,
 }
 
-/// A grain's marker and the compressed grain, in whole sectors.
+/// A grain's marker and the compressed grain, padded to whole sectors.
 pub(crate) fn deflate(at: u64, bytes: &[u8]) -> Vec<u8> {
     let mut grain = vec![0; PIECE];
     let (there, _) = grain.split_at_mut(bytes.len());
     there.copy_from_slice(bytes);
-    // Room for what cannot be compressed: a few bytes for each stored block.
+    // Enough for data that cannot be compressed, which takes a few bytes more for each stored block.
     let mut out = vec![0; 12 + PIECE + PIECE / 64 + 64];
     let mut compress = Compress::new(Compression::default(), true);
     let (marker, room) = out.split_at_mut(12);
-    // It ends within the room, so there is no error.
+    // The output fits, so there is no error.
     let _ = compress.compress(&grain, room, FlushCompress::Finish);
     let length = compress.total_out() as usize;
     marker[..8].copy_from_slice(&(at / SECTOR).to_le_bytes());
@@ -51,7 +47,7 @@ pub(crate) fn deflate(at: u64, bytes: &[u8]) -> Vec<u8> {
     out
 }
 
-/// A marker of metadata that is not a grain.
+/// A marker of metadata.
 fn marker(sectors: u64, kind: u32) -> Vec<u8> {
     let mut marker = vec![0; SECTOR as usize];
     marker[..8].copy_from_slice(&sectors.to_le_bytes());
@@ -61,45 +57,21 @@ fn marker(sectors: u64, kind: u32) -> Vec<u8> {
 
 impl WriteStream {
     pub(super) fn new(name: &Path, capacity: u64, descriptor: Vec<u8>, zeroed: bool) -> Self {
+        let grains = Grains::new(name, OVERHEAD);
         let tables = capacity.div_ceil(GRAIN * ENTRIES);
-        Self {
-            name: name.to_owned(),
-            capacity,
-            descriptor,
-            zeroed,
-            next: OVERHEAD,
-            table: vec![0; ENTRIES as usize],
-            number: 0,
-            directory: vec![0; tables as usize],
-        }
+        Self { capacity, descriptor, zeroed, grains, directory: vec![0; tables as usize] }
     }
 
-    /// The place of `bytes`, which are whole sectors, after everything else.
-    fn place(&mut self, bytes: &[u8]) -> Result<u32> {
-        let at = self.next;
-        self.next += bytes.len() as u64 / SECTOR;
-        if u32::try_from(self.next).is_err() {
-            let reason = "a VMDK's file has at most 2 TiB";
-            return Err(Blame(&self.name).unsupported("file size", self.next * SECTOR, reason));
-        }
-        Ok(at as u32)
-    }
-
-    /// Puts the table of the current grains into `out`, if it has any.
-    fn end_table(&mut self, out: &mut Vec<u8>) -> Result<()> {
-        if self.table.iter().all(|entry| *entry == 0) {
-            return Ok(());
-        }
-        let table = encode(&self.table);
-        self.table.fill(0);
-        let marker = marker(table.len() as u64 / SECTOR, TABLE_MARKER);
-        self.place(&marker)?;
-        let at = self.place(&table)?;
-        if let Some(slot) = self.directory.get_mut(self.number as usize) {
+    /// Appends a table to `out`.
+    fn append(&mut self, Table { number, bytes }: Table, out: &mut Vec<u8>) -> Result<()> {
+        let marker = marker(bytes.len() as u64 / SECTOR, TABLE_MARKER);
+        self.grains.place(&marker)?;
+        let at = self.grains.place(&bytes)?;
+        if let Some(slot) = self.directory.get_mut(number as usize) {
             *slot = at;
         }
         out.extend(marker);
-        out.extend(table);
+        out.extend(bytes);
         Ok(())
     }
 
@@ -108,18 +80,13 @@ impl WriteStream {
         storage: &S,
         pieces: Vec<Piece>,
     ) -> Result<()> {
-        let start = self.next * SECTOR;
+        let start = self.grains.next * SECTOR;
         let mut out = Vec::new();
         for Piece { at, bytes } in pieces {
-            let grain = at / (GRAIN * SECTOR);
-            if grain / ENTRIES != self.number {
-                self.end_table(&mut out)?;
-                self.number = grain / ENTRIES;
+            if let Some(table) = self.grains.go_to(at) {
+                self.append(table, &mut out)?;
             }
-            let place = self.place(&bytes)?;
-            if let Some(slot) = self.table.get_mut((grain % ENTRIES) as usize) {
-                *slot = place;
-            }
+            self.grains.add(at, &bytes)?;
             out.extend(bytes);
         }
         if !out.is_empty() {
@@ -133,7 +100,7 @@ impl WriteStream {
         let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
         put(0, b"KDMV");
         put(4, &3_u32.to_le_bytes());
-        // Newlines can be checked; compressed grains; markers; and grains that are zero.
+        // Flags: newlines can be checked, grains are compressed, there are markers, entries of 1 stand for zeroes.
         let flags: u32 = if self.zeroed { 0x3_0005 } else { 0x3_0001 };
         put(8, &flags.to_le_bytes());
         put(12, &self.capacity.to_le_bytes());
@@ -149,13 +116,15 @@ impl WriteStream {
     }
 
     pub(super) async fn finish<S: Storage>(mut self, storage: &S) -> Result<()> {
-        let start = self.next * SECTOR;
+        let start = self.grains.next * SECTOR;
         let mut out = Vec::new();
-        self.end_table(&mut out)?;
+        if let Some(table) = self.grains.end_table() {
+            self.append(table, &mut out)?;
+        }
         let directory = encode(&self.directory);
         let marked = marker(directory.len() as u64 / SECTOR, DIRECTORY_MARKER);
-        self.place(&marked)?;
-        let at = self.place(&directory)?;
+        self.grains.place(&marked)?;
+        let at = self.grains.place(&directory)?;
         out.extend(marked);
         out.extend(directory);
         out.extend(marker(1, FOOTER_MARKER));

@@ -13,7 +13,7 @@ pub(super) enum Shape {
     Line,
     /// Each value holds until the next point.
     Steps,
-    /// As `Steps`, but rising from zero to the first point: a cumulative distribution.
+    /// Like `Steps`, but rising from zero to the first point: a cumulative distribution.
     Cumulative,
     /// A bar from each point to the next.
     Bars,

@@ -92,7 +92,7 @@ struct Planned {
 
 struct Plan(Vec<Planned>);
 
-/// Layers to merge into one above them.
+/// Consecutive layers to merge into a layer above them.
 struct Merge {
     layers: Range<usize>,
     target: usize,
@@ -179,7 +179,7 @@ fn leftovers(chain: &[PathBuf], search: &[PathBuf]) -> Result<bool, Failure> {
     Ok(none)
 }
 
-/// What changes the chain.
+/// Who changes the chain.
 enum Place<'a> {
     /// The server that uses it.
     Server(online::Served<'a>),
@@ -304,7 +304,7 @@ impl Plan {
         self.0.get(number).map_or(Path::new(""), |layer| &layer.file)
     }
 
-    /// A table of the layers, for people.
+    /// The plan as a table of the layers.
     fn describe(&self) -> String {
         let mut text = format!("{:<20} {:>10}  {:<28} {}\n", "TAKEN", "ON DISK", "WHAT", "LAYER");
         for layer in self.0.iter().rev() {
@@ -336,7 +336,8 @@ impl Plan {
         text
     }
 
-    /// Merges layers, and deletes their files, unless another program uses one of them. Returns whether all is done.
+    /// Merges layers and deletes their files, unless another program uses one of them. Returns whether everything was
+    /// done.
     async fn merge(&self, merge: &Merge, args: &Args) -> Result<bool, Failure> {
         let mut doomed = Vec::new();
         for number in merge.layers.clone() {
@@ -394,8 +395,8 @@ impl Plan {
         self.delete(merge, locked, search)
     }
 
-    /// Deletes the locked files of merged layers. A file that is in use, or needed by an image newer than the plan,
-    /// stays, and so do those below it. Returns whether all were deleted.
+    /// Deletes the locked files of merged layers. A file that is in use, or that an image newer than the plan needs, is
+    /// kept, and so are the files below it. Returns whether all files were deleted.
     fn delete(
         &self,
         merge: &Merge,
@@ -404,7 +405,7 @@ impl Plan {
     ) -> Result<bool, Failure> {
         let files = self.0.iter().map(|layer| layer.file.as_path());
         let users = Users::find(&directories(files, search))?;
-        // From the highest down, so that a needed file keeps those below it.
+        // From the top down, so that the files below a kept one are kept too.
         for (number, doomed) in merge.layers.clone().zip(locked).rev() {
             let overlay = (number + 1 < merge.target).then(|| self.file(number + 1));
             let own = overlay.and_then(|overlay| identity(overlay).ok());
