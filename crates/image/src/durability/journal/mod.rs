@@ -124,14 +124,14 @@ impl Active {
     async fn write<S: Storage>(&mut self, metadata: &Metadata<S>, record: Builder) -> Result<()> {
         let layer = &metadata.layer;
         let (clusters, record) = record.finish();
-        let error = |error| layer.format_error(error);
-        let bytes = record.encode(self.extension.id).map_err(error)?;
-        let count = (bytes.len() / BLOCK) as u64;
         invariant(
             record.lsn > self.last,
             layer.name(),
             "a record's number is above the last one's",
         )?;
+        let error = |error| layer.format_error(error);
+        let bytes = record.encode(self.extension.id).map_err(error)?;
+        let count = (bytes.len() / BLOCK) as u64;
         let start =
             always(self.ring.room(count), layer.name(), "a record is written where there is room")?;
         self.check_invariants(&record, layer.name())?;
