@@ -3,11 +3,11 @@
 use crate::chain::Chain;
 use crate::index::{Built, Folding, Place, build};
 use crate::open::open_chain;
-use isobath_image::encryption::{Secrets, on_thread};
+use isobath_image::encryption::{Secrets, keys_on_thread};
 use isobath_image::layer::ImageFormat;
 use isobath_image::name::name_in_header;
 use isobath_image::options::{OpenOptions, Trust, setters};
-use isobath_image::{DiskError, Result, always, invariant};
+use isobath_image::{DiskError, Result, invariant};
 use isobath_luks::{CreateOptions, Secret, system_random};
 use isobath_qcow2::index::IndexExtension;
 use isobath_qcow2::{CompressionType, FormatError, HostOffset, NewImage, Plan};
@@ -280,12 +280,12 @@ pub async fn create_held<'a, H: Host>(
 
 /// The encryption header of a new image, with a new key.
 async fn new_keys(name: &Path, encryption: NewEncryption) -> Result<Vec<u8>> {
-    let made = on_thread(move || {
+    let made = keys_on_thread(name, move || {
         let NewEncryption { options, secret } = encryption;
         options.create(&secret, &mut system_random).map(|made| made.area)
     });
-    let made = always(made.await, name, "a key is made or refused")?;
-    made.map_err(|error| DiskError::Refused { image: name.to_owned(), reason: error.to_string() })
+    made.await?
+        .map_err(|error| DiskError::Refused { image: name.to_owned(), reason: error.to_string() })
 }
 
 /// The backing file of a new image, with those below it. While this is there, it is not deleted by a command that looks

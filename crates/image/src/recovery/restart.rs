@@ -159,10 +159,8 @@ async fn shown<S: Storage>(
                 free - size
             }
         };
-        let mut bytes = [0; 16];
         let length = geometry.l2_entry_size();
-        let written = entry.write(&mut bytes, 0, &geometry);
-        always(written, name, "no entry is longer than 16 bytes")?;
+        let bytes = entry.bytes(&geometry);
         overlay.put(table + (within * length) as u64, bytes[..length].to_vec());
     }
     let mut l1 = qcow2.l1.write();

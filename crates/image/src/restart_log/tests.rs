@@ -1,7 +1,7 @@
 //! The log by itself: its contents at any moment, and its behaviour when it is full.
 
 use super::*;
-use crate::broken::assert_violated;
+use crate::broken::{assert_violated, must_panic};
 use isobath_qcow2::journal::JournalExtension;
 use isobath_qcow2::{Header, HostOffset, IncompatibleFeatures, NewImage};
 use isobath_storage::memory::{MemoryFile, MemoryHost};
@@ -243,4 +243,12 @@ fn a_broken_log_is_noticed() {
     assert_violated("over one that counts", state(), |state| state.end = CAPACITY + 1);
     assert_violated("closed before it is paid", state(), |state| state.paid = 1);
     assert_violated("closed before it is paid", state(), |state| state.closing = 1);
+}
+
+#[test]
+fn only_what_is_not_promised_is_promised_again() {
+    let log = RestartLog::default();
+    log.promise_nothing();
+    log.promise();
+    must_panic(|| log.promise(), "what is promised was not promised before");
 }

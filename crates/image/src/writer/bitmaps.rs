@@ -342,15 +342,11 @@ impl<S: Storage> Writer<S> {
     ) -> Result<PreparedUpdate<'a, S>> {
         let (layer, geometry) = (&*self.layer, qcow2.geometry());
         let Metadata { alloc, tables, .. } = &qcow2.metadata;
-        let place_of = |cluster: HostCluster| {
-            let offset = geometry.host_cluster_start(cluster);
-            always(offset, layer.name(), "a cluster that was allocated has an offset")
-        };
         let mut claim = tables.claim();
         for (entry, contents) in std::mem::take(&mut update.new) {
             let run = alloc.allocate(1).await?;
             claim.add_run(&run);
-            let at = place_of(run.start)?;
+            let at = alloc.offset_of(run.start)?;
             let written = BitmapCluster::Data(at).write(&mut update.table, entry);
             always(written, layer.name(), "a table has its entries")?;
             layer.storage().write_at(at.get(), contents).await?;
@@ -364,7 +360,7 @@ impl<S: Storage> Writer<S> {
             let bytes = update.table.len() as u64;
             let run: Run = alloc.allocate_adjacent(geometry.clusters_for(bytes)).await?;
             claim.add_run(&run);
-            bitmap.table_offset = place_of(run.start)?;
+            bitmap.table_offset = alloc.offset_of(run.start)?;
             bitmap.table_size = (bytes / 8) as u32;
             let table = std::mem::replace(&mut update.table, IoBuf::zeroed(0));
             layer.storage().write_at(bitmap.table_offset.get(), table).await?;

@@ -16,7 +16,7 @@ use crate::readers::Readers;
 use crate::restart_log::{RestartLog, Suspended};
 use crate::sabotage::{self, Sabotage};
 use crate::tables::References;
-use crate::{DiskError, Result, always};
+use crate::{DiskError, Result};
 use isobath_qcow2::{AutoclearFeatures, ClusterIndex, Geometry, HostCluster, HostOffset, L2Entry};
 use isobath_storage::Storage;
 use std::future::Future;
@@ -116,9 +116,7 @@ impl<S: Storage> Writer<S> {
         let run = alloc.allocate_adjacent(count).await?;
         let mut claim = tables.claim();
         claim.add_run(&run);
-        let offset = qcow2.geometry().host_cluster_start(run.start);
-        let offset =
-            always(offset, self.layer.name(), "a cluster that was allocated has an offset")?;
+        let offset = alloc.offset_of(run.start)?;
         self.exclusively(|| async {
             alloc.publish(claim.clusters()).await?;
             claim.keep();
