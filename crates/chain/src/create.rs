@@ -629,3 +629,33 @@ async fn write_zeroes<S: Storage>(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_executor::block_on;
+    use isobath_qcow2::NewImage;
+    use isobath_storage::memory::MemoryHost;
+
+    #[test]
+    fn an_encryption_header_is_as_long_as_was_planned() {
+        let (host, name, new) = (MemoryHost::new(), Path::new("image"), NewDisk::new(1 << 20));
+        let mut image = NewImage::new(1 << 20);
+        image.encryption = Some(1024);
+        let plan = image.plan().unwrap();
+        let write = |keys: &[u8]| {
+            let files = Vec::new();
+            let mut created =
+                Created { host: &host, size: 1 << 20, layout: Layout::default(), files };
+            let contents = Contents { plan: &plan, index: &[], keys };
+            block_on(Box::pin(write_qcow2(&mut created, name, &new, contents, &[])))
+        };
+        write(&[0; 1024]).unwrap();
+        match write(&[0; 1023]) {
+            Err(DiskError::Internal { violated, .. }) => {
+                assert_eq!(violated, "an encryption header has its own length");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}

@@ -749,9 +749,10 @@ mod tests {
         let journal = active();
         let _ = journal.add_checksums([written(checksummed(0, &[buf(1, 8192)], SIZE, true))]);
         let closed = journal.begin_commit(Lsn::new(1), &[], SIZE);
-        must_panic(|| journal.begin_commit(Lsn::new(2), &[], SIZE), ONE_COMMIT);
-        must_panic(|| journal.begin_embedded_commit(), ONE_COMMIT);
-        must_panic(|| journal.deactivate(None), ONE_COMMIT);
+        let one = "one commit of data ends before the next begins";
+        must_panic(|| journal.begin_commit(Lsn::new(2), &[], SIZE), one);
+        must_panic(|| journal.begin_embedded_commit(), one);
+        must_panic(|| journal.deactivate(None), one);
         journal.finish_commit(closed.commit, Lsn::new(1), Lsn::new(1));
         let growing = "commits have growing LSNs";
         let commit = journal.begin_embedded_commit().unwrap();
