@@ -22,6 +22,7 @@ pub(crate) use cut::TailCut;
 pub(crate) use stage::{Staged, not_zero};
 
 use crate::layer::Qcow2Layer;
+use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, MOST_CHECKED, Result, always, violated};
 use block::Block;
 use futures_util::future::try_join_all;
@@ -272,6 +273,7 @@ impl<S: Storage> Allocator<S> {
 
     /// Takes between 1 and `want` adjacent free clusters.
     pub async fn allocate(&self, want: u64) -> Result<Run> {
+        let want = want + u64::from(sabotage::is(Sabotage::LongRun));
         let mut state = self.lock().await;
         let start = self.find_free(&mut state).await?;
         let mut count = 1;
@@ -286,6 +288,7 @@ impl<S: Storage> Allocator<S> {
 
     /// Takes `count` adjacent clusters past everything ever used.
     pub async fn allocate_adjacent(&self, count: u64) -> Result<Run> {
+        let count = count + u64::from(sabotage::is(Sabotage::LongRun));
         let mut state = self.lock().await;
         self.take_adjacent(&mut state, count).await
     }

@@ -365,6 +365,9 @@ impl<S: Storage> Qcow2Writer<S> {
             entries.extend(self.metadata.tables.entries(ClusterIndex::new(first), count).await?);
             first += count;
         }
+        if sabotage::is(Sabotage::LostEntry) && entries.len() > 1 {
+            entries.pop();
+        }
         Ok(entries)
     }
 
