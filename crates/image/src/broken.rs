@@ -66,18 +66,28 @@ pub(crate) fn host() -> MemoryHost {
 
 /// A new image, open for writing.
 pub(crate) fn layer() -> Arc<Layer<MemoryFile>> {
-    let (host, options) = (host(), OpenOptions::new());
-    let opened = open_layer(&host, Path::new(NAME), None, true, &options, &Key::Unneeded);
+    layer_on(&host())
+}
+
+/// The image of a host, open for writing.
+pub(crate) fn layer_on<H: Host>(host: &H) -> Arc<Layer<H::File>> {
+    let options = OpenOptions::new();
+    let opened = open_layer(host, Path::new(NAME), None, true, &options, &Key::Unneeded);
     Arc::new(block_on(Box::pin(opened)).unwrap())
 }
 
 /// The write side of a new image.
 pub(crate) fn writer(options: &OpenOptions) -> Writer<MemoryFile> {
-    let layer = Qcow2Layer::of(&layer()).unwrap();
+    writer_of(&layer(), options)
+}
+
+/// The write side of an image that is open for writing.
+pub(crate) fn writer_of<S: Storage>(layer: &Arc<Layer<S>>, options: &OpenOptions) -> Writer<S> {
+    let layer = Qcow2Layer::of(layer).unwrap();
     block_on(Box::pin(Writer::open(&layer, options, true))).unwrap()
 }
 
 /// What it needs because the image is qcow2.
-pub(crate) fn qcow2(writer: &Writer<MemoryFile>) -> &Qcow2Writer<MemoryFile> {
+pub(crate) fn qcow2<S: Storage>(writer: &Writer<S>) -> &Qcow2Writer<S> {
     writer.qcow2().unwrap()
 }

@@ -237,6 +237,8 @@ mod tests {
     use super::*;
     use crate::broken::must_violate;
     use futures_executor::block_on;
+    use isobath_luks::system_random;
+    use std::time::Duration;
 
     #[test]
     fn an_image_without_a_secret_takes_that_of_the_next_above() {
@@ -264,5 +266,21 @@ mod tests {
         let work = || -> u8 { panic!("this panic is part of a test") };
         let done = block_on(keys_on_thread(Path::new("image"), work));
         must_violate(done, "work with keys ends, whatever it finds");
+    }
+
+    #[test]
+    fn whole_sectors_are_encrypted() {
+        let options = CreateOptions { iter_time: Duration::from_millis(1), ..Default::default() };
+        let secret = Secret::new(b"secret".to_vec()).unwrap();
+        let made = options.create(&secret, &mut system_random).unwrap();
+        let cipher = made.header.cipher(&made.key).unwrap();
+        let stored = |at, length| {
+            let bufs = [IoBuf::zeroed(500), IoBuf::zeroed(length)];
+            encrypted(&cipher, Path::new("image"), at, &bufs).map(|stored| stored.len())
+        };
+        assert_eq!(stored(512, 12).unwrap(), 512);
+        let whole = "encrypted data is written in whole sectors";
+        must_violate(stored(512, 11), whole);
+        must_violate(stored(511, 12), whole);
     }
 }

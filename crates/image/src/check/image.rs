@@ -179,8 +179,14 @@ impl<S: Storage> Image<S> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::broken::{NAME, layer, must_violate};
+    use crate::broken::{NAME, layer, must_violate, qcow2, writer};
+    use crate::durability::MetadataMode;
+    use crate::options::OpenOptions;
+    use crate::readers::Readers;
+    use crate::tables::References;
     use futures_executor::block_on;
+    use isobath_qcow2::{ClusterIndex, L2Entry};
+    use isobath_storage::MemoryUse;
 
     #[test]
     fn the_fields_of_a_header_are_in_its_first_sector() {
@@ -191,5 +197,27 @@ mod tests {
         let write = |at| block_on(image.write_fields([(at, vec![0; 8])]));
         write(SECTOR - 8).unwrap();
         must_violate(write(SECTOR - 7), "a header has its fields in its first sector");
+    }
+
+    #[test]
+    fn a_check_does_not_see_a_restart_log() {
+        let options = OpenOptions::new().metadata(MetadataMode::Journal).restart_log(true);
+        let writer = writer(&options);
+        let metadata = &qcow2(&writer).metadata;
+        block_on(async {
+            metadata.tables.ensure_table(0, &metadata.alloc).await.unwrap();
+            let references = References::to_nothing_new(&[]);
+            let cluster = ClusterIndex::new(0);
+            metadata.tables.record(cluster, L2Entry::zero_plain(), references).unwrap();
+            Box::pin(writer.commit(&Readers::default())).await.unwrap();
+        });
+        let storage = Arc::clone(metadata.layer.storage());
+        let open = |purpose| {
+            let opened = Image::open(&storage, Path::new(NAME), None, purpose);
+            block_on(Box::pin(opened)).map(drop)
+        };
+        open(Purpose::Examine).unwrap();
+        let viewed = open(Purpose::View(MemoryUse::Glance));
+        must_violate(viewed, "a restart log is brought in before a check");
     }
 }

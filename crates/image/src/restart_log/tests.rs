@@ -30,6 +30,13 @@ fn world() -> World {
     World { host, file, header: header(ID), log }
 }
 
+/// The log of a killed process that mapped the first cluster.
+pub(crate) fn found_log() -> FoundLog {
+    let world = world();
+    world.log.entry(0, entry(100));
+    world.found().unwrap()
+}
+
 fn header(id: u64) -> Header {
     let plan = NewImage::new(1 << 30).plan().unwrap();
     let mut bytes = vec![0; 65536];

@@ -418,8 +418,7 @@ impl<S: Storage> Tables<S> {
 
     /// The entry of one cluster.
     pub async fn entry(&self, cluster: ClusterIndex) -> Result<L2Entry> {
-        let entries = self.entries(cluster, 1).await?;
-        always(entries.first().copied(), self.layer.name(), "an entry is read for each cluster")
+        only(&self.entries(cluster, 1).await?, self.layer.name())
     }
 
     fn read_entry(&self, table: &[u8], index: usize) -> Result<L2Entry> {
@@ -476,6 +475,15 @@ impl<S: Storage> Tables<S> {
             }
         }
     }
+}
+
+/// The entry that was read for one cluster.
+fn only(entries: &[L2Entry], name: &Path) -> Result<L2Entry> {
+    let only = match entries {
+        [entry] => Some(*entry),
+        _ => None,
+    };
+    always(only, name, "an entry is read for each cluster")
 }
 
 /// The effect of an entry's change on references.
@@ -620,7 +628,7 @@ mod tests {
             let (geometry, name) = (tables.geometry(), Path::new("image"));
             let place = HostOffset::new(9 << 16);
             let (taken, nowhere) = ([HostCluster::new(9)], Checksummed::new(Vec::new()));
-            let written = Checksummed::new(vec![place.get()..place.get() + 512]);
+            let written = Checksummed::new(vec![0..512, place.get()..place.get() + 512]);
             let kind = ClusterKind::Data { offset: place, copied: true };
             References::to_data(&taken, &[], &written, false)
                 .check(&geometry, &kind, name)
@@ -663,6 +671,10 @@ mod tests {
             must_violate(tables.apply(&mut state, &at(512)), place);
             let short = tables.read_entry(&[0; 8], 1);
             must_violate(short, "a table is read where it has entries");
+            let name = tables.layer.name();
+            only(&[entry], name).unwrap();
+            must_violate(only(&[], name), "an entry is read for each cluster");
+            must_violate(only(&[entry; 2], name), "an entry is read for each cluster");
         });
     }
 

@@ -422,3 +422,34 @@ impl<S: Storage> Writer<S> {
         alloc.release(&released).await
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::broken::{must_violate, qcow2, writer};
+    use crate::options::OpenOptions;
+    use futures_executor::block_on;
+
+    #[test]
+    fn a_bitmap_that_is_updated_is_in_the_directory_and_has_its_entries() {
+        let writer = writer(&OpenOptions::new());
+        let qcow2 = qcow2(&writer);
+        let directory = Directory { offset: 0, bitmaps: Vec::new(), size: 1 << 30 };
+        let noted = Noted { place: 0, tracks: true, bits: BitmapBits::new(1 << 30, 16) };
+        let planned = block_on(writer.plan_update(qcow2, &directory, &noted)).map(drop);
+        must_violate(planned, "a bitmap that is marked is in the directory");
+        let update = |entry| Update {
+            place: 0,
+            table: IoBuf::zeroed(8),
+            table_changes: true,
+            moves: false,
+            in_place: Vec::new(),
+            new: vec![(entry, IoBuf::zeroed(65536))],
+            released: Vec::new(),
+        };
+        let prepare =
+            |entry| block_on(writer.prepare_update(qcow2, &directory, update(entry))).map(drop);
+        must_violate(prepare(0), "a bitmap is in the directory");
+        must_violate(prepare(1), "a table has its entries");
+    }
+}

@@ -625,7 +625,7 @@ mod tests {
         assert_violated("its own id", state(), |state| state.zones.push(zone(4..8, 1)));
         assert_violated("a list that is durable", state(), |state| state.listed = Lsn::new(1));
         assert_violated("calls durable what is durable", state(), |state| {
-            state.noted = Lsn::new(1)
+            state.noted = Lsn::new(1);
         });
     }
 
