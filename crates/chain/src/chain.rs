@@ -164,3 +164,54 @@ impl<S> Chain<S> {
         self.layers.iter().enumerate().rev().map(|(n, layer)| (LayerIndex::new(n as u16), layer))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_executor::block_on;
+    use isobath_storage::memory::{MemoryFile, MemoryHost};
+    use isobath_storage::{Host, OpenMode};
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::path::{Path, PathBuf};
+
+    fn must_panic<T>(change: impl FnOnce() -> T, what: &str) {
+        let caught = catch_unwind(AssertUnwindSafe(|| drop(change())));
+        let panic = caught.expect_err(what);
+        let text = panic.downcast_ref::<String>().unwrap();
+        assert!(text.contains(what), "{what}: {text}");
+    }
+
+    /// So many layers, all of one raw file.
+    fn layers(count: usize) -> Vec<Arc<Layer<MemoryFile>>> {
+        let host = MemoryHost::new();
+        host.insert("raw", &[0; 512]);
+        let file = block_on(host.open(Path::new("raw"), OpenMode::default())).unwrap();
+        let layer = Arc::new(Layer::raw(PathBuf::from("raw"), Arc::new(file), 512));
+        vec![layer; count]
+    }
+
+    fn root(position: u32, covers: u32) -> Root {
+        let (chapters, tail, segments) = (Vec::new(), Vec::new(), Vec::new());
+        Root { unit_bits: 16, position, covers, size: 512, chapters, tail, segments }
+    }
+
+    #[test]
+    fn a_chain_has_as_many_layers_as_can_be_counted() {
+        must_panic(|| Chain::<MemoryFile>::of(Vec::new()), "a chain has a layer");
+        let many = layers(MAX_LAYERS + 1);
+        must_panic(|| Chain::of(many), "each layer of a chain has an index");
+    }
+
+    #[test]
+    fn an_index_is_of_layers_of_its_chain() {
+        let of = |count, root| ChainIndex::new(layers(count), root);
+        must_panic(|| of(2, root(2, 1)), "an index is held by the last of its layers");
+        let below = "an index describes layers below the image that holds it";
+        must_panic(|| of(3, root(2, 3)), below);
+        let index = Arc::new(of(4, root(3, 3)));
+        let chain = Chain::of(layers(3));
+        chain.set_index(Some(Arc::clone(&index)));
+        let short = Chain::of(layers(2));
+        must_panic(|| short.set_index(Some(index)), "an index describes layers of its chain");
+    }
+}

@@ -3,11 +3,11 @@
 use crate::chain::Chain;
 use crate::index::{Built, Folding, Place, build};
 use crate::open::open_chain;
-use isobath_image::encryption::{Secrets, on_thread};
+use isobath_image::encryption::{Secrets, keys_on_thread};
 use isobath_image::layer::ImageFormat;
 use isobath_image::name::name_in_header;
 use isobath_image::options::{OpenOptions, Trust, setters};
-use isobath_image::{DiskError, Result, always, invariant};
+use isobath_image::{DiskError, Result, invariant};
 use isobath_luks::{CreateOptions, Secret, system_random};
 use isobath_qcow2::index::IndexExtension;
 use isobath_qcow2::{CompressionType, FormatError, HostOffset, NewImage, Plan};
@@ -280,12 +280,12 @@ pub async fn create_held<'a, H: Host>(
 
 /// The encryption header of a new image, with a new key.
 async fn new_keys(name: &Path, encryption: NewEncryption) -> Result<Vec<u8>> {
-    let made = on_thread(move || {
+    let made = keys_on_thread(name, move || {
         let NewEncryption { options, secret } = encryption;
         options.create(&secret, &mut system_random).map(|made| made.area)
     });
-    let made = always(made.await, name, "a key is made or refused")?;
-    made.map_err(|error| DiskError::Refused { image: name.to_owned(), reason: error.to_string() })
+    made.await?
+        .map_err(|error| DiskError::Refused { image: name.to_owned(), reason: error.to_string() })
 }
 
 /// The backing file of a new image, with those below it. While this is there, it is not deleted by a command that looks
@@ -628,4 +628,34 @@ async fn write_zeroes<S: Storage>(
         at += written;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_executor::block_on;
+    use isobath_qcow2::NewImage;
+    use isobath_storage::memory::MemoryHost;
+
+    #[test]
+    fn an_encryption_header_is_as_long_as_was_planned() {
+        let (host, name, new) = (MemoryHost::new(), Path::new("image"), NewDisk::new(1 << 20));
+        let mut image = NewImage::new(1 << 20);
+        image.encryption = Some(1024);
+        let plan = image.plan().unwrap();
+        let write = |keys: &[u8]| {
+            let files = Vec::new();
+            let mut created =
+                Created { host: &host, size: 1 << 20, layout: Layout::default(), files };
+            let contents = Contents { plan: &plan, index: &[], keys };
+            block_on(Box::pin(write_qcow2(&mut created, name, &new, contents, &[])))
+        };
+        write(&[0; 1024]).unwrap();
+        match write(&[0; 1023]) {
+            Err(DiskError::Internal { violated, .. }) => {
+                assert_eq!(violated, "an encryption header has its own length");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
 }

@@ -270,9 +270,10 @@ impl<H: Host> Compare<H> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{SIZE, disk, must_panic};
+    use crate::testing::{SIZE, careless_disk, disk, must_panic};
     use futures_executor::block_on;
     use isobath_storage::memory::MemoryHost;
+    use isobath_storage_test::careless::Slip;
 
     fn compare() -> Compare<MemoryHost> {
         Compare::new(Arc::new(disk()), Arc::new(disk()), false)
@@ -311,5 +312,17 @@ mod tests {
         let compare = compare();
         compare.done.store(512, Ordering::Relaxed);
         must_panic(|| block_on(Box::pin(compare.work())), "no byte is compared twice");
+    }
+
+    #[test]
+    fn a_difference_is_in_what_was_compared() {
+        let (one, slips) = careless_disk();
+        let ones = vec![0; CHUNK as usize];
+        block_on(Box::pin(one.write(0, IoBuf::copy_of(&ones)))).unwrap();
+        let (other, _) = careless_disk();
+        let compare = Compare::new(Arc::new(one), Arc::new(other), false);
+        slips.set(Slip::LongRead);
+        let work = || block_on(Box::pin(compare.work()));
+        must_panic(work, "a difference lies in what was compared");
     }
 }

@@ -190,8 +190,9 @@ impl<H: Host> Disk<H> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{disk, must_violate};
+    use crate::testing::{CLUSTER, careless_disk, disk, must_violate};
     use futures_executor::block_on;
+    use isobath_storage_test::careless::Slip;
 
     fn absent(guest: u64, length: u64) -> Extent {
         Extent { guest, length, source: Source::Absent }
@@ -234,5 +235,21 @@ mod tests {
         let missing = Extent { source: Source::Invalid(layer), ..absent(0, 5) };
         let has = "the chain has every layer that its map names";
         must_violate(read(&[missing], 5), has);
+    }
+
+    #[test]
+    fn a_read_fills_its_buffer() {
+        let (disk, slips) = careless_disk();
+        let write = |at, length| {
+            block_on(Box::pin(disk.write(at, IoBuf::copy_of(&vec![1; length])))).unwrap();
+        };
+        write(0, CLUSTER as usize);
+        let read = || {
+            let read = disk.read(CLUSTER - 512, IoBuf::zeroed(1024));
+            block_on(Box::pin(read)).map(|buf| buf.len())
+        };
+        assert_eq!(read().unwrap(), 1024);
+        slips.set(Slip::ShortRead);
+        must_violate(read(), "a read gives back the buffer that it fills");
     }
 }

@@ -331,9 +331,10 @@ async fn padded<H: Host>(disk: &Disk<H>, range: &Range<u64>) -> Result<IoBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{SIZE, chain_of, must_violate};
+    use crate::testing::{SIZE, careless_disk, chain_of, must_violate};
     use futures_executor::block_on;
     use isobath_storage::memory::MemoryHost;
+    use isobath_storage_test::careless::Slip;
 
     fn rebase() -> Rebase<MemoryHost> {
         Rebase::new(Arc::new(chain_of(2)), None, false)
@@ -367,5 +368,16 @@ mod tests {
         assert!(check(&[]) && check(&[10..11, 11..15, 18..20]));
         assert!(!check(&[9..11, 12..13]) && !check(&[10..12, 11..13]));
         assert!(!check(&[10..10, 11..12]) && !check(&[10..11, 19..21]));
+    }
+
+    #[test]
+    fn disks_are_compared_byte_by_byte() {
+        let (disk, slips) = careless_disk();
+        block_on(Box::pin(disk.write(0, IoBuf::copy_of(&[1; 4096])))).unwrap();
+        let rebase = Rebase::new(Arc::new(disk), None, false);
+        let compare = || block_on(Box::pin(rebase.differences(0..4096, [false, true])));
+        compare().unwrap();
+        slips.set(Slip::ShortRead);
+        must_violate(compare(), "two disks are compared byte by byte");
     }
 }

@@ -234,9 +234,11 @@ fn check_area(image: &Qcow2, built: &Built, area: &Range<u64>, name: &Path) -> R
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{CLUSTER, disk, must_violate};
+    use crate::testing::{CLUSTER, careless_disk, disk, must_violate};
+    use futures_executor::block_on;
     use isobath_qcow2::HostOffset;
     use isobath_qcow2::index::BlockHash;
+    use isobath_storage_test::careless::Slip;
 
     #[test]
     fn an_index_is_written_to_its_area() {
@@ -254,5 +256,23 @@ mod tests {
         check(5..6).unwrap();
         must_violate(check(6..7), "an index is written where it was built for");
         must_violate(check(5..5), "the area of an index has room for it");
+    }
+
+    #[test]
+    fn a_header_points_to_the_index_that_was_written() {
+        let (disk, slips) = careless_disk();
+        let image = disk.active_qcow2().unwrap();
+        let extension = IndexExtension {
+            area_offset: HostOffset::new(5 * CLUSTER),
+            area_length: CLUSTER,
+            root_offset: HostOffset::new(5 * CLUSTER),
+            root_length: 512,
+            root_hash: BlockHash::of(&[]),
+        };
+        let point = || block_on(Box::pin(disk.point_to(image, Some(&extension))));
+        slips.set(Slip::LostWrite);
+        must_violate(point(), "the header points to the index that was written");
+        slips.set(Slip::None);
+        point().unwrap();
     }
 }

@@ -8,6 +8,7 @@ use isobath_image::options::OpenOptions;
 use isobath_image::writer::{Qcow2Writer, Writer};
 use isobath_image::{DiskError, Result};
 use isobath_storage::memory::{MemoryFile, MemoryHost};
+use isobath_storage_test::careless::{CarelessHost, Slips};
 use std::fmt::Debug;
 use std::path::Path;
 use std::sync::Arc;
@@ -68,6 +69,17 @@ pub(crate) fn open(host: &MemoryHost, name: &str) -> Disk<MemoryHost> {
 /// Opens an image with other options.
 pub(crate) fn open_as(host: &MemoryHost, name: &str, options: &OpenOptions) -> Disk<MemoryHost> {
     block_on(Box::pin(Disk::open(host.clone(), Path::new(name), options))).unwrap()
+}
+
+/// A new disk on a host that can be made careless.
+pub(crate) fn careless_disk() -> (Disk<CarelessHost<MemoryHost>>, Slips) {
+    let host = CarelessHost::around(MemoryHost::new());
+    let options = OpenOptions::new().writable(true);
+    let disk = block_on(async {
+        Box::pin(create(&host, Path::new("0"), &NewDisk::new(SIZE))).await.unwrap();
+        Box::pin(Disk::open(host.clone(), Path::new("0"), &options)).await.unwrap()
+    });
+    (disk, host.slips().clone())
 }
 
 /// The disk with a chain that can change.

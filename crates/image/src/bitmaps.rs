@@ -330,3 +330,22 @@ async fn read_bits<S: Storage>(
     }
     Ok(bits)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::broken::{NAME, host, must_panic, must_violate};
+    use futures_executor::block_on;
+
+    #[test]
+    fn a_bitmap_that_is_edited_was_found() {
+        let (host, options) = (host(), OpenOptions::new());
+        let opened = BitmapEditor::open(&host, Path::new(NAME), &options);
+        let mut editor = block_on(Box::pin(opened)).unwrap();
+        block_on(editor.apply("a", &BitmapAction::Add(None))).unwrap();
+        editor.edit(0, |edited| assert!(edited.changed.is_some()));
+        must_panic(|| editor.edit(1, |_| ()), "a bitmap that was found is there");
+        let bits = block_on(editor.bits(1)).map(|bits| bits.size());
+        must_violate(bits, "a bitmap that was found is there");
+    }
+}

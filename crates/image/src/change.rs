@@ -29,15 +29,12 @@ use crate::readers::Readers;
 use crate::recovery::Purpose;
 use crate::sabotage::{self, Sabotage};
 use crate::writer::Writer;
-use crate::{DiskError, Result, always};
+use crate::{DiskError, Result};
 use isobath_qcow2::header::field;
 use isobath_qcow2::{Geometry, Header, HostOffset, IncompatibleFeatures};
 use isobath_storage::{Host, IoBuf, Storage};
 use std::path::Path;
 use std::sync::Arc;
-
-/// The header's first sector, which has every field that changes.
-const SECTOR: usize = 512;
 
 /// A change that is being prepared.
 pub(crate) struct Change<S: Storage> {
@@ -240,14 +237,7 @@ async fn write_header<S: Storage>(image: &Image<S>, before: &Header) -> Result<(
     let header = &image.header;
     let fields = fields(header);
     if fields != self::fields(before) {
-        let mut sector = image.read(0, SECTOR).await?.to_vec();
-        for (at, bytes) in fields {
-            let place = sector.get_mut(at..at + bytes.len());
-            always(place, &image.name, "a header has its fields in its first sector")?
-                .copy_from_slice(&bytes);
-        }
-        image.write(0, &sector).await?;
-        image.flush().await?;
+        image.write_fields(fields).await?;
     }
     if header.bitmaps() != before.bitmaps() || header.autoclear != before.autoclear {
         let cluster = image.read(0, image.geometry.cluster_size() as usize).await?;

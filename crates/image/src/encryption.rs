@@ -111,13 +111,12 @@ pub(crate) async fn unlock<S: Storage>(
     };
     let area = read_area(storage, name, offset.get(), length).await?;
     let own = Arc::clone(&secret);
-    let cipher = on_thread(move || {
+    let cipher = keys_on_thread(name, move || {
         let header = Header::parse(&area, length)?;
         let (_, key) = header.unlock(&area, &own)?;
         header.cipher(&key)
     });
-    let cipher = always(cipher.await, name, "a key is derived or refused")?;
-    let cipher = cipher.map_err(|error: isobath_luks::Error| refused(error.to_string()))?;
+    let cipher = cipher.await?.map_err(|error: isobath_luks::Error| refused(error.to_string()))?;
     Ok(Protection::Unlocked(Unlocked { cipher, secret }))
 }
 
@@ -183,6 +182,17 @@ pub async fn on_thread<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'sta
     result.lock().take()
 }
 
+/// The result of work with the keys of an image, which takes long and is done on a thread of its own.
+///
+/// # Errors
+/// [`DiskError::Internal`] if it panicked.
+pub async fn keys_on_thread<T: Send + 'static>(
+    image: &Path,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T> {
+    always(on_thread(work).await, image, "work with keys ends, whatever it finds")
+}
+
 /// Reads a range of decrypted bytes: whole sectors with `read`, which returns bytes as they are stored.
 pub(crate) async fn read_through(
     cipher: &Cipher,
@@ -225,7 +235,10 @@ pub(crate) fn encrypted(cipher: &Cipher, image: &Path, at: u64, bufs: &[IoBuf]) 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::broken::must_violate;
     use futures_executor::block_on;
+    use isobath_luks::system_random;
+    use std::time::Duration;
 
     #[test]
     fn an_image_without_a_secret_takes_that_of_the_next_above() {
@@ -246,5 +259,28 @@ mod tests {
     fn work_on_a_thread_ends_even_if_it_panics() {
         assert_eq!(block_on(on_thread(|| 7)), Some(7));
         assert_eq!(block_on(on_thread(|| -> u8 { panic!("this panic is part of a test") })), None);
+    }
+
+    #[test]
+    fn work_with_keys_ends() {
+        let work = || -> u8 { panic!("this panic is part of a test") };
+        let done = block_on(keys_on_thread(Path::new("image"), work));
+        must_violate(done, "work with keys ends, whatever it finds");
+    }
+
+    #[test]
+    fn whole_sectors_are_encrypted() {
+        let options = CreateOptions { iter_time: Duration::from_millis(1), ..Default::default() };
+        let secret = Secret::new(b"secret".to_vec()).unwrap();
+        let made = options.create(&secret, &mut system_random).unwrap();
+        let cipher = made.header.cipher(&made.key).unwrap();
+        let stored = |at, length| {
+            let bufs = [IoBuf::zeroed(500), IoBuf::zeroed(length)];
+            encrypted(&cipher, Path::new("image"), at, &bufs).map(|stored| stored.len())
+        };
+        assert_eq!(stored(512, 12).unwrap(), 512);
+        let whole = "encrypted data is written in whole sectors";
+        must_violate(stored(512, 11), whole);
+        must_violate(stored(511, 12), whole);
     }
 }

@@ -1,9 +1,9 @@
 //! The secrets that unlock an encrypted image.
 
 use crate::change::Change;
-use crate::encryption::{Secret, SlotState, locked, on_thread, read_area};
+use crate::encryption::{Secret, SlotState, keys_on_thread, locked, read_area};
 use crate::options::OpenOptions;
-use crate::{DiskError, Result, always};
+use crate::{DiskError, Result};
 use isobath_luks::{Amend, Header, Write, system_random};
 use isobath_storage::{Host, IoBuf, Storage, StorageExt};
 use std::path::Path;
@@ -48,7 +48,7 @@ pub async fn change_keys<H: Host>(
     };
     let Some(secret) = options.secrets.at(0).cloned() else { return Err(locked(name)) };
     let area = read_area(&**layer.storage(), name, offset.get(), length).await?;
-    let changed = on_thread(move || {
+    let changed = keys_on_thread(name, move || {
         let header = Header::parse(&area, length)?;
         let (_, key) = header.unlock(&area, &secret)?;
         let amend = Amend {
@@ -61,8 +61,7 @@ pub async fn change_keys<H: Host>(
         };
         header.amend(&area, &key, &amend, &mut system_random)
     });
-    let changed = always(changed.await, name, "a change of keys is made or refused")?;
-    let changed = changed.map_err(|error| refused(error.to_string()))?;
+    let changed = changed.await?.map_err(|error| refused(error.to_string()))?;
     for Write { offset: at, bytes } in changed.writes {
         layer.storage().write_at(offset.get() + at, IoBuf::copy_of(&bytes)).await?;
         layer.storage().flush().await?;

@@ -667,3 +667,34 @@ impl Qcow2 {
         self.l1.read().get(index as usize).copied().unwrap_or(L1Entry::unallocated())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::broken::{layer, must_panic, must_violate};
+    use futures_executor::block_on;
+
+    #[test]
+    fn an_image_has_the_l1_table_of_its_header() {
+        let layer = layer();
+        let opened = layer.as_qcow2().unwrap();
+        let qcow2 = Qcow2 {
+            opening: OpeningId::next(),
+            header: opened.header.read().clone().into(),
+            geometry: opened.geometry,
+            opened_length: 0.into(),
+            l1: Vec::new().into(),
+        };
+        let (name, storage) = (layer.name().to_owned(), Arc::clone(layer.storage()));
+        let of = || Layer::qcow2(name, storage, None, 0, qcow2, None, Protection::None);
+        must_panic(of, "the L1 table is as long as the header says");
+    }
+
+    #[test]
+    fn a_raw_image_has_no_backing_file() {
+        let layer = layer();
+        let raw = Layer::raw(layer.name().to_owned(), Arc::clone(layer.storage()), 512);
+        let edited = block_on(Box::pin(raw.edit_backing(Some(("base", "raw")))));
+        must_violate(edited, "an image with a backing file is qcow2");
+    }
+}

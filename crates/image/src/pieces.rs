@@ -233,8 +233,8 @@ mod tests {
                 pieces.0.insert(at, Piece { bytes, part, mark: Lsn::default() });
             }
         };
-        assert_violated("do not overlap", pieces(), of(4, 0..8));
-        assert_violated("has bytes", pieces(), of(16, 3..3));
+        assert_violated("journaled pieces do not overlap", pieces(), of(4, 0..8));
+        assert_violated("a journaled piece has bytes", pieces(), of(16, 3..3));
         assert_violated("is a part of what was written", pieces(), of(16, 0..9));
     }
 }

@@ -127,7 +127,7 @@ impl Drop for RangeGuard<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::broken::assert_violated;
+    use crate::broken::{assert_violated, must_panic};
     use std::pin::pin;
 
     fn ready<'a>(lock: &mut Pin<&mut RangeLock<'a>>) -> Option<RangeGuard<'a>> {
@@ -179,6 +179,17 @@ mod tests {
         assert_violated("waits for each", state(), |state| {
             state.entries.remove(0);
         });
+    }
+
+    #[test]
+    fn who_waits_for_a_range_or_holds_it_is_listed() {
+        let locks = RangeLocks::default();
+        let mut lock = pin!(locks.lock(0..10));
+        locks.state.lock().entries.clear();
+        let waits = || drop(ready(&mut lock));
+        must_panic(waits, "a request that waits for a range is listed");
+        let guard = lock.guard.take().unwrap();
+        must_panic(|| drop(guard), "a range that is held is listed");
     }
 }
 

@@ -142,6 +142,10 @@ sabotages! {
     TrustedNote => "trusted-note",
     /// A commit gives up its locks before it empties the image.
     EmptiedLater => "emptied-later",
+    /// More clusters are given out than were asked for.
+    LongRun => "long-run",
+    /// Of several entries, a write does not get the last.
+    LostEntry => "lost-entry",
     /// A rebase does not look for loops.
     UnseenLoop => "unseen-loop",
 }

@@ -693,17 +693,17 @@ mod tests {
     fn what_a_job_notes_goes_with_its_state() {
         type Change = fn(&mut JobState);
         let cases: [(&str, Change); 9] = [
-            ("is completed once", |state| state.complete = true),
-            ("leaves the chain", |state| state.leave = true),
-            ("is finalized once", |state| state.finalize = true),
-            ("is dismissed once", |state| state.dismissed = true),
-            ("was cancelled", |state| state.given_up = true),
-            ("waits because of an error", |state| {
+            ("a job is completed once it is ready", |state| state.complete = true),
+            ("a job leaves the chain as it is once it is ready", |state| state.leave = true),
+            ("a job is finalized once it is pending", |state| state.finalize = true),
+            ("a job is dismissed once it has ended", |state| state.dismissed = true),
+            ("a job that is given up was cancelled", |state| state.given_up = true),
+            ("only a job that works waits because of an error", |state| {
                 state.failed_for_now = Some(FailedForNow::NoSpace);
             }),
-            ("has done no more", |state| state.current = 1),
-            ("has done nothing", |state| state.copied = 1),
-            ("intervals", |state| {
+            ("a job has done no more than there is to do", |state| state.current = 1),
+            ("a job that has not started has done nothing", |state| state.copied = 1),
+            ("a record's intervals are in order", |state| {
                 state.status = JobStatus::Running;
                 let mut recorder = Recorder::new(Duration::ZERO, 0);
                 recorder.disorder();

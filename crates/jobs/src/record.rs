@@ -257,6 +257,7 @@ fn rounded(value: f64) -> f64 {
 #[allow(clippy::unwrap_used, reason = "a test fails by a panic")]
 mod tests {
     use super::*;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
 
     fn ms(milliseconds: u64) -> Duration {
         Duration::from_millis(milliseconds)
@@ -346,5 +347,31 @@ mod tests {
         recorder.tell(ms(50), 200, 0, true);
         recorder.tell(ms(50), 300, 0, true);
         assert_eq!(recorder.record().samples[0].guest, 6000);
+    }
+
+    #[test]
+    fn a_broken_record_is_noticed() {
+        type Change = fn(&mut Recorder);
+        let cases: [(&str, Change); 5] = [
+            ("a record has a bounded size", |recorder| {
+                recorder.sums = vec![Sums::default(); SAMPLES + 1];
+            }),
+            ("a record has a bounded size", |recorder| {
+                recorder.running = vec![Interval::default(); INTERVALS + 1];
+            }),
+            ("a record's intervals are in order", |recorder| recorder.disorder()),
+            ("a record's intervals are in order", |recorder| recorder.at = 0.5),
+            ("a job ran for no longer than it took", |recorder| recorder.seconds_running = 1.1),
+        ];
+        for (violated, change) in cases {
+            let mut recorder = Recorder::new(ms(0), 0);
+            recorder.tell(ms(1000), 0, 0, true);
+            recorder.check_invariants();
+            change(&mut recorder);
+            let found = catch_unwind(AssertUnwindSafe(|| recorder.check_invariants()));
+            let panic = found.expect_err(violated);
+            let text = panic.downcast_ref::<String>().unwrap();
+            assert!(text.contains(violated), "{violated}: {text}");
+        }
     }
 }

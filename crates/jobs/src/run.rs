@@ -130,15 +130,13 @@ impl<'a, H: Host> Driver<'a, H> {
     ) -> Result<bool> {
         let live = self.live;
         let mut under_way = FuturesUnordered::new();
-        let (mut in_flight, mut count) = (0, 0);
+        let mut in_flight = InFlight::default();
         let mut again: VecDeque<Range<u64>> = VecDeque::new();
         let mut ended = false;
         let mut failed: Option<DiskError> = None;
         let mut done_with = Vec::new();
         loop {
-            if count != under_way.len() + done_with.len() {
-                violated("the pieces that a job counts are those in flight");
-            }
+            in_flight.check(under_way.len() + done_with.len());
             let stop = self.job.is_cancelled() || failed.is_some();
             let pause = self.job.wants_pause();
             if under_way.is_empty() && done_with.is_empty() {
@@ -170,7 +168,9 @@ impl<'a, H: Host> Driver<'a, H> {
                     self.speed = self.job.speed();
                     self.pacer.set_speed(now, self.speed);
                 }
-                let work = Work { remaining: pieces.remaining(), in_flight, pieces: count as u32 };
+                let InFlight { bytes, pieces: count } = in_flight;
+                let remaining = pieces.remaining();
+                let work = Work { remaining, in_flight: bytes, pieces: count as u32 };
                 let guest = self.live.guest();
                 let step = self.pacer.next(now, &guest, &work);
                 let forecast = self.pacer.forecast(now, &work);
@@ -199,11 +199,7 @@ impl<'a, H: Host> Driver<'a, H> {
                         self.job.set_progress(current, total);
                         match next {
                             Ok(Some(range)) => {
-                                if range.is_empty() {
-                                    violated("a piece has bytes");
-                                }
-                                in_flight += range.end - range.start;
-                                count += 1;
+                                in_flight.begin(&range);
                                 let start = clock.now();
                                 under_way.push(in_order(async move {
                                     let _copying = live.copying();
@@ -237,9 +233,7 @@ impl<'a, H: Host> Driver<'a, H> {
                 done_with.extend(done.await);
             }
             for (range, done, start) in done_with.drain(..) {
-                let bytes = range.end - range.start;
-                in_flight -= bytes;
-                count -= 1;
+                in_flight.end(&range);
                 match done {
                     Ok(pulled) => {
                         self.job.moved(pulled.copied, pulled.cloned);
@@ -278,6 +272,35 @@ impl<'a, H: Host> Driver<'a, H> {
     }
 }
 
+/// The pieces that have begun and not ended.
+#[derive(Clone, Copy, Default)]
+struct InFlight {
+    bytes: u64,
+    pieces: usize,
+}
+
+impl InFlight {
+    fn begin(&mut self, range: &Range<u64>) {
+        if range.is_empty() {
+            violated("a piece has bytes");
+        }
+        self.bytes += range.end - range.start;
+        self.pieces += 1;
+    }
+
+    fn end(&mut self, range: &Range<u64>) {
+        self.bytes -= range.end - range.start;
+        self.pieces -= 1;
+    }
+
+    /// Checks that so many pieces are in flight.
+    fn check(&self, pieces: usize) {
+        if self.pieces != pieces || (pieces == 0) != (self.bytes == 0) {
+            violated("the pieces that a job counts are those in flight");
+        }
+    }
+}
+
 enum Verdict {
     Retry,
     Skip,
@@ -293,3 +316,29 @@ pub(super) async fn look_again<H: Host>(live: &LiveDisk<H>, job: &Job) {
 
 /// The interval at which a ready job checks for changes.
 const READY_STEP: Duration = Duration::from_millis(20);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    fn must_panic(change: impl FnOnce(), what: &str) {
+        let panic = catch_unwind(AssertUnwindSafe(change)).expect_err(what);
+        let text = panic.downcast_ref::<String>().unwrap();
+        assert!(text.contains(what), "{what}: {text}");
+    }
+
+    #[test]
+    fn the_pieces_in_flight_are_counted() {
+        let mut in_flight = InFlight::default();
+        in_flight.check(0);
+        in_flight.begin(&(0..512));
+        in_flight.check(1);
+        let counts = "the pieces that a job counts are those in flight";
+        must_panic(|| in_flight.check(2), counts);
+        must_panic(|| InFlight { bytes: 0, ..in_flight }.check(1), counts);
+        in_flight.end(&(0..512));
+        in_flight.check(0);
+        must_panic(|| in_flight.begin(&(512..512)), "a piece has bytes");
+    }
+}

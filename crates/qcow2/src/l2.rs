@@ -314,13 +314,19 @@ impl L2Entry {
         }
     }
 
+    /// The entry as a table has it: the first [`l2_entry_size`](Geometry::l2_entry_size) bytes, and then zeroes.
+    pub fn bytes(self, geometry: &Geometry) -> [u8; 16] {
+        let subclusters = if geometry.extended_l2() { self.subclusters } else { 0 };
+        (u128::from(self.descriptor) << 64 | u128::from(subclusters)).to_be_bytes()
+    }
+
     /// Puts the entry at `index` of an L2 table's bytes; `None`, and nothing written, past its end.
     #[inline]
     #[must_use = "nothing is written past the table's end"]
     pub fn write(self, table: &mut [u8], index: usize, geometry: &Geometry) -> Option<()> {
         if geometry.extended_l2() {
-            let both = u128::from(self.descriptor) << 64 | u128::from(self.subclusters);
-            *table.get_mut(index.checked_mul(16)?..)?.first_chunk_mut::<16>()? = both.to_be_bytes();
+            let place = table.get_mut(index.checked_mul(16)?..)?.first_chunk_mut::<16>()?;
+            *place = self.bytes(geometry);
             Some(())
         } else {
             bytes::put_entry64(table, index, self.descriptor)

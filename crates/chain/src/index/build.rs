@@ -343,3 +343,37 @@ fn page_of(slice: &Slice, number: u32, unit_bits: u32) -> Option<Page> {
 }
 
 const _: () = assert!(PAGE_UNITS == crate::map::SLICE_UNITS || cfg!(loom));
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_executor::block_on;
+    use isobath_formats::{Error, Format, Image, VdiOptions, Writer};
+    use isobath_image::DiskError;
+    use isobath_storage::memory::{MemoryFile, MemoryHost};
+    use isobath_storage::{Host, OpenMode};
+    use std::path::{Path, PathBuf};
+    use std::sync::Arc;
+
+    #[test]
+    fn an_index_is_of_layers_whose_format_it_can_name() {
+        let (host, name) = (MemoryHost::new(), Path::new("vdi"));
+        let recorded = block_on(async {
+            let file = Arc::new(host.create(name, OpenMode::default()).await.unwrap());
+            let options = VdiOptions { fixed: false, ids: [1, 2] };
+            Writer::vdi(Arc::clone(&file), 512, options).unwrap().finish().await.unwrap();
+            let none = async |_: &str| -> std::result::Result<(PathBuf, Arc<MemoryFile>), Error> {
+                panic!("a VDI is one file")
+            };
+            let image = Image::open(Format::Vdi, name, Arc::clone(&file), none).await.unwrap();
+            let layer = Layer::foreign(name.to_owned(), file, image);
+            record(&layer, "vdi".into(), 26, u64::MAX).await
+        });
+        match recorded {
+            Err(DiskError::Internal { violated, .. }) => {
+                assert_eq!(violated, "an index covers this format");
+            }
+            other => panic!("{:?}", other.map(|(record, _)| record)),
+        }
+    }
+}

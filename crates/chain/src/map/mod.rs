@@ -108,9 +108,7 @@ pub struct Slice {
 impl Slice {
     /// A slice of these units; compressed ones refer to `compressed` by index.
     pub fn new(units: &[Unit; SLICE_UNITS], compressed: Vec<CompressedCluster>) -> Self {
-        let units: Box<[AtomicU64]> =
-            units.iter().map(|unit| AtomicU64::new(unit.bits())).collect();
-        let Ok(units) = units.try_into() else { violated("a slice has all of its units") };
+        let units = Box::new(units.map(|unit| AtomicU64::new(unit.bits())));
         Self { units, compressed: RwLock::new(compressed), used: AtomicBool::new(false) }
     }
 
@@ -577,6 +575,7 @@ fn push_extent(extents: &mut Extents, extent: Extent) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
 
     const TOP: LayerIndex = LayerIndex::new(3);
 
@@ -643,5 +642,55 @@ mod tests {
         map.clear();
         assert!(matches!(map.lookup(0..1, &mut extents), Lookup::Missing(0)));
         assert_eq!(map.stats().bytes, 0);
+    }
+
+    fn must_panic<T>(change: impl FnOnce() -> T, what: &str) {
+        let caught = catch_unwind(AssertUnwindSafe(|| drop(change())));
+        let panic = caught.expect_err(what);
+        let text = panic.downcast_ref::<String>().unwrap();
+        assert!(text.contains(what), "{what}: {text}");
+    }
+
+    #[test]
+    fn units_are_in_their_slice() {
+        let slice = Slice::new(&[Unit::ABSENT; SLICE_UNITS], Vec::new());
+        must_panic(|| slice.unit(SLICE_UNITS), "a unit is looked up in its own slice");
+        let set = || slice.set(SLICE_UNITS - 1..SLICE_UNITS + 1, |_| Unit::ABSENT);
+        must_panic(set, "units are changed in their own slice");
+    }
+
+    #[test]
+    fn units_name_what_there_is() {
+        let map = Map::new(16, 1 << 20, TOP);
+        let slice = |unit| Slice::new(&[unit; SLICE_UNITS], Vec::new());
+        let foreign = slice(Unit::zero(LayerIndex::new(4)));
+        must_panic(|| map.check_slice(&foreign, 0..1), "a unit is of a layer of the chain");
+        let compressed = slice(Unit::compressed(TOP, 0));
+        let every = "a slice has every compressed cluster that its units name";
+        must_panic(|| compressed.unit_source(0, 16), every);
+        must_panic(|| map.check_slice(&compressed, 0..1), every);
+    }
+
+    #[test]
+    fn slices_are_counted_and_each_is_in_its_shard() {
+        type Change = fn(&Map, &mut VecDeque<u64>);
+        let cases: [(&str, Change); 3] = [
+            ("the memory that is counted is that of the slices", |map, _| {
+                map.bytes.fetch_add(1, Ordering::Relaxed);
+            }),
+            ("each slice can be evicted", |_, clock| clock.clear()),
+            ("a slice is in its own shard", |map, _| {
+                let slice = map.shard(0).write().slices.remove(&0).unwrap();
+                map.shard(1).write().slices.insert(0, slice);
+            }),
+        ];
+        for (what, change) in cases {
+            let map = Map::new(16, 1 << 20, TOP);
+            filled(&map, 0, |_| Unit::ABSENT);
+            let mut clock = map.clock.lock().clone();
+            map.check_memory(&clock);
+            change(&map, &mut clock);
+            must_panic(|| map.check_memory(&clock), what);
+        }
     }
 }

@@ -121,6 +121,8 @@ found! {
     hidden_left_out: server(HiddenLeftOut, "ordered", "commits", 1, 445);
     newer_leads: disk(NewerLeads, "embedded", "embedded", 1, 867);
     lost_place: disk(LostPlace, "ordered", "any", 1, 2);
+    long_run: disk(LongRun, "ordered", "any", 1, 2);
+    lost_entry: disk(LostEntry, "ordered", "any", 1, 1);
     unflushed_rebase: commands(UnflushedRebase, "chain", 225);
     no_dirty_bit: commands(NoDirtyBit, "any", 113);
 }

@@ -141,3 +141,42 @@ pub(super) async fn fill<S: Storage>(
     }
     write_zeroes(storage, range).await
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{CLUSTER, SIZE, disk, disk_of, must_violate, writers};
+    use futures_executor::block_on;
+    use isobath_chain::create::NewDisk;
+    use isobath_image::sabotage::Sabotage;
+    use isobath_storage::memory::MemoryHost;
+
+    fn preallocate(disk: &Disk<MemoryHost>, clusters: Range<u64>) -> Result<()> {
+        let (writer, qcow2) = writers(disk);
+        let mode = Preallocation::Metadata;
+        block_on(Box::pin(disk.preallocate_clusters(writer, qcow2, clusters, mode, 0)))
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    fn each_cluster_has_an_entry_and_gets_a_place() {
+        for (defect, what) in [
+            (Sabotage::LostEntry, "there is an entry for each cluster to be preallocated"),
+            (Sabotage::LongRun, "each preallocated cluster gets a place"),
+        ] {
+            let disk = disk();
+            preallocate(&disk, 0..2).unwrap();
+            let _broken = defect.begin();
+            must_violate(preallocate(&disk, 2..4), what);
+        }
+    }
+
+    #[test]
+    fn a_preallocated_cluster_of_a_data_file_lies_in_the_disk() {
+        let disk = disk_of(&NewDisk::new(SIZE).data_file("data"));
+        let end = SIZE / CLUSTER;
+        preallocate(&disk, end - 1..end).unwrap();
+        let filled = "a preallocated cluster lies in what was filled";
+        must_violate(preallocate(&disk, end - 2..end + 1), filled);
+    }
+}

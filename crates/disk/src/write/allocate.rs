@@ -429,8 +429,9 @@ fn push_own(pieces: &mut Vec<Piece>, own: Piece) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{disk, must_violate, writers};
+    use crate::testing::{careless_disk, disk, must_violate, writers};
     use futures_executor::block_on;
+    use isobath_storage_test::careless::Slip;
 
     #[test]
     fn places_are_claimed_for_one_cluster_each() {
@@ -470,5 +471,29 @@ mod tests {
         must_violate(write(vec![(512, Content::Own)], 1024), all);
         let place = "a piece of a write has as many bytes as its place";
         must_violate(write(vec![(512, copied(511)), (8, Content::Own)], 8), place);
+    }
+
+    #[test]
+    fn a_write_gives_back_what_it_was_given() {
+        for (slip, what) in [
+            (Slip::LostBuffer, "a write gives back every buffer"),
+            (Slip::ShortBuffers, "a write gives back its request's buffer"),
+        ] {
+            let (disk, slips) = careless_disk();
+            slips.set(slip);
+            let write = disk.write(0, IoBuf::copy_of(&[1; 4096]));
+            must_violate(block_on(Box::pin(write)).map(|buf| buf.len()), what);
+        }
+    }
+
+    #[test]
+    fn a_write_claims_what_it_needs() {
+        let disk = disk();
+        let (_, qcow2) = writers(&disk);
+        let mut placement = qcow2.metadata.placement();
+        block_on(placement.allocate(1)).unwrap();
+        let filled = disk.fill_targets(qcow2, 0, &mut [], &mut placement, IoBuf::empty());
+        let claims = "a write claims as many clusters as it needs";
+        must_violate(block_on(Box::pin(filled)).map(drop), claims);
     }
 }

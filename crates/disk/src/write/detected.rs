@@ -59,7 +59,10 @@ mod tests {
     use super::*;
     use crate::testing::{must_violate, open};
     use futures_executor::block_on;
+    use isobath_image::options::OpenOptions;
     use isobath_storage::memory::MemoryHost;
+    use isobath_storage_test::careless::{CarelessHost, Slip};
+    use std::path::Path;
 
     #[test]
     fn what_is_judged_is_the_whole_change() {
@@ -79,5 +82,18 @@ mod tests {
         #[allow(clippy::reversed_empty_ranges)]
         let reversed = 4..0;
         must_violate(keep(reversed, None), "a change does not end before it begins");
+    }
+
+    #[test]
+    fn the_first_sector_is_judged_as_a_whole() {
+        let inner = MemoryHost::new();
+        inner.insert("raw", &[0; 4096]);
+        let host = CarelessHost::around(inner);
+        let options = OpenOptions::new().writable(true);
+        let opened = Disk::open(host.clone(), Path::new("raw"), &options);
+        let disk = block_on(Box::pin(opened)).unwrap();
+        host.slips().set(Slip::ShortRead);
+        let kept = block_on(disk.keep_detected_raw(disk.writer().unwrap(), 0..4, None));
+        must_violate(kept.map(drop), "the first sector is read as a whole");
     }
 }

@@ -219,6 +219,7 @@ mod tests {
     use super::*;
     use crate::testing::{CLUSTER, disk, must_violate, old_overlay, writers};
     use futures_executor::block_on;
+    use isobath_chain::map::{Map, Slice, Unit};
     use isobath_qcow2::HostOffset;
 
     #[test]
@@ -244,5 +245,19 @@ mod tests {
         must_violate(discard(L2Entry::data(HostOffset::new(5 << 16), true)), empty);
         let valid = "the entry of a discarded cluster is valid";
         must_violate(discard(L2Entry::data(HostOffset::new(512), true)), valid);
+    }
+
+    #[test]
+    fn zeroes_are_whole_clusters() {
+        let mut disk = disk();
+        block_on(Box::pin(disk.expand_zeroes())).unwrap();
+        // Units of a sector, of which one is zero.
+        let map = Map::new(9, 1 << 20, disk.active_index());
+        let zero = Unit::zero(disk.active_index());
+        let units = std::array::from_fn(|n| if n == 3 { zero } else { Unit::ABSENT });
+        assert!(map.insert(0, map.generation(0), Slice::new(&units, Vec::new())));
+        disk.map = map.into();
+        let expanded = block_on(Box::pin(disk.expand_zeroes()));
+        must_violate(expanded, "clusters of zeroes are zero as a whole");
     }
 }

@@ -178,6 +178,7 @@ mod tests {
     use futures_executor::block_on;
     use futures_util::future::LocalBoxFuture;
     use isobath_chain::chain::LayerIndex;
+    use isobath_image::sabotage::Sabotage;
     use isobath_storage::{Operation, StorageError};
     use std::cell::Cell;
     use std::future::poll_fn;
@@ -236,5 +237,20 @@ mod tests {
         let error = block_on(finish_writes(writes)).unwrap_err();
         assert_eq!(error.errno(), libc::EIO);
         assert!(ended.get());
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    fn each_cluster_of_a_change_has_its_entry_and_no_other_place_than_it_needs() {
+        let disk = chain_of(1);
+        let (_, qcow2) = writers(&disk);
+        let write = |at| block_on(Box::pin(disk.write(at, IoBuf::copy_of(&[1; 512])))).map(drop);
+        write(0).unwrap();
+        let broken = Sabotage::LostEntry.begin();
+        let entries = block_on(entries_of(qcow2, 0..2)).map(drop);
+        must_violate(entries, "there is an entry for each cluster of a change");
+        drop(broken);
+        let _broken = Sabotage::LongRun.begin();
+        must_violate(write(1 << 20), "no run is longer than what was asked for");
     }
 }

@@ -426,7 +426,7 @@ const CHUNK: u64 = 1 << 20;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{CLUSTER, chain_of, must_violate};
+    use crate::testing::{CLUSTER, chain_of, must_violate, writers};
     use futures_executor::block_on;
 
     #[test]
@@ -454,5 +454,38 @@ mod tests {
         must_violate(pull(3, 0..CLUSTER), "layers to be removed are below the active one");
         must_violate(pull(2, 0..CLUSTER - 512), "whole clusters are pulled");
         must_violate(pull(2, 512..CLUSTER), "whole clusters are pulled");
+    }
+
+    #[test]
+    fn a_part_to_be_pulled_can_be_pulled() {
+        let check = |range, at| check_found(&range, at, 4 * CLUSTER, CLUSTER, Path::new("disk"));
+        check(CLUSTER..2 * CLUSTER, 0).unwrap();
+        let whole = "a part to be pulled is whole clusters";
+        must_violate(check(CLUSTER..2 * CLUSTER - 512, 0), whole);
+        must_violate(check(512..CLUSTER, 0), whole);
+        let some = "a part to be pulled is not empty nor too long";
+        must_violate(check(CLUSTER..CLUSTER, 0), some);
+        must_violate(check(0..5 * CLUSTER, 0), some);
+        let ahead = "a part to be pulled lies ahead of the search";
+        must_violate(check(0..CLUSTER, CLUSTER), ahead);
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    fn a_clone_gets_as_many_clusters_as_it_asks_for() {
+        let disk = chain_of(1);
+        let (_, qcow2) = writers(&disk);
+        let geometry = qcow2.geometry();
+        let layer = &qcow2.metadata.layer;
+        let plan =
+            Plan::new(layer, &geometry, isobath_qcow2::L2Entry::unallocated(), &(0..CLUSTER))
+                .unwrap();
+        let _broken = Sabotage::LongRun.begin();
+        let mut placement = qcow2.metadata.placement();
+        let source = &**layer.storage();
+        let plans = [plan];
+        let cloned = disk.clone_into_places(qcow2, &plans, &mut placement, source, 0);
+        let longer = "no run of a clone is longer than was asked for";
+        must_violate(block_on(Box::pin(cloned)), longer);
     }
 }

@@ -111,6 +111,7 @@ impl Block {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::broken::must_panic;
 
     #[test]
     fn only_changed_pages_are_written() {
@@ -146,5 +147,15 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_block_has_the_refcounts_that_are_asked_for() {
+        let order = RefcountOrder::BITS_16;
+        let block = Block::fresh(HostOffset::new(1 << 20), 512, order);
+        must_panic(|| block.get(256), "a refcount is looked up in its own block");
+        let less = |index| block.copy_with_less(0..512, [(index, 1)].into_iter());
+        must_panic(|| less(256), "a refcount is looked up in its own block");
+        must_panic(|| less(0), "a refcount has the references that are not in the file yet");
     }
 }

@@ -286,7 +286,7 @@ impl<S: Storage> Allocator<S> {
 
     /// The table entries that list new blocks, in steps: a block is listed only once the one that counts its cluster
     /// is, durably. Most growth takes one step; a run of clusters that several new blocks count takes more.
-    fn listing_steps(
+    pub(super) fn listing_steps(
         &self,
         state: &AllocState,
         mut indexes: Vec<u64>,
@@ -343,12 +343,7 @@ impl<S: Storage> Allocator<S> {
 impl AllocState {
     /// The whole refcount table.
     pub(super) fn table_bytes(&self) -> IoBuf {
-        let mut bytes = IoBuf::zeroed(self.table.len() * 8);
-        for (index, entry) in self.table.iter().enumerate() {
-            if entry.write(&mut bytes, index).is_none() {
-                violated("the refcount table has a place for each of its entries");
-            }
-        }
-        bytes
+        let bytes = self.table.iter().flat_map(|entry| entry.raw().to_be_bytes());
+        IoBuf::copy_of(&bytes.collect::<Vec<u8>>())
     }
 }

@@ -22,7 +22,8 @@ pub(crate) use cut::TailCut;
 pub(crate) use stage::{Staged, not_zero};
 
 use crate::layer::Qcow2Layer;
-use crate::{DiskError, MOST_CHECKED, Result, lock_order, violated};
+use crate::sabotage::{self, Sabotage};
+use crate::{DiskError, MOST_CHECKED, Result, always, lock_order, violated};
 use block::Block;
 use futures_util::future::try_join_all;
 use isobath_qcow2::{Geometry, HostCluster, HostOffset, RefcountTableEntry};
@@ -225,6 +226,12 @@ impl<S: Storage> Allocator<S> {
         Ok(alloc)
     }
 
+    /// Where a cluster begins that was allocated here.
+    pub fn offset_of(&self, cluster: HostCluster) -> Result<HostOffset> {
+        let offset = self.geometry.host_cluster_start(cluster);
+        always(offset, self.layer.name(), "a cluster that was allocated has an offset")
+    }
+
     /// Whether tables were found to be inconsistent.
     pub fn is_contradicted(&self) -> bool {
         self.contradicted.load(Ordering::Acquire)
@@ -266,6 +273,7 @@ impl<S: Storage> Allocator<S> {
 
     /// Takes between 1 and `want` adjacent free clusters.
     pub async fn allocate(&self, want: u64) -> Result<Run> {
+        let want = want + u64::from(sabotage::is(Sabotage::LongRun));
         let mut state = self.lock().await;
         let start = self.find_free(&mut state).await?;
         let mut count = 1;
@@ -280,6 +288,7 @@ impl<S: Storage> Allocator<S> {
 
     /// Takes `count` adjacent clusters past everything ever used.
     pub async fn allocate_adjacent(&self, count: u64) -> Result<Run> {
+        let count = count + u64::from(sabotage::is(Sabotage::LongRun));
         let mut state = self.lock().await;
         self.take_adjacent(&mut state, count).await
     }
@@ -685,5 +694,93 @@ impl<S: Storage> Allocator<S> {
             .blocks
             .get_mut(&index)
             .ok_or_else(|| self.corrupt(format!("host cluster {cluster} has no refcount block")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::broken::{must_panic, must_violate, qcow2, writer};
+    use crate::options::OpenOptions;
+    use futures_executor::block_on;
+    use isobath_storage::memory::MemoryFile;
+
+    /// Runs `test` with the allocator of a new image that has given out a cluster.
+    fn with_allocator(
+        test: impl FnOnce(&Allocator<MemoryFile>, &mut AsyncMutexGuard<'_, AllocState>),
+    ) {
+        let writer = writer(&OpenOptions::new());
+        let alloc = &qcow2(&writer).metadata.alloc;
+        block_on(async {
+            alloc.allocate(1).await.unwrap();
+            test(alloc, &mut alloc.state().await);
+        });
+    }
+
+    #[test]
+    fn broken_refcounts_are_noticed() {
+        type Change = fn(&mut AllocState);
+        let cases: [(&str, Change); 8] = [
+            ("a block with references that are not in the file is in memory", |state| {
+                state.blocks.clear();
+            }),
+            ("a refcount has the references that are not in the file yet", |state| {
+                state.unpublished.values_mut().for_each(|held| *held += 1);
+            }),
+            ("a cluster without such references is not listed", |state| {
+                state.unpublished.values_mut().for_each(|held| *held = 0);
+            }),
+            ("a cluster that is given out was used", |state| state.never_used = 0),
+            ("clusters of the refcount structure are published with it", |state| {
+                state.own.push(99);
+            }),
+            ("a block that the table does not list yet is in memory", |state| {
+                state.unlisted.push(99);
+            }),
+            ("an area lies before what was never used", |state| {
+                let end = state.never_used + 1;
+                state.areas = std::iter::once(1..end).collect();
+            }),
+            ("areas do not overlap", |state| state.areas = vec![1..3, 2..4]),
+        ];
+        for (what, change) in cases {
+            with_allocator(|alloc, state| {
+                alloc.check_invariants(state);
+                change(state);
+                must_panic(|| alloc.check_invariants(state), what);
+            });
+        }
+    }
+
+    #[test]
+    fn only_what_was_allocated_is_published_and_has_an_offset() {
+        with_allocator(|alloc, state| {
+            let other = || state.forget_unpublished(99);
+            must_panic(other, "a reference that is written to the file was allocated");
+            assert_eq!(alloc.offset_of(HostCluster::new(3)).unwrap().get(), 3 << 16);
+            let past = alloc.offset_of(HostCluster::new(u64::MAX));
+            must_violate(past, "a cluster that was allocated has an offset");
+        });
+    }
+
+    #[test]
+    fn a_new_block_has_its_place_in_the_table() {
+        with_allocator(|alloc, state| {
+            let listed = "a new refcount block has a place in the refcount table";
+            must_panic(|| alloc.listing_steps(state, vec![u64::from(u32::MAX)]), listed);
+            let known = "the refcount table in memory lists each new block";
+            must_panic(|| alloc.listing_steps(state, vec![1]), known);
+            // Each lies where the other counts.
+            let counted = alloc.geometry.refcount_block_entries();
+            for (index, home) in [(1, 2 * counted), (2, counted)] {
+                let offset = alloc.offset_of(HostCluster::new(home)).unwrap();
+                state.table[index] = RefcountTableEntry::new(offset, &alloc.geometry).unwrap();
+            }
+            let circle = "one of the new refcount blocks is counted by itself or by an old one";
+            must_panic(|| alloc.listing_steps(state, vec![1, 2]), circle);
+            assert_eq!(alloc.listing_steps(state, vec![1]).unwrap().len(), 1);
+            let there = "a refcount block that changed is in memory";
+            must_violate(alloc.staged_block(state, 1).map(Block::len), there);
+        });
     }
 }

@@ -157,7 +157,7 @@ impl<S: Storage> Allocator<S> {
     }
 
     /// A block with changes for a record.
-    fn staged_block<'a>(
+    pub(super) fn staged_block<'a>(
         &self,
         state: &'a AsyncMutexGuard<'_, AllocState>,
         index: u64,

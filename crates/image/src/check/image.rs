@@ -4,7 +4,7 @@ use crate::layer::ImageFormat;
 use crate::probe::format_of;
 use crate::recovery::{Purpose, Recovered, recover};
 use crate::replayed::Replayed;
-use crate::{DiskError, Result, invariant};
+use crate::{DiskError, Result, always, invariant};
 use isobath_qcow2::header::{ParseMode, field};
 use isobath_qcow2::{AutoclearFeatures, Geometry, Header, IncompatibleFeatures};
 use isobath_storage::{IoBuf, Storage};
@@ -13,6 +13,9 @@ use std::sync::Arc;
 
 /// Most host clusters that are counted (QEMU's limit).
 pub(crate) const MAX_CLUSTERS: u64 = i32::MAX as u64;
+
+/// Bytes at the start of the header, which hold its fields. They are written in one piece.
+const SECTOR: usize = 512;
 
 /// An image whose header can be used.
 pub(crate) struct Image<S> {
@@ -105,6 +108,21 @@ impl<S: Storage> Image<S> {
         Ok(())
     }
 
+    /// Writes fields of the header, all in one piece and durably: byte offsets and bytes.
+    pub(crate) async fn write_fields(
+        &self,
+        fields: impl IntoIterator<Item = (usize, Vec<u8>)>,
+    ) -> Result<()> {
+        let mut sector = self.read(0, SECTOR).await?.to_vec();
+        for (at, bytes) in fields {
+            let place = sector.get_mut(at..at + bytes.len());
+            always(place, &self.name, "a header has its fields in its first sector")?
+                .copy_from_slice(&bytes);
+        }
+        self.write(0, &sector).await?;
+        self.flush().await
+    }
+
     pub(crate) async fn flush(&self) -> Result<()> {
         Ok(self.storage.flush().await?)
     }
@@ -155,5 +173,51 @@ impl<S: Storage> Image<S> {
             self.header.autoclear = kept;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::broken::{NAME, layer, must_violate, qcow2, writer};
+    use crate::durability::MetadataMode;
+    use crate::options::OpenOptions;
+    use crate::readers::Readers;
+    use crate::tables::References;
+    use futures_executor::block_on;
+    use isobath_qcow2::{ClusterIndex, L2Entry};
+    use isobath_storage::MemoryUse;
+
+    #[test]
+    fn the_fields_of_a_header_are_in_its_first_sector() {
+        let layer = layer();
+        let storage = Arc::clone(layer.storage());
+        let opened = Image::open(&storage, Path::new(NAME), None, Purpose::Examine);
+        let image = block_on(Box::pin(opened)).unwrap();
+        let write = |at| block_on(image.write_fields([(at, vec![0; 8])]));
+        write(SECTOR - 8).unwrap();
+        must_violate(write(SECTOR - 7), "a header has its fields in its first sector");
+    }
+
+    #[test]
+    fn a_check_does_not_see_a_restart_log() {
+        let options = OpenOptions::new().metadata(MetadataMode::Journal).restart_log(true);
+        let writer = writer(&options);
+        let metadata = &qcow2(&writer).metadata;
+        block_on(async {
+            metadata.tables.ensure_table(0, &metadata.alloc).await.unwrap();
+            let references = References::to_nothing_new(&[]);
+            let cluster = ClusterIndex::new(0);
+            metadata.tables.record(cluster, L2Entry::zero_plain(), references).unwrap();
+            Box::pin(writer.commit(&Readers::default())).await.unwrap();
+        });
+        let storage = Arc::clone(metadata.layer.storage());
+        let open = |purpose| {
+            let opened = Image::open(&storage, Path::new(NAME), None, purpose);
+            block_on(Box::pin(opened)).map(drop)
+        };
+        open(Purpose::Examine).unwrap();
+        let viewed = open(Purpose::View(MemoryUse::Glance));
+        must_violate(viewed, "a restart log is brought in before a check");
     }
 }

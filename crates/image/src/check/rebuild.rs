@@ -3,15 +3,12 @@
 use super::counts::Counts;
 use super::image::Image;
 use super::survey::Survey;
-use crate::{Result, always};
+use crate::Result;
 use isobath_qcow2::HostOffset;
 use isobath_qcow2::geometry::MAX_REFCOUNT_TABLE_BYTES;
 use isobath_qcow2::header::field;
 use isobath_storage::Storage;
 use std::collections::BTreeSet;
-
-/// The header's first sector.
-const SECTOR: usize = 512;
 
 /// Writes a refcount table and blocks that match the counts after everything that is in use, and then makes the header
 /// refer to them. The counts are updated: the old structure is free.
@@ -70,7 +67,6 @@ pub(crate) async fn rebuild<S: Storage>(image: &mut Image<S>, survey: &mut Surve
 
     let offset = HostOffset::new(start << bits);
     // Offset, size and the refcounts' width change together: they are in one sector.
-    let mut sector = image.read(0, SECTOR).await?.to_vec();
     let mut fields = vec![
         (field::REFCOUNT_TABLE_OFFSET, offset.get().to_be_bytes().to_vec()),
         (field::REFCOUNT_TABLE_CLUSTERS, (table_clusters as u32).to_be_bytes().to_vec()),
@@ -78,13 +74,7 @@ pub(crate) async fn rebuild<S: Storage>(image: &mut Image<S>, survey: &mut Surve
     if image.header.version >= 3 {
         fields.push((field::REFCOUNT_ORDER, image.header.refcount_order.to_be_bytes().to_vec()));
     }
-    for (at, bytes) in fields {
-        let place = sector.get_mut(at..at + bytes.len());
-        always(place, &image.name, "a header has its fields in its first sector")?
-            .copy_from_slice(&bytes);
-    }
-    image.write(0, &sector).await?;
-    image.flush().await?;
+    image.write_fields(fields).await?;
     image.header.refcount_table_offset = offset;
     image.header.refcount_table_clusters = table_clusters as u32;
     image.length = image.length.max(end << bits);

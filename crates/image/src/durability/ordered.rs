@@ -145,3 +145,30 @@ pub(super) async fn discard<S: Storage>(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::broken::{must_violate, qcow2, writer};
+    use crate::durability::MetadataMode;
+    use crate::durability::zones::Embedded;
+    use crate::options::OpenOptions;
+    use futures_executor::block_on;
+    use isobath_qcow2::embedded::Span;
+
+    #[test]
+    fn a_mapping_that_a_recovery_would_find_stays() {
+        let writer = writer(&OpenOptions::new().metadata(MetadataMode::Embedded));
+        let metadata = &qcow2(&writer).metadata;
+        let zones = &metadata.zones;
+        zones.open(&(100..104), true, true);
+        assert!(zones.table(Lsn::default(), &[]).is_some() && zones.listed().is_empty());
+        let taken = zones.take(&metadata.sequence).unwrap();
+        let (host, lsn) = (taken.host, metadata.sequence.next());
+        zones.written(&taken, Embedded { cluster: 7, lsn, span: Span::Sector, rest: None });
+        zones.forget(&[host]);
+        let discarded = block_on(discard(metadata, vec![host]));
+        must_violate(discarded, "what a recovery would find is not erased");
+        block_on(discard(metadata, vec![HostCluster::new(99)])).unwrap();
+    }
+}

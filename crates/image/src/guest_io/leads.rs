@@ -183,3 +183,28 @@ impl<S: Storage> GuestIo<'_, S> {
         Ok(whole)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::broken::{host, layer_on, must_violate, qcow2, writer_of};
+    use crate::options::OpenOptions;
+    use futures_executor::block_on;
+    use isobath_storage_test::careless::{CarelessHost, Slip};
+
+    #[test]
+    fn a_write_over_lead_blocks_gives_back_its_buffer() {
+        let host = CarelessHost::around(host());
+        let writer = writer_of(&layer_on(&host), &OpenOptions::new());
+        let io = qcow2(&writer).metadata.guest_io();
+        let write = || {
+            let mut buf = IoBuf::zeroed(1024);
+            let mut segment = |at| Segment { at, stored: Stored::Own, own: buf.split_to(512) };
+            let segments = vec![segment(1 << 20), segment((1 << 20) + 512)];
+            block_on(io.write_segments(segments)).map(|buf| buf.len())
+        };
+        assert_eq!(write().unwrap(), 1024);
+        host.slips().set(Slip::LostBuffer);
+        must_violate(write(), "a write gives back every buffer");
+    }
+}

@@ -226,3 +226,20 @@ fn mark_plain(zones: &mut Zones, at: u64, cluster_size: u64) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::broken::{NAME, layer, must_violate};
+    use crate::recovery::records::examine;
+    use futures_executor::block_on;
+
+    #[test]
+    fn only_an_image_with_a_journal_is_recovered() {
+        let (layer, name) = (layer(), Path::new(NAME));
+        let header = layer.header().unwrap();
+        let has = "a valid header whose journal bit is set has a journal";
+        let examined = block_on(Box::pin(examine(&**layer.storage(), name, &header)));
+        must_violate(examined.map(drop), has);
+    }
+}

@@ -21,6 +21,7 @@ use isobath_qcow2::{
 use isobath_storage::{IoBuf, Storage};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 
 /// How far past the end of the file recorded clusters may lie, in bytes: more than is ever kept in memory.
@@ -81,7 +82,7 @@ pub(crate) async fn overlay<S: Storage>(layer: Layer<S>, found_log: &FoundLog) -
     let layer = Arc::new(layer);
     let name = layer.name().to_owned();
     let shown = shown(&layer, found_log).await?;
-    let layer = always(Arc::into_inner(layer), &name, "a layer that is being opened has one user")?;
+    let layer = alone(layer, &name)?;
     Ok(match shown {
         Ok(overlay) => layer.with_overlay(overlay),
         Err(reason) => {
@@ -90,6 +91,11 @@ pub(crate) async fn overlay<S: Storage>(layer: Layer<S>, found_log: &FoundLog) -
             layer
         }
     })
+}
+
+/// A layer that nobody else uses yet.
+fn alone<S>(layer: Arc<Layer<S>>, name: &Path) -> Result<Layer<S>> {
+    always(Arc::into_inner(layer), name, "a layer that is being opened has one user")
 }
 
 fn unfit(reason: &str) -> String {
@@ -159,10 +165,8 @@ async fn shown<S: Storage>(
                 free - size
             }
         };
-        let mut bytes = [0; 16];
         let length = geometry.l2_entry_size();
-        let written = entry.write(&mut bytes, 0, &geometry);
-        always(written, name, "no entry is longer than 16 bytes")?;
+        let bytes = entry.bytes(&geometry);
         overlay.put(table + (within * length) as u64, bytes[..length].to_vec());
     }
     let mut l1 = qcow2.l1.write();
@@ -332,4 +336,34 @@ fn both(
 /// The elements of `all` that are not in `others`.
 fn without(all: &[HostCluster], others: &[HostCluster]) -> Vec<HostCluster> {
     all.iter().filter(|cluster| !others.contains(cluster)).copied().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::broken::{layer, must_violate};
+    use crate::restart_log::tests::found_log;
+    use futures_executor::block_on;
+
+    #[test]
+    fn a_log_is_overlaid_on_an_image_that_has_tables() {
+        let found_log = found_log();
+        let overlay = |layer| block_on(Box::pin(overlay(layer, &found_log))).map(drop);
+        let opened = layer();
+        overlay(opened.in_other_chain()).unwrap();
+        let raw = Layer::raw(opened.name().to_owned(), Arc::clone(opened.storage()), 512);
+        must_violate(overlay(raw), "an image with a restart log is a qcow2 image");
+        let layer = opened.in_other_chain();
+        opened.as_qcow2().unwrap().l1.write().clear();
+        must_violate(overlay(layer), "an L1 table covers the disk");
+    }
+
+    #[test]
+    fn a_layer_that_is_being_opened_is_not_shared() {
+        let layer = layer();
+        let shared = Arc::clone(&layer);
+        let name = layer.name().to_owned();
+        must_violate(alone(layer, &name).map(drop), "a layer that is being opened has one user");
+        alone(shared, &name).unwrap();
+    }
 }

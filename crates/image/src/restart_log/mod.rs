@@ -484,4 +484,4 @@ fn load(words: &[AtomicU64], place: usize) -> u64 {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

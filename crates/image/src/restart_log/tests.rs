@@ -1,7 +1,7 @@
 //! The log by itself: its contents at any moment, and its behaviour when it is full.
 
 use super::*;
-use crate::broken::assert_violated;
+use crate::broken::{assert_violated, must_panic};
 use isobath_qcow2::journal::JournalExtension;
 use isobath_qcow2::{Header, HostOffset, IncompatibleFeatures, NewImage};
 use isobath_storage::memory::{MemoryFile, MemoryHost};
@@ -29,6 +29,13 @@ fn world() -> World {
     log.wake();
     futures_executor::block_on(log.begin(&file, ID, LAST));
     World { host, file, header: header(ID), log }
+}
+
+/// The log of a killed process that mapped the first cluster.
+pub(crate) fn found_log() -> FoundLog {
+    let world = world();
+    world.log.entry(0, entry(100));
+    world.found().unwrap()
 }
 
 fn header(id: u64) -> Header {
@@ -270,4 +277,12 @@ fn steps_of_commits_that_do_not_follow_each_other_are_noticed() {
         let _ = (log.begin_unclean(), log.begin_unclean());
     });
     assert!(nested.contains("ends before the next begins"), "{nested}");
+}
+
+#[test]
+fn only_what_is_not_promised_is_promised_again() {
+    let log = RestartLog::default();
+    log.promise_nothing();
+    log.promise();
+    must_panic(|| log.promise(), "what is promised was not promised before");
 }

@@ -75,7 +75,8 @@ impl Batch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::broken::assert_violated;
+    use crate::broken::{assert_violated, must_panic};
+    use isobath_qcow2::NewImage;
 
     #[test]
     fn a_broken_batch_is_noticed() {
@@ -86,5 +87,20 @@ mod tests {
             batch.fresh.insert(0, (HostOffset::new(65536), IoBuf::empty()));
             batch.l1.insert(0, L1Entry::unallocated());
         });
+    }
+
+    #[test]
+    fn a_new_table_describes_a_part_of_a_disk() {
+        let geometry = NewImage::new(1 << 30).plan().unwrap().header().geometry().unwrap();
+        let of = |l1_index| {
+            let mut batch = Batch::default();
+            batch.fresh.insert(l1_index, (HostOffset::new(65536), IoBuf::zeroed(8)));
+            batch.entries.insert(1, L2Entry::unallocated());
+            batch
+        };
+        let past = || of(u64::MAX).complete_tables(&geometry);
+        must_panic(past, "a new table lies within the largest disk");
+        let short = || of(0).complete_tables(&geometry);
+        must_panic(short, "a table has a place for each of its clusters");
     }
 }

@@ -144,9 +144,7 @@ impl<S: Storage> Tables<S> {
         let run = alloc.allocate(1).await?;
         let mut claim = self.claim();
         claim.add_run(&run);
-        let offset = self.geometry.host_cluster_start(run.start);
-        let offset =
-            always(offset, self.layer.name(), "a cluster that is given out has an offset")?;
+        let offset = alloc.offset_of(run.start)?;
         let entry = L1Entry::new(offset, true, &self.geometry)
             .map_err(|error| self.layer.format_error(error))?;
         claim.keep();
@@ -190,11 +188,7 @@ impl<S: Storage> Tables<S> {
             self.check_released(&state, cluster, change.released);
         }
         if let Some(log) = &self.log {
-            let mut bytes = [0; 16];
-            if entry.write(&mut bytes, 0, &self.geometry).is_none() {
-                violated("no entry is longer than 16 bytes");
-            }
-            log.entry(cluster.get(), bytes);
+            log.entry(cluster.get(), entry.bytes(&self.geometry));
         }
         state.open.entries.insert(cluster.get(), entry);
         state.open.allocated.extend_from_slice(change.taken);
@@ -375,15 +369,15 @@ impl<S: Storage> Tables<S> {
         let chunk_bytes = |chunk: u64| {
             let first = chunk * L1_CHUNK;
             let last = (first + L1_CHUNK).min(table.len() as u64);
-            let mut bytes = IoBuf::zeroed((last - first) as usize * 8);
-            for index in first..last {
-                let newer = batch.and_then(|batch| batch.l1.get(&index).copied());
-                let entry = newer.unwrap_or_else(|| table[index as usize]);
-                if entry.write(&mut bytes, (index - first) as usize).is_none() {
-                    violated("a sector of the L1 table has a place for each of its entries");
-                }
+            let Some(sector) = table.get(first as usize..last as usize) else {
+                violated("an L1 entry that changed lies in the L1 table");
+            };
+            let mut bytes = Vec::with_capacity(sector.len() * 8);
+            for (index, entry) in (first..).zip(sector) {
+                let newer = batch.and_then(|batch| batch.l1.get(&index));
+                bytes.extend_from_slice(&newer.unwrap_or(entry).raw().to_be_bytes());
             }
-            (offset + first * 8, bytes)
+            (offset + first * 8, IoBuf::copy_of(&bytes))
         };
         chunks.into_iter().map(chunk_bytes).collect()
     }
@@ -432,8 +426,7 @@ impl<S: Storage> Tables<S> {
 
     /// The entry of one cluster.
     pub async fn entry(&self, cluster: ClusterIndex) -> Result<L2Entry> {
-        let entries = self.entries(cluster, 1).await?;
-        always(entries.first().copied(), self.layer.name(), "an entry is read for each cluster")
+        only(&self.entries(cluster, 1).await?, self.layer.name())
     }
 
     fn read_entry(&self, table: &[u8], index: usize) -> Result<L2Entry> {
@@ -490,6 +483,15 @@ impl<S: Storage> Tables<S> {
             }
         }
     }
+}
+
+/// The entry that was read for one cluster.
+fn only(entries: &[L2Entry], name: &Path) -> Result<L2Entry> {
+    let only = match entries {
+        [entry] => Some(*entry),
+        _ => None,
+    };
+    always(only, name, "an entry is read for each cluster")
 }
 
 /// The effect of an entry's change on references.
@@ -565,8 +567,11 @@ impl ClosedBatch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::broken::assert_violated;
+    use crate::broken::{assert_violated, must_panic, must_violate, qcow2, writer};
+    use crate::options::OpenOptions;
+    use futures_executor::block_on;
     use isobath_qcow2::NewImage;
+    use isobath_storage::memory::MemoryFile;
 
     #[test]
     fn broken_tables_are_noticed() {
@@ -589,6 +594,114 @@ mod tests {
         assert_violated("only a commit keeps pages", state(), |state| {
             state.pages.insert(0, IoBuf::zeroed(4096));
             assert!(state.pages.pin(0));
+        });
+    }
+
+    /// Runs `test` with the tables of a new image, in which the first one is there.
+    fn with_tables(test: impl FnOnce(&Tables<MemoryFile>)) {
+        let writer = writer(&OpenOptions::new());
+        let metadata = &qcow2(&writer).metadata;
+        block_on(metadata.tables.ensure_table(0, &metadata.alloc)).unwrap();
+        test(&metadata.tables);
+    }
+
+    #[test]
+    fn an_entry_is_recorded_as_what_it_is_and_where_its_table_is() {
+        with_tables(|tables| {
+            let nothing = References::to_nothing_new(&[]);
+            let geometry = tables.geometry();
+            let first = ClusterIndex::new(0);
+            let invalid = L2Entry::read(&512_u64.to_be_bytes(), 0, &geometry).unwrap();
+            must_violate(
+                tables.record(first, invalid, nothing),
+                "an entry that is recorded is valid",
+            );
+            let elsewhere = geometry.first_cluster_of_l1(1).unwrap();
+            let done = tables.record(elsewhere, L2Entry::unallocated(), nothing);
+            must_violate(done, "an entry is recorded in a table of the disk alone");
+            tables.record(first, L2Entry::zero_plain(), nothing).unwrap();
+            let releases = [HostCluster::new(9)];
+            let other = References::to_nothing_new(&releases);
+            let record = || tables.record(first, L2Entry::unallocated(), other);
+            if cfg!(debug_assertions) {
+                must_panic(
+                    record,
+                    "the references that end are those of the entry that is replaced",
+                );
+            }
+        });
+    }
+
+    #[test]
+    fn a_new_entry_makes_the_references_that_are_counted_and_its_data_is_logged() {
+        with_tables(|tables| {
+            let (geometry, name) = (tables.geometry(), Path::new("image"));
+            let place = HostOffset::new(9 << 16);
+            let (taken, nowhere) = ([HostCluster::new(9)], Checksummed::new(Vec::new()));
+            let written = Checksummed::new(vec![0..512, place.get()..place.get() + 512]);
+            let kind = ClusterKind::Data { offset: place, copied: true };
+            References::to_data(&taken, &[], &written, false)
+                .check(&geometry, &kind, name)
+                .unwrap();
+            let unlogged = References::to_data(&taken, &[], &nowhere, false);
+            let known = "the log knows of the data that a new entry refers to";
+            must_violate(unlogged.check(&geometry, &kind, name), known);
+            let taken = [HostCluster::new(8)];
+            let other = References::to_data(&taken, &[], &written, false);
+            let made = "a new entry makes the references that are counted for it";
+            must_violate(other.check(&geometry, &kind, name), made);
+        });
+    }
+
+    #[test]
+    fn a_commit_has_its_batch_and_ends_before_the_next() {
+        with_tables(|tables| {
+            let closed = tables.begin_commit().unwrap();
+            must_violate(tables.begin_commit(), "one commit ends before the next begins");
+            tables.state.lock().closed = None;
+            let has = "a commit under way has closed its batch";
+            must_violate(block_on(tables.write_fresh(&closed)), has);
+            must_panic(|| tables.finish_commit(closed), has);
+        });
+    }
+
+    #[test]
+    fn what_a_commit_writes_has_its_place() {
+        with_tables(|tables| {
+            let entry = L2Entry::unallocated();
+            let batch = Batch { entries: BTreeMap::from([(0, entry)]), ..Batch::default() };
+            must_violate(tables.entry_places(&batch), "a recorded entry has a table");
+            let mut state = tables.state.lock();
+            let at = |index| BTreeMap::from([(0, vec![(index, entry)])]);
+            let there = "a page that a commit changes is in the cache";
+            must_violate(tables.apply(&mut state, &at(0)), there);
+            state.pages.insert(0, IoBuf::zeroed(4096));
+            assert_eq!(tables.apply(&mut state, &at(511)).unwrap().len(), 1);
+            let place = "a page has a place for each entry that it was found by";
+            must_violate(tables.apply(&mut state, &at(512)), place);
+            let short = tables.read_entry(&[0; 8], 1);
+            must_violate(short, "a table is read where it has entries");
+            let name = tables.layer.name();
+            only(&[entry], name).unwrap();
+            must_violate(only(&[], name), "an entry is read for each cluster");
+            must_violate(only(&[entry; 2], name), "an entry is read for each cluster");
+        });
+    }
+
+    #[test]
+    fn an_l1_entry_lies_in_the_table() {
+        with_tables(|tables| {
+            assert_eq!(tables.l1_writes(None, vec![0, 1])[0].1.len(), 16);
+            let past = || tables.l1_writes(None, vec![64]);
+            must_panic(past, "an L1 entry that changed lies in the L1 table");
+            let mut batch = Batch::default();
+            batch.l1.insert(2, L1Entry::unallocated());
+            let mut state = tables.state.lock();
+            let finish = || tables.finish(&mut state, batch);
+            must_panic(finish, "a table is made for a cluster of the disk");
+            drop(state);
+            let dropped = || tables.drop_table(u64::MAX, &[]);
+            must_panic(dropped, "a table that is dropped lies within the largest disk");
         });
     }
 }

@@ -1,8 +1,8 @@
 //! Tables with a journal: their changes in a record, and their checkpoint.
 
 use super::{ClosedBatch, Released, Tables};
+use crate::Result;
 use crate::alloc::not_zero;
-use crate::{Result, always};
 use isobath_qcow2::L2Entry;
 use isobath_storage::{IoBuf, Storage};
 use std::collections::BTreeMap;
@@ -29,18 +29,14 @@ impl<S: Storage> Tables<S> {
             staged.patches.extend(not_zero(at, &table).into_iter().map(|(at, b)| (at, b.to_vec())));
         }
         let size = self.geometry.l2_entry_size();
-        let mut bytes = vec![0; size];
         for (at, entry) in self.entry_places(batch)? {
-            always(
-                entry.write(&mut bytes, 0, &self.geometry),
-                self.layer.name(),
-                "an entry is as long as it is",
-            )?;
+            let bytes = entry.bytes(&self.geometry);
+            let bytes = &bytes[..size];
             match staged.patches.last_mut() {
                 Some((start, run)) if *start + run.len() as u64 == at => {
-                    run.extend_from_slice(&bytes);
+                    run.extend_from_slice(bytes);
                 }
-                _ => staged.patches.push((at, bytes.clone())),
+                _ => staged.patches.push((at, bytes.to_vec())),
             }
         }
         let table = self.layer.qcow2().header.read().l1_table_offset.get();

@@ -342,15 +342,11 @@ impl<S: Storage> Writer<S> {
     ) -> Result<PreparedUpdate<'a, S>> {
         let (layer, geometry) = (&*self.layer, qcow2.geometry());
         let Metadata { alloc, tables, .. } = &qcow2.metadata;
-        let place_of = |cluster: HostCluster| {
-            let offset = geometry.host_cluster_start(cluster);
-            always(offset, layer.name(), "a cluster that was allocated has an offset")
-        };
         let mut claim = tables.claim();
         for (entry, contents) in std::mem::take(&mut update.new) {
             let run = alloc.allocate(1).await?;
             claim.add_run(&run);
-            let at = place_of(run.start)?;
+            let at = alloc.offset_of(run.start)?;
             let written = BitmapCluster::Data(at).write(&mut update.table, entry);
             always(written, layer.name(), "a table has its entries")?;
             layer.storage().write_at(at.get(), contents).await?;
@@ -364,7 +360,7 @@ impl<S: Storage> Writer<S> {
             let bytes = update.table.len() as u64;
             let run: Run = alloc.allocate_adjacent(geometry.clusters_for(bytes)).await?;
             claim.add_run(&run);
-            bitmap.table_offset = place_of(run.start)?;
+            bitmap.table_offset = alloc.offset_of(run.start)?;
             bitmap.table_size = (bytes / 8) as u32;
             let table = std::mem::replace(&mut update.table, IoBuf::zeroed(0));
             layer.storage().write_at(bitmap.table_offset.get(), table).await?;
@@ -424,5 +420,36 @@ impl<S: Storage> Writer<S> {
             alloc.unmark_metadata(cluster.get()..cluster.get() + 1);
         }
         alloc.release(&released).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::broken::{must_violate, qcow2, writer};
+    use crate::options::OpenOptions;
+    use futures_executor::block_on;
+
+    #[test]
+    fn a_bitmap_that_is_updated_is_in_the_directory_and_has_its_entries() {
+        let writer = writer(&OpenOptions::new());
+        let qcow2 = qcow2(&writer);
+        let directory = Directory { offset: 0, bitmaps: Vec::new(), size: 1 << 30 };
+        let noted = Noted { place: 0, tracks: true, bits: BitmapBits::new(1 << 30, 16) };
+        let planned = block_on(writer.plan_update(qcow2, &directory, &noted)).map(drop);
+        must_violate(planned, "a bitmap that is marked is in the directory");
+        let update = |entry| Update {
+            place: 0,
+            table: IoBuf::zeroed(8),
+            table_changes: true,
+            moves: false,
+            in_place: Vec::new(),
+            new: vec![(entry, IoBuf::zeroed(65536))],
+            released: Vec::new(),
+        };
+        let prepare =
+            |entry| block_on(writer.prepare_update(qcow2, &directory, update(entry))).map(drop);
+        must_violate(prepare(0), "a bitmap is in the directory");
+        must_violate(prepare(1), "a table has its entries");
     }
 }

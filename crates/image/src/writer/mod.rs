@@ -16,7 +16,7 @@ use crate::readers::Readers;
 use crate::restart_log::{RestartLog, Suspended};
 use crate::sabotage::{self, Sabotage};
 use crate::tables::References;
-use crate::{DiskError, Result, always, lock_order};
+use crate::{DiskError, Result, lock_order};
 use isobath_qcow2::{AutoclearFeatures, ClusterIndex, Geometry, HostCluster, HostOffset, L2Entry};
 use isobath_storage::Storage;
 use std::future::Future;
@@ -116,9 +116,7 @@ impl<S: Storage> Writer<S> {
         let run = alloc.allocate_adjacent(count).await?;
         let mut claim = tables.claim();
         claim.add_run(&run);
-        let offset = qcow2.geometry().host_cluster_start(run.start);
-        let offset =
-            always(offset, self.layer.name(), "a cluster that was allocated has an offset")?;
+        let offset = alloc.offset_of(run.start)?;
         self.exclusively(|| async {
             alloc.publish(claim.clusters()).await?;
             claim.keep();
@@ -366,6 +364,9 @@ impl<S: Storage> Qcow2Writer<S> {
             let count = (geometry.l2_entries() - l2_index as u64).min(clusters.end - first);
             entries.extend(self.metadata.tables.entries(ClusterIndex::new(first), count).await?);
             first += count;
+        }
+        if sabotage::is(Sabotage::LostEntry) && entries.len() > 1 {
+            entries.pop();
         }
         Ok(entries)
     }

@@ -7,7 +7,7 @@ use crate::references::referenced;
 use crate::tables::References;
 use crate::{DiskError, Result, always, invariant};
 use isobath_qcow2::header::field;
-use isobath_qcow2::{ClusterIndex, ClusterKind, HostCluster, L1Entry, L2Entry};
+use isobath_qcow2::{ClusterIndex, ClusterKind, GuestOffset, HostCluster, L1Entry, L2Entry};
 use isobath_storage::{IoBuf, Storage};
 use std::path::Path;
 
@@ -57,8 +57,7 @@ impl<S: Storage> Writer<S> {
             check_same(&image.l1.read(), &table, name)?;
             let mut header = image.header.write();
             let replaced = (u64::from(header.l1_size), header.l1_table_offset);
-            let stayed = replaced == (old_size, old_offset);
-            invariant(stayed, name, "an L1 table stays until a longer one replaces it")?;
+            check_stayed(&replaced, &(old_size, old_offset), name)?;
             header.l1_size = entries as u32;
             header.l1_table_offset = offset;
             image.l1.write().resize(entries as usize, L1Entry::unallocated());
@@ -121,9 +120,7 @@ impl<S: Storage> Writer<S> {
                     let cluster = geometry.host_cluster_of(table).get();
                     qcow2.metadata.alloc.unmark_metadata(cluster..cluster + 1);
                 }
-                let described = geometry.cluster_start(first);
-                let past = described.is_none_or(|first| first.get() >= size);
-                invariant(past, name, "a table that is dropped lies past the disk's end")?;
+                check_past(geometry.cluster_start(first), size, name)?;
                 tables.drop_table(l1_index, &releases);
             }
             tables.mark_discarded();
@@ -163,10 +160,24 @@ fn check_same(entries: &[L1Entry], table: &[u8], name: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Checks that the L1 table that is replaced, its size and offset, is still the one that was copied.
+fn check_stayed<T: PartialEq>(replaced: &T, copied: &T, name: &Path) -> Result<()> {
+    invariant(replaced == copied, name, "an L1 table stays until a longer one replaces it")
+}
+
+/// Checks that a table that is dropped, whose first guest byte is `first`, describes nothing of a disk of `size` bytes.
+fn check_past(first: Option<GuestOffset>, size: u64, name: &Path) -> Result<()> {
+    let past = first.is_none_or(|first| first.get() >= size);
+    invariant(past, name, "a table that is dropped lies past the disk's end")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::broken::must_violate;
+    use crate::broken::{must_violate, writer};
+    use crate::options::OpenOptions;
+    use crate::sabotage::Sabotage;
+    use futures_executor::block_on;
 
     #[test]
     fn a_longer_table_has_every_entry() {
@@ -186,5 +197,35 @@ mod tests {
         let same = "the L1 table does not change while a longer one is written";
         must_violate(check_same(&[L1Entry::unallocated()], &table, name), same);
         must_violate(check_same(&[entry, entry], &table, name), same);
+    }
+
+    #[test]
+    fn only_what_is_past_the_end_is_dropped() {
+        let writer = writer(&OpenOptions::new());
+        let drop_past = |size| block_on(Box::pin(writer.drop_past(&Readers::default(), size)));
+        drop_past(1 << 30).unwrap();
+        let ends = "a disk ends before what is past its end is dropped";
+        must_violate(drop_past(1 << 20), ends);
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    fn a_longer_table_gets_its_clusters() {
+        let writer = writer(&OpenOptions::new());
+        let _broken = Sabotage::LongRun.begin();
+        let grown = block_on(Box::pin(writer.grow_l1(&Readers::default(), 1 << 16)));
+        must_violate(grown, "an L1 table gets the clusters that it needs");
+    }
+
+    #[test]
+    fn a_table_is_replaced_or_dropped_only_if_it_is_the_one_that_is_meant() {
+        let name = Path::new("disk");
+        check_stayed(&(1, 2), &(1, 2), name).unwrap();
+        let stayed = "an L1 table stays until a longer one replaces it";
+        must_violate(check_stayed(&(1, 2), &(1, 3), name), stayed);
+        check_past(Some(GuestOffset::new(512)), 512, name).unwrap();
+        check_past(None, 512, name).unwrap();
+        let past = "a table that is dropped lies past the disk's end";
+        must_violate(check_past(Some(GuestOffset::new(511)), 512, name), past);
     }
 }

@@ -31,12 +31,13 @@ impl SpeedLimit {
 
     fn accrue(&mut self, now: Duration) {
         let speed = self.speed as f64;
-        let passed = now.saturating_sub(self.at).as_secs_f64();
-        self.saved = (self.saved + passed * speed).min((speed * SLICE).max(SMALLEST as f64));
-        self.at = self.at.max(now);
-        if self.saved > (speed * SLICE).max(SMALLEST as f64) {
+        let most = (speed * SLICE).max(SMALLEST as f64);
+        if self.saved > most {
             violated("a limited job saves up for one slice at most");
         }
+        let passed = now.saturating_sub(self.at).as_secs_f64();
+        self.saved = (self.saved + passed * speed).min(most);
+        self.at = self.at.max(now);
     }
 
     /// The largest piece allowed now, or the time at which to ask again.
@@ -116,5 +117,12 @@ mod tests {
         let mut limit = SpeedLimit::new(0, Duration::ZERO);
         limit.copied(Duration::ZERO, u64::MAX);
         assert_eq!(limit.room(Duration::ZERO, u64::MAX), Ok(u64::MAX));
+    }
+
+    #[test]
+    #[should_panic(expected = "a limited job saves up for one slice at most")]
+    fn no_more_is_saved_up_than_a_slice() {
+        let limit = SpeedLimit::new(10_000_000, Duration::ZERO);
+        let _ = SpeedLimit { saved: 1_000_001.0, ..limit }.room(Duration::ZERO, 0);
     }
 }

@@ -33,7 +33,7 @@ struct Module {
 
 type Modules = BTreeMap<Name, Module>;
 
-fn is_test(attributes: &[Attribute]) -> bool {
+pub(super) fn is_test(attributes: &[Attribute]) -> bool {
     attributes
         .iter()
         .filter(|attribute| attribute.path().is_ident("cfg"))

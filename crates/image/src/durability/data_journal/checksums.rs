@@ -255,8 +255,8 @@ mod tests {
                 ranges.ranges.insert(at, Checksum { end, crc: None, holder });
             }
         };
-        assert_violated("do not overlap", ranges(), of(4, 8));
-        assert_violated("has bytes", ranges(), of(16, 16));
+        assert_violated("checksummed ranges do not overlap", ranges(), of(4, 8));
+        assert_violated("a checksummed range has bytes", ranges(), of(16, 16));
         assert_violated("are those of the ranges", ranges(), of(16, 24));
         let too_much = |ranges: &mut ChecksummedRanges| ranges.too_much = true;
         assert_violated("is durable before the record", ranges(), too_much);

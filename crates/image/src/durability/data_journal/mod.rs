@@ -534,7 +534,7 @@ pub(crate) fn cut(bufs: &[IoBuf], part: Range<usize>) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::broken::assert_violated;
+    use crate::broken::{assert_violated, must_panic};
     use isobath_qcow2::Crc32c;
 
     const SIZE: u64 = 65536;
@@ -756,5 +756,22 @@ mod tests {
         assert_violated("data is recorded by a record", DataState::default(), |state| {
             state.recorded.put(0, bytes(), Lsn::default());
         });
+    }
+
+    #[test]
+    fn one_commit_of_data_ends_before_the_next() {
+        let journal = active();
+        let _ = journal.add_checksums([written(checksummed(0, &[buf(1, 8192)], SIZE, true))]);
+        let closed = journal.begin_commit(Lsn::new(1), &[], SIZE, None);
+        let one = "one commit of data ends before the next begins";
+        must_panic(|| journal.begin_commit(Lsn::new(2), &[], SIZE, None), one);
+        must_panic(|| journal.begin_embedded_commit(), one);
+        must_panic(|| journal.deactivate(None), one);
+        journal.finish_commit(closed.commit, Lsn::new(1), Lsn::new(1));
+        let growing = "commits have growing LSNs";
+        let commit = journal.begin_embedded_commit().unwrap();
+        must_panic(|| journal.finish_embedded_commit(commit, Lsn::new(1), Lsn::default()), growing);
+        let closed = journal.begin_commit(Lsn::new(1), &[], SIZE, None);
+        must_panic(|| journal.finish_commit(closed.commit, Lsn::new(1), Lsn::new(1)), growing);
     }
 }

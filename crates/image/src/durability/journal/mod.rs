@@ -125,14 +125,14 @@ impl Active {
     async fn write<S: Storage>(&mut self, metadata: &Metadata<S>, record: Builder) -> Result<()> {
         let layer = &metadata.layer;
         let (clusters, record) = record.finish();
-        let error = |error| layer.format_error(error);
-        let bytes = record.encode(self.extension.id).map_err(error)?;
-        let count = (bytes.len() / BLOCK) as u64;
         invariant(
             record.lsn > self.last,
             layer.name(),
             "a record's number is above the last one's",
         )?;
+        let error = |error| layer.format_error(error);
+        let bytes = record.encode(self.extension.id).map_err(error)?;
+        let count = (bytes.len() / BLOCK) as u64;
         let start =
             always(self.ring.room(count), layer.name(), "a record is written where there is room")?;
         self.check_invariants(&record, layer.name())?;
@@ -323,4 +323,95 @@ async fn checkpoint<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
     metadata.place(&metadata.data_journal.recorded()).await?;
     metadata.tables.checkpoint().await?;
     metadata.alloc.checkpoint().await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::broken::{must_panic, must_violate, qcow2, writer};
+    use crate::durability::MetadataMode;
+    use crate::options::OpenOptions;
+    use futures_executor::block_on;
+    use isobath_qcow2::HostOffset;
+
+    /// A journal whose fifth record was the last one.
+    fn active() -> Active {
+        let extension = JournalExtension {
+            area_offset: HostOffset::new(64 << 20),
+            area_length: 1 << 20,
+            id: 7,
+            first_lsn: Lsn::new(1),
+        };
+        Active {
+            extension,
+            ring: Ring::new(8),
+            last: Lsn::new(5),
+            written: Lsn::new(4),
+            durable: Lsn::new(3),
+            last_operations: BTreeMap::from([(9, Lsn::new(5))]),
+            checkpoint_lsn: Lsn::new(6),
+        }
+    }
+
+    #[test]
+    fn a_record_fits_what_is_known_of_the_earlier_ones() {
+        type Change = fn(&mut Active, &mut Record);
+        let written = "what is durable in place was written, and what was written was recorded";
+        let cases: [(&str, Change); 5] = [
+            (written, |active, _| active.durable = Lsn::new(5)),
+            (written, |active, _| active.written = Lsn::new(6)),
+            ("a recovery replays each record that is not durable in place", |_, record| {
+                record.tail = Lsn::new(5);
+            }),
+            ("a record contains no mapping that is embedded after it", |active, _| {
+                active.checkpoint_lsn = Lsn::new(7);
+            }),
+            ("what records have operations on is in records", |active, _| {
+                active.last_operations.insert(9, Lsn::new(6));
+            }),
+        ];
+        for (what, change) in cases {
+            let mut active = active();
+            let (_, mut record) = active.next(65536, Lsn::new(6), Lsn::new(4)).finish();
+            active.check_invariants(&record, Path::new("image")).unwrap();
+            change(&mut active, &mut record);
+            must_violate(active.check_invariants(&record, Path::new("image")), what);
+        }
+    }
+
+    #[test]
+    fn a_record_has_a_number_and_a_place_of_its_own() {
+        let writer = writer(&OpenOptions::new().metadata(MetadataMode::Journal));
+        let metadata = &qcow2(&writer).metadata;
+        let write = |active: &mut Active, lsn| {
+            let record = active.next(65536, Lsn::new(lsn), Lsn::new(4));
+            block_on(active.write(metadata, record))
+        };
+        must_violate(write(&mut active(), 5), "a record's number is above the last one's");
+        let mut full = Active { ring: Ring::new(0), ..active() };
+        must_violate(write(&mut full, 6), "a record is written where there is room");
+        write(&mut active(), 6).unwrap();
+    }
+
+    #[test]
+    fn a_journal_in_use_has_an_area_and_stays_while_it_lists_zones() {
+        let writer = writer(&OpenOptions::new().metadata(MetadataMode::Embedded));
+        let metadata = &qcow2(&writer).metadata;
+        let journal = Journal::new(true, 1 << 20);
+        let mut state = JournalState::default();
+        let readers = Readers::default();
+        let committed = block_on(Box::pin(journal.commit_active(&mut state, metadata, &readers)));
+        must_violate(committed, "a journal in use has an area");
+        state.active = Some(active());
+        metadata.zones.open(&(100..104), true, true);
+        let ended = block_on(Box::pin(journal.deactivate_locked(&mut state, metadata, None)));
+        must_violate(ended, "a journal that lists zones stays in use");
+    }
+
+    #[test]
+    fn only_a_hold_that_began_ends() {
+        let journal = Journal::new(true, 1 << 20);
+        drop(journal.hold());
+        must_panic(|| journal.end_hold(), "the end of a hold has a beginning");
+    }
 }

@@ -616,7 +616,7 @@ const FIRST_STEP: u64 = 1 << 20;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::broken::assert_violated;
+    use crate::broken::{assert_violated, must_panic};
     use isobath_qcow2::NewImage;
     use isobath_qcow2::embedded::Span;
 
@@ -624,10 +624,12 @@ mod tests {
     fn broken_zones_are_noticed() {
         let zone = |area: Range<u64>, id| Zone::new(&area, ZoneId([id; 16]), true, true);
         let state = || ZoneState { zones: vec![zone(0..4, 1)], ..ZoneState::default() };
-        assert_violated("do not overlap", state(), |state| state.zones.push(zone(3..8, 2)));
+        assert_violated("zones do not overlap", state(), |state| state.zones.push(zone(3..8, 2)));
         assert_violated("its own id", state(), |state| state.zones.push(zone(4..8, 1)));
         assert_violated("a list that is durable", state(), |state| state.listed = Lsn::new(1));
-        assert_violated("calls durable", state(), |state| state.noted = Lsn::new(1));
+        assert_violated("calls durable what is durable", state(), |state| {
+            state.noted = Lsn::new(1);
+        });
     }
 
     /// Zones with a cluster whose mapping has an LSN above that of a commit in progress, which frees it.
@@ -679,5 +681,33 @@ mod tests {
         zones.listed();
         zones.forget(&[host]);
         assert!(zones.may_erase(host));
+    }
+
+    #[test]
+    fn what_is_durable_was_recorded_and_stays_durable() {
+        let (zones, point, _) = freed_by_a_commit();
+        let sequence = LogSequence::default();
+        let taken = zones.take(&sequence).unwrap();
+        let early = || zones.durable_below(Lsn::new(taken.lsn.get() + 1));
+        must_panic(early, "a write that is not recorded is not durable");
+        drop(taken);
+        zones.finish_commit(point);
+        must_panic(|| zones.durable_below(Lsn::default()), "what is durable stays durable");
+    }
+
+    #[test]
+    fn what_is_taken_or_prepared_keeps_its_zone() {
+        let (zones, ..) = freed_by_a_commit();
+        let taken = zones.take(&LogSequence::default()).unwrap();
+        zones.open(&(200..204), true, false);
+        let preparing = zones.begin_preparing(4).unwrap();
+        zones.state.lock().zones.clear();
+        must_panic(|| zones.put_back(&taken), "a cluster that was taken lies in a zone");
+        let embedded = Embedded { cluster: 7, lsn: taken.lsn, span: Span::Sector, rest: None };
+        let written = || zones.written(&taken, embedded);
+        must_panic(written, "a cluster that was taken lies in a zone");
+        must_panic(|| preparing.done(), "a zone stays while it is prepared");
+        let mut zone = Zone::new(&(0..4), ZoneId([1; 16]), true, true);
+        must_panic(|| zone.set(4, Slot::Taken), "a cluster of a zone has a slot");
     }
 }
