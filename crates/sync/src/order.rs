@@ -1,8 +1,8 @@
 //! The order in which tasks take locks, checked in builds with debug assertions.
 //!
-//! Two tasks that take two locks in different orders can wait for each other for ever, and a test sees that only if they
-//! meet. With a [`Rank`] for each lock, every task that takes them in the wrong order is found, alone. Release builds,
-//! and those for loom, check nothing.
+//! Two tasks that take two locks in different orders can wait for each other for ever, and a test sees that only if
+//! they meet. With a [`Rank`] for each lock, every task that takes them in the wrong order is found, alone. Release
+//! builds, and those for loom, check nothing.
 //!
 //! [`in_order`] says what belongs to one task: a request, or one of several parts of it that run at the same time. Each
 //! public operation on a disk begins one. Outside of any, only locks that are not held across an await are checked.

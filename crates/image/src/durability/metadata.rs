@@ -3,16 +3,15 @@
 use super::data_journal::DataJournal;
 use super::upkeep::Upkeep;
 use super::zones::Zones;
+use crate::Result;
 use crate::alloc::Allocator;
 use crate::entries::ActiveEntries;
 use crate::layer::Qcow2Layer;
 use crate::lsn::LogSequence;
 use crate::pieces::JournaledWrite;
 use crate::readers::Readers;
-use crate::restart_log::{ClosedLog, LogDropped, RestartLog};
-use crate::sabotage::{self, Sabotage};
+use crate::restart_log::{ClosedLog, LogDropped, RestartLog, drop_closed};
 use crate::tables::Tables;
-use crate::{Result, violated};
 use futures_util::future::try_join_all;
 use isobath_qcow2::{ClusterIndex, HostCluster, HostOffset, L2Entry};
 use isobath_storage::{IoBuf, Storage};
@@ -75,12 +74,7 @@ impl<S: Storage> Metadata<S> {
 
     /// What the commit in progress closed is durable.
     pub(super) fn log_durable(&self, closed: Option<ClosedLog>) -> LogDropped {
-        match (&self.log, closed) {
-            (Some(log), Some(closed)) => log.durable(closed),
-            (None, None) => LogDropped::without_log(),
-            _ if sabotage::is(Sabotage::LateLog) => LogDropped::without_log(),
-            _ => violated("a commit drops from the log what it closed in it"),
-        }
+        drop_closed(self.log.as_deref(), closed)
     }
 
     pub(crate) fn cluster_size(&self) -> u64 {

@@ -19,6 +19,7 @@ mod found;
 
 pub(crate) use found::FoundLog;
 
+use crate::sabotage::{self, Sabotage};
 use crate::{lock_order, violated};
 use isobath_qcow2::{Crc32c, Lsn};
 use isobath_storage::restart_memory::RESTART_MEMORY_BYTES;
@@ -144,11 +145,23 @@ pub(crate) struct ClosedLog {
 #[must_use = "clusters are reused with it"]
 pub(crate) struct LogDropped(());
 
-impl LogDropped {
-    /// There is no log.
-    pub(crate) fn without_log() -> Self {
-        Self(())
+/// What a commit `closed` is durable: the log, if there is one, contains it no longer.
+pub(crate) fn drop_closed(log: Option<&RestartLog>, closed: Option<ClosedLog>) -> LogDropped {
+    if log.is_some() != closed.is_some() && !sabotage::is(Sabotage::LateLog) {
+        violated("a commit drops from the log what it closed in it");
     }
+    log.zip(closed).map_or(LogDropped(()), |(log, closed)| log.durable(closed))
+}
+
+/// A commit that has closed its mappings in the log, if there is one, closes the journaled data.
+pub(crate) fn close_all(
+    log: Option<&RestartLog>,
+    entries: Option<ClosedEntries>,
+) -> Option<ClosedLog> {
+    if log.is_some() != entries.is_some() {
+        violated("a commit closes its mappings in the log before its data");
+    }
+    log.zip(entries).map(|(log, entries)| log.close_writes(entries))
 }
 
 /// A change of the image that leaves refcounts too high if it does not end. If this is dropped, it has not.

@@ -276,7 +276,15 @@ fn steps_of_commits_that_do_not_follow_each_other_are_noticed() {
     let nested = violation(|log| {
         let _ = (log.begin_unclean(), log.begin_unclean());
     });
-    assert!(nested.contains("ends before the next begins"), "{nested}");
+    assert!(nested.contains("leaves refcounts too high ends before the next begins"), "{nested}");
+    let half = violation(|log| {
+        let _ = close_all(Some(log), None);
+    });
+    assert!(half.contains("closes its mappings in the log before its data"), "{half}");
+    let kept = violation(|log| {
+        let _ = drop_closed(Some(log), None);
+    });
+    assert!(kept.contains("drops from the log what it closed in it"), "{kept}");
 }
 
 #[test]

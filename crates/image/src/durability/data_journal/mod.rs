@@ -17,7 +17,7 @@ pub(crate) use checksums::{Busy, ChecksumHolder, ChecksummedRange, checksummed};
 
 use crate::checksummed::Checksummed;
 use crate::pieces::{JournaledWrite, Pieces};
-use crate::restart_log::{ClosedEntries, ClosedLog, RestartLog};
+use crate::restart_log::{ClosedEntries, ClosedLog, RestartLog, close_all};
 use crate::sabotage::{self, Sabotage};
 use crate::{MOST_CHECKED, lock_order, violated};
 use checksums::{Checksum, ChecksummedRanges};
@@ -277,11 +277,7 @@ impl DataJournal {
     ) -> ClosedData {
         let mut state = self.state.lock();
         let state = &mut *state;
-        let log = match (&self.log, entries) {
-            (Some(log), Some(entries)) => Some(log.close_writes(entries)),
-            (None, None) => None,
-            _ => violated("a commit closes its mappings in the log before its data"),
-        };
+        let log = close_all(self.log.as_deref(), entries);
         if !state.is_between_commits() {
             violated(ONE_COMMIT);
         }
