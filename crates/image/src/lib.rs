@@ -30,6 +30,7 @@ pub mod index_area;
 pub mod keys;
 pub mod layer;
 mod lsn;
+pub mod luks;
 pub mod name;
 pub mod offline;
 pub mod open;

@@ -106,7 +106,7 @@ impl<H: Host> Commit<H> {
                 From::Still(disk) => disk.size(),
             };
             match base.size().cmp(&size) {
-                Ordering::Less => base.resize(size, Preallocation::Off, false).await?,
+                Ordering::Less => base.resize(size, base.preallocation_of_zeroes(), false).await?,
                 Ordering::Equal => {}
                 // What the base has past the end of those above would come to light.
                 Ordering::Greater if self.options.keep_chain => {}

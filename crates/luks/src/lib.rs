@@ -1,5 +1,5 @@
-//! LUKS version 1 as QEMU uses it within qcow2 images (`encrypt.format=luks`): the header with its key slots, and the
-//! encryption of sectors. No I/O: the caller reads and writes the bytes.
+//! LUKS version 1 as QEMU uses it, within qcow2 images (`encrypt.format=luks`) and for whole files (`luks`): the header
+//! with its key slots, and the encryption of sectors. No I/O: the caller reads and writes the bytes.
 //!
 //! * [`Header::parse`] checks a header, which is hostile until proved otherwise; [`Header::unlock`] gives the
 //!   [`MasterKey`] for a [`Secret`], [`Header::info`] what the header says.
@@ -9,8 +9,9 @@
 //! * [`Cipher`] encrypts and decrypts sectors.
 //!
 //! The format is that of the LUKS1 On-Disk Format Specification 1.2.3 ("the specification"). In a qcow2 image the
-//! header area is where the header extension "Full disk encryption header pointer" says; the number of a sector is
-//! its offset in the image file, divided by 512, and not, as in a LUKS device, relative to the payload offset.
+//! header area is where the header extension "Full disk encryption header pointer" says; the number of a sector is its
+//! offset in the image file, divided by 512, and not, as in a LUKS device, relative to the payload offset. In a file
+//! that is such a device the area is its beginning, and the data follows at the payload offset.
 //!
 //! | supported | values |
 //! |---|---|
