@@ -358,6 +358,8 @@ fn a_chain_stands_on_an_image() {
         let reason = "Parameter 'key-secret' is required for cipher";
         assert!(refused.stderr.contains(reason), "{}", refused.report());
     }
+    let survey = isobath(path, args!["chain", "survey", path]).ok();
+    assert!(!survey.text().contains("not supported"), "{}", survey.report());
     // What is committed to it where it was shorter is surrounded by zeroes.
     let _ = ours(&["resize", "-q", "--image-opts", short, "512k"]);
     io(path, true, short, &["write -P 2 1000 70000".into(), "write -P 3 400000 10".into()]);
