@@ -7,7 +7,7 @@ use isobath_image::encryption::{Secrets, keys_on_thread};
 use isobath_image::layer::ImageFormat;
 use isobath_image::name::name_in_header;
 use isobath_image::options::{OpenOptions, Trust, setters};
-use isobath_image::{DiskError, Result, invariant};
+use isobath_image::{DiskError, Result, always, invariant};
 use isobath_luks::{CreateOptions, Secret, system_random};
 use isobath_qcow2::index::IndexExtension;
 use isobath_qcow2::{CompressionType, FormatError, HostOffset, NewImage, Plan};
@@ -17,6 +17,9 @@ use isobath_storage::{
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+/// Bytes of an encryption header before its key material.
+const HEADER: usize = 4096;
 
 /// Zeroes written at once for [`Preallocation::Full`].
 const CHUNK: u64 = 1 << 20;
@@ -241,7 +244,14 @@ pub async fn create_held<'a, H: Host>(
             Some(indexed.unwrap_or((plain, Vec::new())))
         }
         ImageFormat::Raw => {
-            check_raw(name, &new)?;
+            check_plain(name, &new)?;
+            None
+        }
+        ImageFormat::Luks => {
+            check_plain(name, &NewDisk { encryption: None, ..new.clone() })?;
+            if new.encryption.is_none() {
+                return Err(refused("Parameter 'key-secret' is required for cipher"));
+            }
             None
         }
         ImageFormat::Foreign(format) => {
@@ -266,7 +276,7 @@ pub async fn create_held<'a, H: Host>(
             let contents = Contents { plan, index, keys: &keys };
             write_qcow2(&mut created, name, &new, contents, &others).await
         }
-        None => write_raw(&mut created, name, size, new.preallocation).await,
+        None => write_plain(&mut created, name, size, new.preallocation, &keys).await,
     };
     match result {
         Ok(()) => Ok(created),
@@ -305,13 +315,17 @@ async fn backing<H: Host>(
 ) -> Result<Option<Backing<H::File>>> {
     let refused = |reason: String| DiskError::Refused { image: name.to_owned(), reason };
     let Some(file) = &new.backing_file else {
-        if new.backing_format.is_some() && new.format == ImageFormat::Raw {
-            return Err(refused("Backing file format not supported for file format 'raw'".into()));
+        if new.backing_format.is_some() && new.format != ImageFormat::Qcow2 {
+            let format = new.format.name();
+            return Err(refused(format!(
+                "Backing file format not supported for file format '{format}'"
+            )));
         }
         return Ok(None);
     };
-    if new.format == ImageFormat::Raw {
-        return Err(refused("Backing file not supported for file format 'raw'".into()));
+    if new.format != ImageFormat::Qcow2 {
+        let format = new.format.name();
+        return Err(refused(format!("Backing file not supported for file format '{format}'")));
     }
     let plain = name_in_header(host, name, "backing file", file, &Trust::Full);
     let path = plain.as_ref().ok().map(|plain| host.resolve(name, plain));
@@ -421,23 +435,23 @@ pub fn plan(name: &Path, new: &NewDisk, size: u64, index: Option<IndexExtension>
     image.plan().map_err(error)
 }
 
-fn check_raw(name: &Path, new: &NewDisk) -> Result<()> {
-    let refused = |reason: &str| {
-        Err(DiskError::Refused { image: name.to_owned(), reason: reason.to_owned() })
-    };
-    if new.preallocation == Preallocation::Metadata {
-        return refused("Unsupported preallocation mode 'metadata' for file format 'raw'");
+/// Checks the options of an image without tables.
+fn check_plain(name: &Path, new: &NewDisk) -> Result<()> {
+    let refused = |reason: String| Err(DiskError::Refused { image: name.to_owned(), reason });
+    let format = new.format.name();
+    if new.preallocation == Preallocation::Metadata && new.format == ImageFormat::Raw {
+        return refused("Unsupported preallocation mode 'metadata' for file format 'raw'".into());
     }
     let plain = NewDisk {
         size: new.size,
-        format: ImageFormat::Raw,
+        format: new.format,
         preallocation: new.preallocation,
         open_backing: new.open_backing,
         index: new.index,
         ..NewDisk::default()
     };
     if *new != plain {
-        return refused("a raw image has no options but size and preallocation");
+        return refused(format!("a {format} image has no options but size and preallocation"));
     }
     Ok(())
 }
@@ -570,16 +584,43 @@ async fn write_qcow2<H: Host>(
     Ok(())
 }
 
-async fn write_raw<H: Host>(
+/// Writes an image without tables: a raw one, or one behind an encryption header, `keys`.
+async fn write_plain<H: Host>(
     created: &mut Created<'_, H>,
     name: &Path,
     size: u64,
     preallocation: Preallocation,
+    keys: &[u8],
 ) -> Result<()> {
     let file = created.file(name, &[]).await?;
+    let at = keys.len() as u64;
+    let end = always(at.checked_add(size), name, "a header and a disk have a length")?;
+    if !keys.is_empty() {
+        // A device may hold another header, whose keys are overwritten next.
+        file.write_at(0, IoBuf::zeroed(HEADER.min(keys.len()))).await?;
+        file.flush().await?;
+    }
     // A device keeps its contents, as with qemu-img.
-    file.set_len(size).await?;
-    preallocate(&*file, 0, size, preallocation).await?;
+    file.set_len(end).await?;
+    preallocate(&*file, at, size, preallocation).await?;
+    if let Some((header, slots)) = keys.split_at_checked(HEADER) {
+        // A new file has zeroes, which take no space. What a device has may be keys of an earlier header.
+        let written = |block: &&[u8]| !file.extends_with_zeroes() || block.iter().any(|b| *b != 0);
+        let mut at = HEADER;
+        for run in
+            slots.chunks(HEADER).collect::<Vec<_>>().chunk_by(|a, b| written(a) == written(b))
+        {
+            let bytes = run.concat();
+            let length = bytes.len();
+            if run.iter().any(written) {
+                file.write_at(at as u64, IoBuf::copy_of(&bytes)).await?;
+            }
+            at += length;
+        }
+        // The header makes it an image: what it needs is there before it.
+        file.flush().await?;
+        file.write_at(0, IoBuf::copy_of(header)).await?;
+    }
     file.flush().await?;
     Ok(())
 }

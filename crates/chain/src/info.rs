@@ -6,6 +6,7 @@ use isobath_formats::VmdkInfo;
 use isobath_image::encryption::{self, Secrets};
 use isobath_image::index_area::read_root;
 use isobath_image::layer::ImageFormat;
+use isobath_image::luks;
 use isobath_image::name::name_in_header;
 use isobath_image::open::open_foreign;
 use isobath_image::options::{OpenOptions, Trust};
@@ -54,6 +55,8 @@ pub struct ImageInfo {
     pub qcow2: Option<Qcow2Info>,
     /// Properties of images in other programs' formats only.
     pub foreign: Option<ForeignInfo>,
+    /// The header of a file that is encrypted as a whole.
+    pub luks: Option<encryption::Info>,
 }
 
 /// Properties of images in other programs' formats only.
@@ -226,6 +229,7 @@ async fn look<H: Host>(
         snapshots: Vec::new(),
         qcow2: None,
         foreign: None,
+        luks: None,
     };
     if let ImageFormat::Foreign(foreign) = format {
         let file = Arc::new(file);
@@ -243,6 +247,13 @@ async fn look<H: Host>(
             dirty: image.is_dirty(),
             vmdk: image.vmdk(),
         });
+        return Ok((info, file.id()));
+    }
+    if format == ImageFormat::Luks {
+        let (header, size) = luks::info(&file, name).await?;
+        info.format = format;
+        info.virtual_size = size.next_multiple_of(512);
+        info.luks = Some(header);
         return Ok((info, file.id()));
     }
     if format == ImageFormat::Raw {

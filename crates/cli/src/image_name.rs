@@ -540,7 +540,7 @@ impl Naming {
                 | "drop-cache"
                 | "x-check-cache-dropped" => {}
                 "backing" if of_file.is_none() && value.is_empty() => image.backing = false,
-                name if of_file.is_none() && is_encryption(name) => {
+                name if of_file.is_none() && is_encryption(name, image.format) => {
                     let depth = name.matches("backing.").count();
                     self.encryption(&mut image, depth, name, &value)?;
                 }
@@ -667,9 +667,14 @@ fn take(pairs: &mut Vec<(String, String)>, name: &str) -> Option<String> {
     Some(pairs.swap_remove(at).1)
 }
 
-/// Whether an option is about encryption: of the image, or of one below it.
-fn is_encryption(option: &str) -> bool {
-    matches!(option.trim_start_matches("backing."), "encrypt.key-secret" | "encrypt.format")
+/// Whether an option is about encryption: of the image, which has this format if it is named, or of one below it.
+fn is_encryption(option: &str, format: Option<ImageFormat>) -> bool {
+    let own = option.trim_start_matches("backing.");
+    match (own, format.filter(|_| own == option)) {
+        ("key-secret", format) => format.is_none_or(|format| format == ImageFormat::Luks),
+        ("encrypt.key-secret" | "encrypt.format", format) => format != Some(ImageFormat::Luks),
+        _ => false,
+    }
 }
 
 /// Whether a driver is a protocol, for files or devices.

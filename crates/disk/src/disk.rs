@@ -8,6 +8,7 @@ use isobath_chain::chain::{Chain, LayerIndex};
 use isobath_chain::create::Preallocation;
 use isobath_chain::map::{Map, MapStats, SLICE_UNITS};
 use isobath_chain::open::open_chain;
+use isobath_image::layer::ImageFormat;
 use isobath_image::layer::{Layer, Qcow2, Qcow2Layer};
 use isobath_image::options::OpenOptions;
 use isobath_image::readers::Readers;
@@ -496,7 +497,16 @@ impl<H: Host> Disk<H> {
     /// # Errors
     /// If the disk is read-only, or a larger one would not fit the image.
     pub async fn grow(&self, size: u64) -> Result<()> {
-        grow_to(size, || self.size(), self.resize(size, Preallocation::Off, false)).await
+        grow_to(size, || self.size(), self.resize(size, self.preallocation_of_zeroes(), false))
+            .await
+    }
+
+    /// The preallocation with which a disk that [grows](Self::resize) reads as zeroes in its new part.
+    pub fn preallocation_of_zeroes(&self) -> Preallocation {
+        match self.chain.active().format() {
+            ImageFormat::Luks => Preallocation::Full,
+            _ => Preallocation::Off,
+        }
     }
 
     /// Waits until the size differs from `known`.

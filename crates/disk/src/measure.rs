@@ -39,6 +39,11 @@ pub async fn measure<H: Host>(new: &NewDisk, source: Option<&Disk<H>>) -> Result
     if new.format == ImageFormat::Raw {
         return Ok(Measure { required: size, fully_allocated: size });
     }
+    let keys = new.encryption.as_ref().map_or(0, |encryption| encryption.options.area_length());
+    if new.format == ImageFormat::Luks {
+        let all = size.checked_add(keys).ok_or_else(too_large)?;
+        return Ok(Measure { required: all, fully_allocated: all });
+    }
     // Checks the options too.
     let name = Path::new("the new image");
     let error = |source| DiskError::Format { image: name.to_owned(), source };
@@ -60,7 +65,6 @@ pub async fn measure<H: Host>(new: &NewDisk, source: Option<&Disk<H>>) -> Result
         (blocks, table) = (next_blocks, next_table);
     }
     // The refcounts of an encryption header are not counted, as in QEMU.
-    let keys = new.encryption.as_ref().map_or(0, |encryption| encryption.options.area_length());
     let fully_allocated = (counted + blocks + table + geometry.clusters_for(keys)) * cluster;
     let full = matches!(new.preallocation, Preallocation::Falloc | Preallocation::Full);
     let data = match source {

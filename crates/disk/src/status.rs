@@ -120,7 +120,8 @@ impl<H: Host> Disk<H> {
                         let known = (host + found.length).next_multiple_of(512) - host;
                         let known = if found.length == 0 { length } else { known };
                         let zero = !found.data || found.length == 0;
-                        BlockStatus { length: length.min(known), zero, ..data }
+                        let host = data.host.filter(|_| !layer.is_encrypted());
+                        BlockStatus { length: length.min(known), zero, host, ..data }
                     }
                     // As in QEMU, whose users would take the bytes there for the guest's.
                     Some(layer) if layer.is_encrypted() => BlockStatus { host: None, ..data },

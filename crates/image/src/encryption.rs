@@ -110,14 +110,27 @@ pub(crate) async fn unlock<S: Storage>(
         Key::Known(None) | Key::Secret(None) => return Err(locked(name)),
     };
     let area = read_area(storage, name, offset.get(), length).await?;
+    let header = Header::parse(&area, length).map_err(|error| refused(error.to_string()))?;
+    derive(name, header, area, secret).await.map(Protection::Unlocked)
+}
+
+/// Derives the key that a secret unlocks, which takes long. `area` is the header area.
+pub(crate) async fn derive(
+    name: &Path,
+    header: Header,
+    area: IoBuf,
+    secret: Arc<Secret>,
+) -> Result<Unlocked> {
     let own = Arc::clone(&secret);
     let cipher = keys_on_thread(name, move || {
-        let header = Header::parse(&area, length)?;
         let (_, key) = header.unlock(&area, &own)?;
         header.cipher(&key)
     });
-    let cipher = cipher.await?.map_err(|error: isobath_luks::Error| refused(error.to_string()))?;
-    Ok(Protection::Unlocked(Unlocked { cipher, secret }))
+    let cipher = cipher.await?.map_err(|error: isobath_luks::Error| DiskError::Refused {
+        image: name.to_owned(),
+        reason: error.to_string(),
+    })?;
+    Ok(Unlocked { cipher, secret })
 }
 
 /// What an image's encryption header says; `None` if the image is not encrypted, or the header

@@ -2,10 +2,12 @@
 
 use crate::change::Change;
 use crate::encryption::{Secret, SlotState, keys_on_thread, locked, read_area};
+use crate::layer::ImageFormat;
+use crate::luks;
 use crate::options::OpenOptions;
 use crate::{DiskError, Result};
 use isobath_luks::{Amend, Header, Write, system_random};
-use isobath_storage::{Host, IoBuf, Storage, StorageExt};
+use isobath_storage::{Host, IoBuf, Storage};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,9 +27,10 @@ pub struct KeyChange {
     pub iter_time: Option<Duration>,
 }
 
-/// Changes the secrets that unlock an image that nobody uses; its data stays as it is. `options` have a secret that
-/// unlocks it. With `force`, an active key slot is overwritten, and the last one erased, after which nobody can read
-/// the data. After a crash the secrets that do not change still unlock the image.
+/// Changes the secrets that unlock an image that nobody uses, in the format that `options` name, or qcow2; its data
+/// stays as it is. `options` have a secret that unlocks it. With `force`, an active key slot is overwritten, and the
+/// last one erased, after which nobody can read the data. After a crash the secrets that do not change still unlock the
+/// image.
 ///
 /// # Errors
 /// If the image is not encrypted or cannot be unlocked or opened for writing, or the change is not possible without
@@ -40,6 +43,13 @@ pub async fn change_keys<H: Host>(
     force: bool,
 ) -> Result<()> {
     let refused = |reason: String| DiskError::Refused { image: name.to_owned(), reason };
+    if options.format == Some(ImageFormat::Luks) {
+        let file = host.open(name, options.mode(true)).await?;
+        let (header, length) = luks::read_header(&file, name).await?;
+        let Some(secret) = options.secrets.at(0).cloned() else { return Err(luks::locked(name)) };
+        let area = read_area(&file, name, 0, header.used_length()).await?;
+        return change_area(&file, name, (0, length), area, secret, change, force).await;
+    }
     let opened = Change::begin(host, name, options, "encryption").await?;
     let layer = opened.close().await?;
     let area = layer.header().and_then(|header| header.encryption());
@@ -48,6 +58,21 @@ pub async fn change_keys<H: Host>(
     };
     let Some(secret) = options.secrets.at(0).cloned() else { return Err(locked(name)) };
     let area = read_area(&**layer.storage(), name, offset.get(), length).await?;
+    let place = (offset.get(), length);
+    change_area(&**layer.storage(), name, place, area, secret, change, force).await
+}
+
+/// Changes the key slots of a header area, which is at `place.0` in the file and `place.1` bytes long; `area` is the
+/// beginning of it, with all key material.
+async fn change_area<S: Storage>(
+    file: &S,
+    name: &Path,
+    (offset, length): (u64, u64),
+    area: IoBuf,
+    secret: Arc<Secret>,
+    change: KeyChange,
+    force: bool,
+) -> Result<()> {
     let changed = keys_on_thread(name, move || {
         let header = Header::parse(&area, length)?;
         let (_, key) = header.unlock(&area, &secret)?;
@@ -61,10 +86,13 @@ pub async fn change_keys<H: Host>(
         };
         header.amend(&area, &key, &amend, &mut system_random)
     });
-    let changed = changed.await?.map_err(|error| refused(error.to_string()))?;
+    let changed = changed.await?.map_err(|error| DiskError::Refused {
+        image: name.to_owned(),
+        reason: error.to_string(),
+    })?;
     for Write { offset: at, bytes } in changed.writes {
-        layer.storage().write_at(offset.get() + at, IoBuf::copy_of(&bytes)).await?;
-        layer.storage().flush().await?;
+        file.write_at(offset + at, IoBuf::copy_of(&bytes)).await?;
+        file.flush().await?;
     }
     Ok(())
 }

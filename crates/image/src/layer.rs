@@ -26,6 +26,8 @@ pub enum ImageFormat {
     Qcow2,
     /// The guest's bytes as they are.
     Raw,
+    /// The guest's bytes encrypted, behind a header of LUKS, version 1.
+    Luks,
     /// A format of another program, which is not written to in place.
     Foreign(Format),
 }
@@ -36,6 +38,7 @@ impl ImageFormat {
         match self {
             Self::Qcow2 => "qcow2",
             Self::Raw => "raw",
+            Self::Luks => "luks",
             Self::Foreign(format) => format.name(),
         }
     }
@@ -43,7 +46,7 @@ impl ImageFormat {
     /// The names of all formats, for messages.
     pub fn names() -> String {
         let foreign = Format::ALL.map(Format::name);
-        format!("qcow2, raw, {}", foreign.join(", "))
+        format!("qcow2, raw, luks, {}", foreign.join(", "))
     }
 
     /// Whether images in this format can be written to once they exist.
@@ -56,6 +59,7 @@ impl ImageFormat {
         match name {
             "qcow2" => Some(Self::Qcow2),
             "raw" => Some(Self::Raw),
+            "luks" => Some(Self::Luks),
             _ => Format::from_name(name).map(Self::Foreign),
         }
     }
@@ -76,7 +80,7 @@ impl ImageFormat {
         match self {
             Self::Raw => Some(RecordedFormat::Raw),
             Self::Qcow2 => Some(RecordedFormat::Qcow2),
-            Self::Foreign(_) => None,
+            Self::Luks | Self::Foreign(_) => None,
         }
     }
 }
@@ -105,6 +109,8 @@ pub struct Layer<S> {
     log: Mutex<ShownLog>,
     /// Whether the data is encrypted.
     protection: Protection,
+    /// The whole file is encrypted, and `storage` decrypts it.
+    is_luks: bool,
     /// See [`given_data_file`](Self::given_data_file).
     given_data_file: Option<PathBuf>,
 }
@@ -226,8 +232,14 @@ impl<S: Storage> Layer<S> {
             found_log: Mutex::default(),
             log: Mutex::new(ShownLog::None),
             protection: Protection::None,
+            is_luks: false,
             given_data_file: None,
         }
+    }
+
+    /// A disk behind a header of LUKS: `storage` decrypts it, and is `length` bytes long.
+    pub fn luks(name: PathBuf, storage: Arc<S>, length: u64, protection: Protection) -> Self {
+        Self { protection, is_luks: true, ..Self::raw(name, storage, length) }
     }
 
     /// The same, of an image whose format nobody named: it was detected.
@@ -279,6 +291,7 @@ impl<S: Storage> Layer<S> {
             found_log: Mutex::default(),
             log: Mutex::new(ShownLog::None),
             protection,
+            is_luks: false,
             given_data_file: None,
         }
     }
@@ -300,6 +313,7 @@ impl<S: Storage> Layer<S> {
             found_log: Mutex::default(),
             log: Mutex::new(self.shown_log()),
             protection: self.protection.clone(),
+            is_luks: self.is_luks,
             given_data_file: self.given_data_file.clone(),
         }
     }
@@ -387,7 +401,7 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// The cipher of the guest's data, if it is encrypted.
+    /// The cipher of the guest's data, if what [`data`](Self::data) holds is encrypted.
     ///
     /// # Errors
     /// If the image was opened without its key.
@@ -395,6 +409,7 @@ impl<S: Storage> Layer<S> {
     pub fn cipher(&self) -> Result<Option<&Cipher>> {
         match &self.protection {
             Protection::None => Ok(None),
+            Protection::Unlocked(_) if self.is_luks => Ok(None),
             Protection::Unlocked(unlocked) => Ok(Some(&unlocked.cipher)),
             Protection::Locked => Err(locked(&self.name)),
         }
@@ -498,6 +513,7 @@ impl<S: Storage> Layer<S> {
         match &self.data {
             Data::Foreign(image) => ImageFormat::Foreign(image.format()),
             _ if self.qcow2.is_some() => ImageFormat::Qcow2,
+            _ if self.is_luks => ImageFormat::Luks,
             _ => ImageFormat::Raw,
         }
     }

@@ -31,6 +31,7 @@ pub mod keys;
 pub mod layer;
 pub mod lock_order;
 mod lsn;
+pub mod luks;
 pub mod name;
 pub mod offline;
 pub mod open;

@@ -3,6 +3,7 @@
 use crate::check::repair_dirty;
 use crate::encryption::{Key, unlock};
 use crate::layer::{ImageFormat, Layer, OpeningId, Qcow2, ShownLog};
+use crate::luks;
 use crate::name::name_in_header;
 use crate::options::{OpenOptions, SnapshotChoice, Trust};
 use crate::probe::format_of;
@@ -51,11 +52,11 @@ pub async fn open_layer<H: Host>(
     options: &OpenOptions,
     key: &Key,
 ) -> Result<Layer<H::File>> {
-    let storage = Arc::new(host.open(name, options.mode(writable)).await?);
+    let file = host.open(name, options.mode(writable)).await?;
     // A header here, a table there: nothing else of thousands of layers is needed yet.
-    storage.advise(Access::Random).await;
-    let layer = load_layer(host, name, format, writable, options, key, &storage).await?;
-    storage.advise(Access::Normal).await;
+    file.advise(Access::Random).await;
+    let layer = Box::pin(load_layer(host, name, format, writable, options, key, file)).await?;
+    layer.storage().advise(Access::Normal).await;
     Ok(if format.is_none() { layer.detected() } else { layer })
 }
 
@@ -79,11 +80,15 @@ async fn load_layer<H: Host>(
     writable: bool,
     options: &OpenOptions,
     key: &Key,
-    storage: &Arc<H::File>,
+    file: H::File,
 ) -> Result<Layer<H::File>> {
-    let mut length = storage.len().await?;
-    let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
+    let mut length = file.len().await?;
+    let start = file.read_at(0, IoBuf::zeroed(4096)).await?;
     let format = format_of(name, format, &start)?;
+    if format == ImageFormat::Luks && options.snapshot.is_none() {
+        return Box::pin(luks::open(name, file, key)).await;
+    }
+    let storage = &Arc::new(file);
     if format != ImageFormat::Qcow2 {
         if options.snapshot.is_some() {
             return Err(DiskError::Refused {

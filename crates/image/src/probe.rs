@@ -3,7 +3,7 @@
 use crate::layer::ImageFormat;
 use crate::{DiskError, Result};
 use isobath_formats::Format;
-use isobath_qcow2::probe::{Probed, probe};
+use isobath_qcow2::probe::{Foreign, Probed, probe};
 use std::path::Path;
 
 /// The format of the image `name`, of which `start` is the beginning: the one that is named, or else the one detected.
@@ -18,6 +18,7 @@ pub fn format_of(name: &Path, named: Option<ImageFormat>, start: &[u8]) -> Resul
     let foreign = match probe(start, name) {
         Probed::Qcow2 => return Ok(ImageFormat::Qcow2),
         Probed::Raw => return Ok(ImageFormat::Raw),
+        Probed::Foreign(Foreign::Luks) => return Ok(ImageFormat::Luks),
         Probed::Foreign(foreign) => foreign,
     };
     match Format::detected(foreign) {

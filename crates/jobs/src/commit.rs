@@ -13,6 +13,7 @@ use isobath_disk::live::{DirtyMap, LiveDisk};
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::{DiskError, Result};
 use isobath_storage::{FileId, Host};
+use isobath_sync::order::in_order;
 use std::cmp::Ordering;
 use std::future::Future;
 use std::sync::Arc;
@@ -62,7 +63,7 @@ pub fn commit<H: Host>(
     let job = Job::new(JobKind::Commit, job);
     let claim = live.claim(Arc::clone(&job) as _)?;
     let task = Commit { live: Arc::clone(live), options, base, top, follow: None };
-    Ok((Arc::clone(&job), run(job, task, claim)))
+    Ok((Arc::clone(&job), in_order(run(job, task, claim))))
 }
 
 impl<H: Host> Commit<H> {
@@ -106,7 +107,7 @@ impl<H: Host> Commit<H> {
                 From::Still(disk) => disk.size(),
             };
             match base.size().cmp(&size) {
-                Ordering::Less => base.resize(size, Preallocation::Off, false).await?,
+                Ordering::Less => base.resize(size, base.preallocation_of_zeroes(), false).await?,
                 Ordering::Equal => {}
                 // What the base has past the end of those above would come to light.
                 Ordering::Greater if self.options.keep_chain => {}

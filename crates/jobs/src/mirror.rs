@@ -10,6 +10,7 @@ use isobath_disk::live::{DirtyMap, LiveDisk};
 use isobath_disk::write::Surplus;
 use isobath_image::{DiskError, Result};
 use isobath_storage::{Host, StorageExt};
+use isobath_sync::order::in_order;
 use std::future::Future;
 use std::sync::Arc;
 
@@ -62,7 +63,7 @@ pub fn mirror<H: Host>(
     let job = Job::new(JobKind::Mirror, job);
     let claim = live.claim(Arc::clone(&job) as _)?;
     let task = Mirror { live: Arc::clone(live), target: Arc::clone(target), options, follow: None };
-    Ok((Arc::clone(&job), run(job, task, claim)))
+    Ok((Arc::clone(&job), in_order(run(job, task, claim))))
 }
 
 /// Refuses a target of another size. Checked again when the job starts, since either may have changed by then.

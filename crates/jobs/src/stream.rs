@@ -14,6 +14,7 @@ use isobath_image::layer::Layer;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::{DiskError, Result};
 use isobath_storage::{FileId, Host};
+use isobath_sync::order::in_order;
 use std::future::Future;
 use std::ops::Range;
 use std::sync::Arc;
@@ -107,7 +108,7 @@ pub fn stream<H: Host>(
         since_commit: AtomicU64::new(0),
         flushes: AtomicU64::new(0),
     };
-    Ok((Arc::clone(&job), run(job, task, claim)))
+    Ok((Arc::clone(&job), in_order(run(job, task, claim))))
 }
 
 impl<H: Host> Stream<H> {

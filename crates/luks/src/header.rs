@@ -33,7 +33,7 @@ const ALIGNMENT: u64 = 4096;
 pub struct Header {
     pub(crate) spec: CipherSpec,
     pub(crate) hash: Hash,
-    /// In sectors. In a qcow2 image this only bounds the key material.
+    /// In sectors: where the data of a LUKS device begins. In a qcow2 image this only bounds the key material.
     payload_offset: u32,
     digest: [u8; DIGEST],
     digest_salt: [u8; SALT],
@@ -219,6 +219,17 @@ impl Header {
         Cipher::new(self.spec, key.bytes())
     }
 
+    /// Where the last key slot's key material ends, in bytes: as much of the header area as [`unlock`](Self::unlock)
+    /// and [`amend`](Self::amend) need. It can be up to 2 TiB in a hostile header.
+    pub fn used_length(&self) -> u64 {
+        (0..SLOTS).map(|number| self.place(number).1).max().unwrap_or(0)
+    }
+
+    /// Where the data begins in a LUKS device, in bytes from the header's beginning.
+    pub fn payload_offset(&self) -> u64 {
+        u64::from(self.payload_offset) * SECTOR as u64
+    }
+
     /// The information that `qemu-img info` shows.
     pub fn info(&self) -> Info {
         let slot = |slot: &Slot| SlotInfo {
@@ -236,7 +247,7 @@ impl Header {
             mode: self.spec.mode,
             uuid: String::from_utf8_lossy(uuid).into_owned(),
             slots: self.slots.each_ref().map(slot),
-            payload_offset: u64::from(self.payload_offset) * SECTOR as u64,
+            payload_offset: self.payload_offset(),
             master_key_iterations: self.digest_iterations,
         }
     }

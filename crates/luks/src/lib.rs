@@ -1,5 +1,5 @@
-//! LUKS version 1 as QEMU uses it within qcow2 images (`encrypt.format=luks`): the header with its key slots, and the
-//! encryption of sectors. No I/O: the caller reads and writes the bytes.
+//! LUKS version 1 as QEMU uses it, within qcow2 images (`encrypt.format=luks`) and for whole files (`luks`): the header
+//! with its key slots, and the encryption of sectors. No I/O: the caller reads and writes the bytes.
 //!
 //! * [`Header::parse`] checks a header, which is not trusted; [`Header::unlock`] returns the [`MasterKey`] for a
 //!   [`Secret`], [`Header::info`] the header's fields.
@@ -11,7 +11,8 @@
 //!
 //! The format is that of the LUKS1 On-Disk Format Specification 1.2.3 ("the specification"). In a qcow2 image, the
 //! header extension "Full disk encryption header pointer" locates the header area. A sector's number is its offset in
-//! the image file divided by 512; on a LUKS device it would be relative to the payload.
+//! the image file divided by 512; in a LUKS device it is relative to the payload offset. A file that is such a device
+//! begins with the header area, and its data follows at the payload offset.
 //!
 //! | supported | values |
 //! |---|---|

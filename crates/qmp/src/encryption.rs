@@ -3,8 +3,17 @@
 use isobath_disk::encryption::Info;
 use serde_json::{Map, Value, json};
 
-/// QEMU's `QCryptoBlockInfoLUKS`, in QEMU's order.
+/// What QEMU says of a qcow2 image that is encrypted: its `QCryptoBlockInfoLUKS` with the format, in its order.
 pub fn info(header: &Info) -> Value {
+    describe(header, Some("luks"))
+}
+
+/// QEMU's `QCryptoBlockInfoLUKS`, in QEMU's order: what it says of a file that is encrypted as a whole.
+pub fn info_of_luks(header: &Info) -> Value {
+    describe(header, None)
+}
+
+fn describe(header: &Info, format: Option<&str>) -> Value {
     let slots = header.slots.iter().map(|slot| {
         if slot.active {
             json!({
@@ -23,7 +32,7 @@ pub fn info(header: &Info) -> Value {
         ("cipher-alg", Some(header.algorithm.name().into())),
         ("uuid", Some(header.uuid.clone().into())),
         ("ivgen-hash-alg", header.iv_hash.map(|hash| hash.name().into())),
-        ("format", Some("luks".into())),
+        ("format", format.map(Into::into)),
         ("cipher-mode", Some(header.mode.name().into())),
         ("slots", Some(slots.collect())),
         ("payload-offset", Some(header.payload_offset.into())),

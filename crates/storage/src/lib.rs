@@ -13,6 +13,7 @@ pub mod extension;
 pub mod lock;
 pub mod memory;
 pub mod restart_memory;
+pub mod sectors;
 pub mod window;
 
 pub use error::{Operation, StorageError, cause, shown};
@@ -23,10 +24,12 @@ pub use extension::{
 /// The buffers of every operation.
 pub use isobath_buf::IoBuf;
 pub use restart_memory::{MemoryUse, RestartMemory};
+pub use sectors::SectorCipher;
 
 use std::future::Future;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Bytes that every device writes atomically.
 pub const SECTOR: u64 = 512;
@@ -155,6 +158,21 @@ pub trait Storage: StorageExt + Sized + Send + Sync + 'static {
     /// What it supports besides these methods; nothing by default.
     fn extensions(&self) -> Extensions<'_, Self> {
         Extensions::default()
+    }
+
+    /// The file of what this one holds, encrypted, from `offset` on, a multiple of 512. Without a `cipher` nothing of
+    /// it is read or written. Its length is changed by [`set_len`](Self::set_len) only, and what that adds is noise.
+    ///
+    /// # Errors
+    /// This storage cannot do so, which is the default, and [`WindowHost`](window::WindowHost) adds; the file is
+    /// shorter.
+    fn through_cipher(
+        self,
+        offset: u64,
+        cipher: Option<Arc<dyn SectorCipher>>,
+    ) -> impl Future<Output = Result<Self>> {
+        let _ = (offset, cipher);
+        async move { sectors::unsupported(self.identity().name) }
     }
 
     /// Reads `buf.len()` bytes at `offset`. Bytes past the end of the file read as zeroes.

@@ -1,14 +1,22 @@
 //! A part of a file as a file of its own.
 //!
-//! QEMU's driver `raw` has the options `offset` and `size` for this: a disk within an archive, or a partition.
+//! QEMU's driver `raw` has the options `offset` and `size` for this: a disk within an archive, or a partition. A part
+//! can also be what is behind an encryption header: it is then read and written [through a
+//! cipher](Storage::through_cipher).
 
 use crate::error::{Operation, StorageError};
+use crate::sectors::{SectorCipher, Sectors, around};
 use crate::{
     Allocation, BoxFuture, Capabilities, Extensions, Host, Identity, IoBuf, OpenMode, Reflink,
-    Result, Storage, StorageExt, ZeroMode,
+    Result, SECTOR, Storage, StorageExt, ZeroMode,
 };
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Zeroes encrypted at once, in bytes.
+const CHUNK: u64 = 1 << 20;
 
 /// How the name of a part begins, before `OFFSET:SIZE:NAME`, with an empty size for one that reaches to the file's end.
 /// No file has a name with a NUL byte, nobody can type one, and no header may hold one.
@@ -70,7 +78,11 @@ impl<H: Host> Host for WindowHost<H> {
     /// Those of the host; or the part reaches past the end of its file.
     async fn open(&self, name: &Path, mode: OpenMode) -> Result<Self::File> {
         let Some(Part { offset, size, file }) = Part::of_name(name) else {
-            return Ok(WindowFile { file: self.0.open(name, mode).await?, part: None });
+            return Ok(WindowFile {
+                file: self.0.open(name, mode).await?,
+                part: None,
+                sectors: None,
+            });
         };
         let file = self.0.open(&file, mode).await?;
         let length = file.len().await?;
@@ -89,14 +101,14 @@ impl<H: Host> Host for WindowHost<H> {
             let source = io::Error::new(io::ErrorKind::InvalidInput, text);
             return Err(StorageError::new(Operation::Open, file.name(), source));
         }
-        Ok(WindowFile { file, part: Some((offset, size)) })
+        Ok(WindowFile { file, part: Some((offset, size)), sectors: None })
     }
 
     async fn create(&self, name: &Path, mode: OpenMode) -> Result<Self::File> {
         if Part::of_name(name).is_some() {
             return Err(fixed(name, Operation::Create));
         }
-        Ok(WindowFile { file: self.0.create(name, mode).await?, part: None })
+        Ok(WindowFile { file: self.0.create(name, mode).await?, part: None, sectors: None })
     }
 
     async fn remove(&self, name: &Path) -> Result<()> {
@@ -143,6 +155,8 @@ pub struct WindowFile<S> {
     file: S,
     /// Where it begins, and its size if that is fixed.
     part: Option<(u64, Option<u64>)>,
+    /// How it is encrypted.
+    sectors: Option<Box<Sectors>>,
 }
 
 impl<S: Storage> WindowFile<S> {
@@ -159,6 +173,192 @@ impl<S: Storage> WindowFile<S> {
         let error = io::Error::from_raw_os_error(errno);
         Err(StorageError::at(operation, self.file.name(), offset, length, error))
     }
+
+    /// Reads bytes as they are stored.
+    async fn read_stored(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        let Some((start, size)) = self.part else { return self.file.read_at(offset, buf).await };
+        let wanted = buf.len() as u64;
+        let left = size.map_or(wanted, |size| size.saturating_sub(offset).min(wanted));
+        let place = start.saturating_add(offset);
+        if left == wanted {
+            return self.file.read_at(place, buf).await;
+        }
+        let mut buf = buf;
+        let there = left as usize;
+        if there > 0 {
+            let part = self.file.read_at(place, IoBuf::zeroed(there)).await?;
+            buf[..there].copy_from_slice(&part);
+        }
+        buf[there..].fill(0);
+        Ok(buf)
+    }
+
+    /// Writes bytes as they are stored.
+    async fn write_stored(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        let place = self.place(Operation::Write, offset, buf.len() as u64)?;
+        self.file.write_one_at(place, buf).await
+    }
+
+    async fn stored_length(&self) -> Result<u64> {
+        let length = self.file.len().await?;
+        Ok(match self.part {
+            None => length,
+            Some((_, Some(size))) => size,
+            Some((start, None)) => length.saturating_sub(start),
+        })
+    }
+
+    /// The cipher, if it is known.
+    fn cipher<'a>(
+        &self,
+        sectors: &'a Sectors,
+        operation: Operation,
+    ) -> Result<&'a dyn SectorCipher> {
+        sectors.cipher.as_deref().ok_or_else(|| {
+            let text = "it is encrypted, and was opened without its key";
+            let source = io::Error::new(io::ErrorKind::PermissionDenied, text);
+            StorageError::new(operation, self.file.name(), source)
+        })
+    }
+
+    /// Checks the range of a change of encrypted sectors. Between the end and a range after it there would be noise.
+    fn check(
+        &self,
+        sectors: &Sectors,
+        operation: Operation,
+        offset: u64,
+        length: u64,
+    ) -> Result<Range<u64>> {
+        match offset.checked_add(length) {
+            Some(end) if end <= sectors.end() => Ok(offset..end),
+            end => {
+                let errno = if end.is_none() { libc::EFBIG } else { libc::ENOSPC };
+                let error = io::Error::from_raw_os_error(errno);
+                Err(StorageError::at(operation, self.file.name(), offset, length, error))
+            }
+        }
+    }
+
+    /// Reads and decrypts. The sectors are locked.
+    async fn decrypted(
+        &self,
+        sectors: &Sectors,
+        cipher: &dyn SectorCipher,
+        offset: u64,
+        mut buf: IoBuf,
+    ) -> Result<IoBuf> {
+        let end = offset.saturating_add(buf.len() as u64).min(sectors.end());
+        if end <= offset {
+            buf.fill(0);
+            return Ok(buf);
+        }
+        let touched = around(&(offset..end));
+        let all = touched == (offset..offset + buf.len() as u64);
+        // Nobody else may change the bytes while they are decrypted.
+        if all && !buf.is_shared() {
+            let mut buf = self.read_stored(offset, buf).await?;
+            cipher.decrypt(offset / SECTOR, &mut buf);
+            return Ok(buf);
+        }
+        let whole = IoBuf::zeroed((touched.end - touched.start) as usize);
+        let mut whole = self.read_stored(touched.start, whole).await?;
+        cipher.decrypt(touched.start / SECTOR, &mut whole);
+        let (from, there) = ((offset - touched.start) as usize, (end - offset) as usize);
+        buf[..there].copy_from_slice(&whole[from..from + there]);
+        buf[there..].fill(0);
+        Ok(buf)
+    }
+
+    async fn read_encrypted(
+        &self,
+        sectors: &Sectors,
+        offset: u64,
+        mut buf: IoBuf,
+    ) -> Result<IoBuf> {
+        let cipher = self.cipher(sectors, Operation::Read)?;
+        let end = offset.saturating_add(buf.len() as u64).min(sectors.end());
+        if end <= offset {
+            buf.fill(0);
+            return Ok(buf);
+        }
+        let _shared = sectors.locks.lock(around(&(offset..end)), false).await;
+        self.decrypted(sectors, cipher, offset, buf).await
+    }
+
+    /// Encrypts the buffers into one of its own, and writes that.
+    async fn write_encrypted(&self, sectors: &Sectors, offset: u64, bufs: &[IoBuf]) -> Result<()> {
+        let cipher = self.cipher(sectors, Operation::Write)?;
+        let length: usize = bufs.iter().map(IoBuf::len).sum();
+        let range = self.check(sectors, Operation::Write, offset, length as u64)?;
+        if range.is_empty() {
+            return Ok(());
+        }
+        let touched = around(&range);
+        let parts = touched != range;
+        let _sectors = sectors.locks.lock(touched.clone(), parts).await;
+        let mut stored = IoBuf::zeroed((touched.end - touched.start) as usize);
+        if parts {
+            let last = touched.end - SECTOR;
+            let torn = [touched.start, last]
+                .into_iter()
+                .filter(|at| *at < range.start || *at + SECTOR > range.end);
+            for at in torn {
+                let sector = IoBuf::zeroed(SECTOR as usize);
+                let sector = self.decrypted(sectors, cipher, at, sector).await?;
+                let place = (at - touched.start) as usize;
+                stored[place..place + SECTOR as usize].copy_from_slice(&sector);
+            }
+        }
+        let mut next = (range.start - touched.start) as usize;
+        for buf in bufs {
+            buf.copy_to(&mut stored[next..next + buf.len()]);
+            next += buf.len();
+        }
+        cipher.encrypt(touched.start / SECTOR, &mut stored);
+        self.write_stored(touched.start, stored).await?;
+        Ok(())
+    }
+
+    /// Writes zeroes, which are data like any other once they are encrypted.
+    async fn zero_encrypted(
+        &self,
+        sectors: &Sectors,
+        offset: u64,
+        length: u64,
+        mode: ZeroMode,
+    ) -> Result<()> {
+        let range = self.check(sectors, Operation::WriteZeroes, offset, length)?;
+        if mode.only_fast {
+            let text = "zeroes can only be written as data here, which would be slow";
+            let source = io::Error::new(io::ErrorKind::Unsupported, text);
+            return Err(StorageError::new(Operation::WriteZeroes, self.file.name(), source));
+        }
+        let cipher = self.cipher(sectors, Operation::WriteZeroes)?;
+        let whole = range.start.next_multiple_of(SECTOR)..range.end / SECTOR * SECTOR;
+        if whole.is_empty() {
+            let zeroes = IoBuf::zeroed(length as usize);
+            return self.write_encrypted(sectors, offset, &[zeroes]).await;
+        }
+        for part in [range.start..whole.start, whole.end..range.end] {
+            let zeroes = IoBuf::zeroed((part.end - part.start) as usize);
+            self.write_encrypted(sectors, part.start, &[zeroes]).await?;
+        }
+        let mut buf = IoBuf::empty();
+        let mut at = whole.start;
+        while at < whole.end {
+            let length = CHUNK.min(whole.end - at) as usize;
+            if buf.len() == length {
+                buf.fill(0);
+            } else {
+                buf = IoBuf::zeroed(length);
+            }
+            cipher.encrypt(at / SECTOR, &mut buf);
+            let _shared = sectors.locks.lock(at..at + length as u64, false).await;
+            buf = self.write_stored(at, buf).await?;
+            at += length as u64;
+        }
+        Ok(())
+    }
 }
 
 impl<S: Storage> Storage for WindowFile<S> {
@@ -171,7 +371,10 @@ impl<S: Storage> Storage for WindowFile<S> {
         match self.part {
             None => own,
             Some((start, size)) => Capabilities {
-                extends_with_zeroes: own.extends_with_zeroes && size.is_none(),
+                // What was never written is noise when it is decrypted.
+                extends_with_zeroes: own.extends_with_zeroes
+                    && size.is_none()
+                    && self.sectors.is_none(),
                 // What is aligned here may not be so in the file.
                 atomic_write: if start.is_multiple_of(own.atomic_write) {
                     own.atomic_write
@@ -191,45 +394,72 @@ impl<S: Storage> Storage for WindowFile<S> {
         match self.part {
             None => all,
             // The others speak of the whole file.
-            Some(_) => Extensions { stamps: None, restart_memories: None, usage: None, ..all },
+            Some(_) => Extensions {
+                stamps: None,
+                restart_memories: None,
+                // A header takes space, too.
+                usage: all.usage.filter(|_| self.sectors.is_some()),
+                ..all
+            },
         }
+    }
+
+    async fn through_cipher(
+        self,
+        offset: u64,
+        cipher: Option<Arc<dyn SectorCipher>>,
+    ) -> Result<Self> {
+        let length = self.len().await?;
+        let (start, size) = self.part.unwrap_or((0, None));
+        let fits = offset <= length && offset.is_multiple_of(SECTOR) && self.sectors.is_none();
+        let Some(start) = start.checked_add(offset).filter(|_| fits) else {
+            let text = format!("ciphertext cannot begin at {offset}: the file has {length} bytes");
+            let source = io::Error::new(io::ErrorKind::InvalidInput, text);
+            return Err(StorageError::new(Operation::Open, self.file.name(), source));
+        };
+        let part = Some((start, size.map(|size| size.saturating_sub(offset))));
+        let sectors = Some(Box::new(Sectors::new(cipher, length - offset)));
+        Ok(Self { file: self.file, part, sectors })
     }
 
     async fn read_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
-        let Some((start, size)) = self.part else { return self.file.read_at(offset, buf).await };
-        let wanted = buf.len() as u64;
-        let left = size.map_or(wanted, |size| size.saturating_sub(offset).min(wanted));
-        let place = start.saturating_add(offset);
-        if left == wanted {
-            return self.file.read_at(place, buf).await;
+        match &self.sectors {
+            None => self.read_stored(offset, buf).await,
+            Some(sectors) => Box::pin(self.read_encrypted(sectors, offset, buf)).await,
         }
-        let mut buf = buf;
-        let there = left as usize;
-        if there > 0 {
-            let part = self.file.read_at(place, IoBuf::zeroed(there)).await?;
-            buf[..there].copy_from_slice(&part);
-        }
-        buf[there..].fill(0);
-        Ok(buf)
     }
 
     async fn write_vectored_at(&self, offset: u64, bufs: Vec<IoBuf>) -> Result<Vec<IoBuf>> {
+        if let Some(sectors) = &self.sectors {
+            Box::pin(self.write_encrypted(sectors, offset, &bufs)).await?;
+            return Ok(bufs);
+        }
         let length: usize = bufs.iter().map(IoBuf::len).sum();
         let place = self.place(Operation::Write, offset, length as u64)?;
         self.file.write_vectored_at(place, bufs).await
     }
 
     async fn write_one_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
-        let place = self.place(Operation::Write, offset, buf.len() as u64)?;
-        self.file.write_one_at(place, buf).await
+        if let Some(sectors) = &self.sectors {
+            Box::pin(self.write_encrypted(sectors, offset, std::slice::from_ref(&buf))).await?;
+            return Ok(buf);
+        }
+        self.write_stored(offset, buf).await
     }
 
     async fn write_zeroes(&self, offset: u64, length: u64, mode: ZeroMode) -> Result<()> {
+        if let Some(sectors) = &self.sectors {
+            return Box::pin(self.zero_encrypted(sectors, offset, length, mode)).await;
+        }
         let place = self.place(Operation::WriteZeroes, offset, length)?;
         self.file.write_zeroes(place, length, mode).await
     }
 
     async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        if let Some(sectors) = &self.sectors {
+            // What it leaves would be noise, and tell where there is none.
+            return self.check(sectors, Operation::Discard, offset, length).map(drop);
+        }
         let place = self.place(Operation::Discard, offset, length)?;
         self.file.discard(place, length).await
     }
@@ -239,24 +469,32 @@ impl<S: Storage> Storage for WindowFile<S> {
     }
 
     async fn len(&self) -> Result<u64> {
-        let length = self.file.len().await?;
-        Ok(match self.part {
-            None => length,
-            Some((_, Some(size))) => size,
-            Some((start, None)) => length.saturating_sub(start),
-        })
+        let length = self.stored_length().await?;
+        if let Some(sectors) = &self.sectors {
+            sectors.set_length(length);
+        }
+        Ok(length)
     }
 
+    /// What is added to an encrypted file is noise, as in QEMU.
     async fn set_len(&self, length: u64) -> Result<()> {
         match self.part {
-            None => self.file.set_len(length).await,
-            Some((_, Some(size))) if length == size => Ok(()),
-            Some((_, Some(_))) => Err(fixed(self.file.name(), Operation::SetLength)),
-            Some((start, None)) => self.file.set_len(start.saturating_add(length)).await,
+            None => self.file.set_len(length).await?,
+            Some((_, Some(size))) if length == size => {}
+            Some((_, Some(_))) => return Err(fixed(self.file.name(), Operation::SetLength)),
+            Some((start, None)) => self.file.set_len(start.saturating_add(length)).await?,
         }
+        if let Some(sectors) = &self.sectors {
+            sectors.set_length(length);
+        }
+        Ok(())
     }
 
     async fn allocation(&self, offset: u64) -> Result<Allocation> {
+        if self.sectors.is_some() {
+            let length = self.stored_length().await?.saturating_sub(offset);
+            return Ok(Allocation { length, data: length > 0 });
+        }
         let Some((start, size)) = self.part else { return self.file.allocation(offset).await };
         let left = size.map_or(u64::MAX, |size| size.saturating_sub(offset));
         if left == 0 {
@@ -365,6 +603,146 @@ mod tests {
             file.set_len(1).await.unwrap();
             drop(file);
             assert_eq!(memory.contents("disk").unwrap(), [1, 2, 3]);
+        });
+    }
+
+    /// Each byte depends on its place, and on all before it in its sector.
+    #[derive(Debug)]
+    struct Toy;
+
+    impl SectorCipher for Toy {
+        fn encrypt(&self, sector: u64, bytes: &mut [u8]) {
+            for (number, one) in (sector..).zip(bytes.chunks_exact_mut(512)) {
+                let mut last = number as u8 ^ 0x5a;
+                for byte in one {
+                    *byte = byte.wrapping_add(last);
+                    last = byte.wrapping_mul(3);
+                }
+            }
+        }
+
+        fn decrypt(&self, sector: u64, bytes: &mut [u8]) {
+            for (number, one) in (sector..).zip(bytes.chunks_exact_mut(512)) {
+                let mut last = number as u8 ^ 0x5a;
+                for byte in one {
+                    let next = byte.wrapping_mul(3);
+                    *byte = byte.wrapping_sub(last);
+                    last = next;
+                }
+            }
+        }
+    }
+
+    /// A file of 4,096 plain bytes that are encrypted behind 1,024 others, which are 9.
+    async fn encrypted(memory: &MemoryHost, plain: &[u8]) -> WindowFile<impl Storage> {
+        let mut bytes = plain.to_vec();
+        Toy.encrypt(0, &mut bytes);
+        bytes.splice(..0, [9; 1024]);
+        memory.insert("disk", &bytes);
+        let host = WindowHost::new(memory.clone());
+        let mode = OpenMode { writable: true, ..OpenMode::default() };
+        let file = host.open(Path::new("disk"), mode).await.unwrap();
+        file.through_cipher(1024, Some(Arc::new(Toy))).await.unwrap()
+    }
+
+    fn stored(memory: &MemoryHost) -> Vec<u8> {
+        let mut bytes = memory.contents("disk").unwrap();
+        assert!(bytes.drain(..1024).all(|byte| byte == 9));
+        Toy.decrypt(0, &mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn every_range_is_written_and_read_through_the_cipher() {
+        block_on(async {
+            let memory = MemoryHost::new();
+            let plain: Vec<u8> = (0..4096_u32).map(|at| (at * 7 / 3) as u8).collect();
+            let places = [0, 1, 511, 512, 513, 1000, 1024, 3583, 3584, 4095, 4096];
+            for (start, end) in places.iter().flat_map(|a| places.iter().map(|b| (*a, *b))) {
+                if start > end {
+                    continue;
+                }
+                let file = encrypted(&memory, &plain).await;
+                let (at, length) = (start as u64, end - start);
+                let read = file.read_at(at, IoBuf::copy_of(&vec![1; length])).await.unwrap();
+                assert!(read[..] == plain[start..end], "{start}..{end}");
+                let new: Vec<u8> = (0..length).map(|at| at as u8 ^ 0x33).collect();
+                let mut wanted = plain.clone();
+                wanted[start..end].copy_from_slice(&new);
+                let back = file.write_at(at, IoBuf::copy_of(&new)).await.unwrap();
+                assert!(back[..] == new[..], "the buffer is the caller's");
+                assert!(stored(&memory) == wanted, "{start}..{end}");
+                let (one, other) = new.split_at(length / 3);
+                let bufs = vec![IoBuf::copy_of(other), IoBuf::copy_of(one)];
+                wanted[start..end].copy_from_slice(&[other, one].concat());
+                let _ = file.write_vectored_at(at, bufs).await.unwrap();
+                assert!(stored(&memory) == wanted, "{start}..{end}");
+                file.write_zeroes(at, length as u64, ZeroMode::default()).await.unwrap();
+                wanted[start..end].fill(0);
+                assert!(stored(&memory) == wanted, "{start}..{end}");
+                file.discard(at, length as u64).await.unwrap();
+                assert!(stored(&memory) == wanted, "{start}..{end}");
+            }
+        });
+    }
+
+    #[test]
+    fn an_encrypted_file_ends_with_a_sector() {
+        block_on(async {
+            let memory = MemoryHost::new();
+            let file = encrypted(&memory, &[1; 2048]).await;
+            assert_eq!(file.len().await.unwrap(), 2048);
+            assert!(!file.capabilities().extends_with_zeroes);
+            let past = file.read_at(2000, IoBuf::copy_of(&[7; 100])).await.unwrap();
+            assert!(past[..48] == [1; 48] && past[48..] == [0; 52]);
+            assert!(file.read_at(u64::MAX, IoBuf::zeroed(2)).await.unwrap()[..] == [0; 2]);
+            for (offset, length) in [(2048, 1), (2047, 2), (u64::MAX, 1), (u64::MAX - 1, 1)] {
+                assert!(file.write_at(offset, IoBuf::zeroed(length)).await.is_err());
+                let mode = ZeroMode::default();
+                assert!(file.write_zeroes(offset, length as u64, mode).await.is_err());
+                assert!(file.discard(offset, length as u64).await.is_err());
+            }
+            let fast = ZeroMode { only_fast: true, may_unmap: true };
+            let slow = file.write_zeroes(0, 512, fast).await.unwrap_err();
+            assert_eq!(slow.kind(), io::ErrorKind::Unsupported);
+            assert_eq!(
+                file.allocation(512).await.unwrap(),
+                Allocation { length: 1536, data: true }
+            );
+            // A last sector that is cut off is whole once it is written to.
+            file.set_len(1537).await.unwrap();
+            let _ = file.write_at(1536, IoBuf::copy_of(&[3; 512])).await.unwrap();
+            assert_eq!(file.len().await.unwrap(), 2048);
+            assert!(stored(&memory)[1536..] == [3; 512]);
+            // One that would begin after the end, or twice.
+            assert!(file.through_cipher(0, None).await.is_err());
+            let host = WindowHost::new(memory.clone());
+            for offset in [3584, 100] {
+                let file = host.open(Path::new("disk"), OpenMode::default()).await.unwrap();
+                assert!(file.through_cipher(offset, None).await.is_err(), "{offset}");
+            }
+        });
+    }
+
+    #[test]
+    fn without_its_key_nothing_is_read_or_written() {
+        block_on(async {
+            let memory = MemoryHost::new();
+            memory.insert("disk", &[9; 4096]);
+            let host = WindowHost::new(memory.clone());
+            let mode = OpenMode { writable: true, ..OpenMode::default() };
+            let file = host.open(Path::new("disk"), mode).await.unwrap();
+            let file = file.through_cipher(512, None).await.unwrap();
+            assert_eq!(file.len().await.unwrap(), 3584);
+            assert!(file.read_at(0, IoBuf::zeroed(512)).await.is_err());
+            assert!(file.write_at(0, IoBuf::zeroed(512)).await.is_err());
+            assert!(file.write_zeroes(0, 512, ZeroMode::default()).await.is_err());
+            drop(file);
+            assert_eq!(memory.contents("disk").unwrap(), [9; 4096]);
+            // Other storage has no such view.
+            let plain = memory.open(Path::new("disk"), mode).await.unwrap();
+            let refused = plain.through_cipher(0, None).await.err().map(|error| error.kind());
+            assert_eq!(refused, Some(io::ErrorKind::Unsupported));
         });
     }
 

@@ -3,6 +3,7 @@
 use crate::probe::{Facts, Id, Kind};
 use crate::problem::Problems;
 use isobath_formats::Format;
+use isobath_qcow2::probe::Foreign;
 use rustc_hash::FxHashMap;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -115,7 +116,8 @@ impl Fleet {
         match &seen.kind {
             Kind::Other(format) => {
                 flags.set(Flags::RAW, true);
-                flags.set(Flags::FOREIGN, format.is_some_and(|it| Format::detected(it).is_none()));
+                let supported = |it| it == Foreign::Luks || Format::detected(it).is_some();
+                flags.set(Flags::FOREIGN, format.is_some_and(|it| !supported(it)));
             }
             Kind::Broken(_) => {
                 flags.set(Flags::BROKEN, true);

@@ -124,6 +124,31 @@ impl Keys {
 }
 
 impl Wanted {
+    /// Parses the options for an image that is encrypted as a whole: those of its key slots.
+    fn of_luks(pairs: &[(String, String)]) -> Result<Self, String> {
+        const AT_CREATION: &[&str] = &[
+            "cipher-alg",
+            "cipher-mode",
+            "hash-alg",
+            "ivgen-alg",
+            "ivgen-hash-alg",
+            "key-secret",
+            "size",
+        ];
+        let mut keys = Keys::default();
+        for (name, value) in pairs {
+            if AT_CREATION.contains(&name.as_str()) {
+                return Err(at_creation(name));
+            }
+            let known = HELP.iter().any(|(option, _)| of_luks(option) == Some(name.as_str()));
+            if !known {
+                return Err(format!("Invalid parameter '{name}'"));
+            }
+            keys.set(name, value).map_err(|reason| reason.replace("encrypt.", ""))?;
+        }
+        Ok(Self { keys: Some(keys), ..Self::default() })
+    }
+
     fn parse(pairs: &[(String, String)]) -> Result<Self, String> {
         const AT_CREATION: &[&str] =
             &["cluster_size", "compression_type", "encryption", "extended_l2", "preallocation"];
@@ -159,10 +184,7 @@ impl Wanted {
                     wanted.keys.get_or_insert_default().set(option, value)?;
                 }
                 _ if AT_CREATION.contains(&name.as_str()) => {
-                    return Err(format!(
-                        "Invalid parameter '{name}'\nThis option is only supported for image \
-                         creation"
-                    ));
+                    return Err(at_creation(name));
                 }
                 _ => return Err(format!("Invalid parameter '{name}'")),
             }
@@ -177,12 +199,19 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     }
     let pairs = options::parse(&args.options);
     if pairs.iter().any(|(name, _)| name == "help" || name == "?") {
-        if args.format == Some(ImageFormat::Raw) {
-            return Err(not_supported());
+        let format = args.format.unwrap_or(ImageFormat::Qcow2);
+        if !matches!(format, ImageFormat::Qcow2 | ImageFormat::Luks) {
+            return Err(not_supported(format));
         }
-        writeln!(out, "Amend options for 'qcow2':")?;
+        writeln!(out, "Amend options for '{}':", format.name())?;
         for (option, meaning) in HELP {
-            writeln!(out, "  {option:<22} - {meaning}")?;
+            let option = match format {
+                ImageFormat::Luks => option.strip_prefix("encrypt."),
+                _ => Some(*option),
+            };
+            if let Some(option) = option {
+                writeln!(out, "  {option:<22} - {meaning}")?;
+            }
         }
         return Ok(0);
     }
@@ -190,22 +219,40 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         return Err(Failure::new("Expecting one image file name"));
     };
     let image = args.naming.image(image, args.format)?;
-    let wanted = Wanted::parse(&pairs).map_err(Failure::new)?;
-    runtime::block_on(async || Box::pin(change(args, &image, wanted)).await)?;
+    runtime::block_on(async || Box::pin(change(args, &image, &pairs)).await)?;
     if args.progress && !args.quiet {
         writeln!(out, "    (100.00/100%)")?;
     }
     Ok(0)
 }
 
-async fn change(args: &Args, image: &Image, wanted: Wanted) -> Result<(), Failure> {
+async fn change(args: &Args, image: &Image, pairs: &[(String, String)]) -> Result<(), Failure> {
     let options = image.writable(args.cache.is_direct())?;
     let failed = |error| Failure::new(reason(&error));
-    let keys = wanted.keys.map(|keys| keys.change(&args.naming.objects));
-    let keys = keys.transpose().map_err(Failure::new)?;
+    let parse = |format| {
+        let luks = format == ImageFormat::Luks;
+        let wanted = if luks { Wanted::of_luks(pairs) } else { Wanted::parse(pairs) };
+        wanted.map_err(Failure::new)
+    };
+    // What is wrong in any case needs no image.
+    let early = image.format.map(parse).transpose()?;
     let disk = image.open(&image.options(args.cache.is_direct(), options.locking)).await?;
-    let top = disk.layers().next().and_then(|layer| Some((layer, layer.header()?)));
-    let Some((top, header)) = top else { return Err(not_supported()) };
+    // A disk has at least one layer.
+    let Some(top) = disk.layers().next() else { unreachable!() };
+    let format = top.format();
+    let mut wanted = match early {
+        Some(wanted) => wanted,
+        None => parse(format)?,
+    };
+    let keys = wanted.keys.take().map(|keys| keys.change(&args.naming.objects));
+    let keys = keys.transpose().map_err(Failure::new)?;
+    if let (ImageFormat::Luks, Some(keys)) = (format, keys.clone()) {
+        top.admit_writer(true).await.map_err(|error| image.failed(&error))?;
+        let options = options.format(format);
+        let change = change_keys(images(), &image.path, &options, keys, args.force);
+        return Box::pin(change).await.map_err(failed);
+    }
+    let Some(header) = top.header() else { return Err(not_supported(format)) };
     {
         let wanted = (wanted.backing_file.as_deref(), wanted.backing_format.as_deref());
         // As in QEMU, an option that is not given counts as none, not as unchanged.
@@ -247,6 +294,17 @@ async fn change(args: &Args, image: &Image, wanted: Wanted) -> Result<(), Failur
     Ok(())
 }
 
-fn not_supported() -> Failure {
-    Failure::new("Format driver 'raw' does not support option amendment")
+fn not_supported(format: ImageFormat) -> Failure {
+    let format = format.name();
+    Failure::new(format_args!("Format driver '{format}' does not support option amendment"))
+}
+
+/// The error of an option that is one of new images only.
+fn at_creation(name: &str) -> String {
+    format!("Invalid parameter '{name}'\nThis option is only supported for image creation")
+}
+
+/// The name of an encryption option for an image that is encrypted as a whole.
+fn of_luks(option: &str) -> Option<&str> {
+    option.split('=').next()?.strip_prefix("encrypt.")
 }

@@ -127,7 +127,12 @@ fn examine(image: &Image, options: CheckOptions) -> Result<CheckReport, Failure>
             }
         };
         match check(images(), &image.path, &options, &mut events).await {
-            Err(error @ DiskError::Unsupported(_)) => Err(Failure::from(error).with_code(63)),
+            Err(error @ DiskError::Unsupported(_)) => {
+                // What cannot be opened is not said to be sound.
+                let look = image.options(options.direct, options.locking);
+                let _ = image.open(&look).await?;
+                Err(Failure::from(error).with_code(63))
+            }
             Err(error) => Err(image.failed(&error)),
             Ok(report) => Ok(report),
         }

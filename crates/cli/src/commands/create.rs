@@ -75,9 +75,11 @@ const HELP: &[(&str, &str)] = &[
     ("size=<size>", "Virtual disk size"),
 ];
 
+const FORMAT: &str = "encrypt.format";
+
 /// The encryption options, in QEMU's order.
 const ENCRYPTION: &[&str] = &[
-    "encrypt.format",
+    FORMAT,
     "encrypt.key-secret",
     "encrypt.cipher-alg",
     "encrypt.cipher-mode",
@@ -112,6 +114,11 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     new.backing_format = args.backing_format.clone().or(new.backing_format);
     if new.backing_file.as_deref() == Some("") {
         return Err(failure(&"Expected backing file name, got empty string"));
+    }
+    if format != ImageFormat::Qcow2 && new.backing_file.is_none() && new.backing_format.is_some() {
+        let reason =
+            format!("Backing file format not supported for file format '{}'", format.name());
+        return Err(failure(&reason));
     }
     if let Some(text) = &args.size {
         if new.size.is_some() {
@@ -204,21 +211,32 @@ fn create_foreign(
 pub(crate) fn help(format: ImageFormat, with_file: bool, out: &mut dyn Write) -> Outcome {
     let whose = if with_file { String::new() } else { format!("{} ", format.name()) };
     writeln!(out, "Supported {whose}options:")?;
+    let plain = format != ImageFormat::Qcow2;
+    let mut listed = Vec::new();
     for (option, meaning) in HELP {
         let name = option.split('=').next().unwrap_or(option);
-        let raw = format == ImageFormat::Raw;
-        let listed = match name {
+        let own = match name {
             "size" => true,
             "extent_size_hint" | "nocow" => with_file,
-            // The preallocation of a raw image is that of its file.
-            "preallocation" => with_file || !raw,
-            _ => !raw,
+            // The preallocation of an image without tables is that of its file.
+            "preallocation" => with_file || !plain,
+            _ => !plain,
         };
-        if listed {
-            // A raw image has no metadata.
-            let meaning = meaning.replace(if raw { ", metadata" } else { "\n" }, "");
-            writeln!(out, "  {option:<22} - {meaning}")?;
+        // Such an image has no metadata.
+        let meaning = meaning.replace(if plain { ", metadata" } else { "\n" }, "");
+        if own {
+            listed.push(((*option).to_owned(), meaning));
+        } else if let Some(option) = luks_option(format, option).filter(|_| name != FORMAT) {
+            let meaning = meaning.replace(
+                "ID of secret providing the LUKS passphrase",
+                "ID of the secret that provides the keyslot passphrase",
+            );
+            listed.push((option.to_owned(), meaning));
         }
+    }
+    listed.sort();
+    for (option, meaning) in listed {
+        writeln!(out, "  {option:<22} - {meaning}")?;
     }
     if !with_file {
         let hint = "The protocol level may support further options.\n\
@@ -235,8 +253,19 @@ pub(crate) fn apply_all(new: &mut NewDisk, given: &[(String, String)]) -> Result
     others.into_iter().try_for_each(|(name, value)| apply(new, name, value))
 }
 
+/// Whether an option is about encryption.
 fn is_encryption(new: &NewDisk, name: &str) -> bool {
-    new.format == ImageFormat::Qcow2 && name.starts_with("encrypt.")
+    match new.format {
+        ImageFormat::Qcow2 => name.starts_with("encrypt."),
+        format => ENCRYPTION
+            .iter()
+            .any(|option| *option != FORMAT && luks_option(format, option) == Some(name)),
+    }
+}
+
+/// What an encryption option of qcow2 images is called for images that are encrypted as a whole, if `format` is theirs.
+fn luks_option(format: ImageFormat, option: &str) -> Option<&str> {
+    option.strip_prefix("encrypt.").filter(|_| format == ImageFormat::Luks)
 }
 
 /// The encryption that the options of `-o` request, if any.
@@ -248,9 +277,11 @@ pub(crate) fn encryption(
     given: &[(String, String)],
     objects: &Objects,
 ) -> Result<Option<NewEncryption>, String> {
-    let (mut format, mut secret, mut iv, mut iv_hash) = (None, None, None, None);
+    let (mut secret, mut iv, mut iv_hash) = (None, None, None);
     let mut options = CreateOptions::default();
-    let mut any = false;
+    let whole = new.format == ImageFormat::Luks;
+    let mut format = whole.then_some("luks");
+    let mut any = whole;
     for (name, value) in given.iter().filter(|(name, _)| is_encryption(new, name)) {
         any = true;
         let unsupported = |error: &dyn std::fmt::Display| error.to_string();
@@ -288,13 +319,24 @@ pub(crate) fn encryption(
         Some(other) => return Err(format!("Parameter 'format' does not accept value '{other}'")),
         None => return Err("Parameter 'encrypt.format' is missing".into()),
     }
-    let secret = secret.ok_or("Parameter 'encrypt.key-secret' is required for cipher")?;
+    let secret = secret.ok_or_else(|| {
+        let prefix = if whole { "" } else { "encrypt." };
+        format!("Parameter '{prefix}key-secret' is required for cipher")
+    })?;
     Ok(Some(NewEncryption { options, secret: objects.secret(secret)? }))
 }
 
 /// Applies an option of `-o`.
 fn apply(new: &mut NewDisk, name: &str, value: &str) -> Result<(), String> {
     let of_files = ["size", "preallocation", "nocow", "extent_size_hint"];
+    if new.format == ImageFormat::Luks && !of_files.contains(&name) {
+        return Err(match name {
+            "header" | "detached-header" => {
+                format!("Parameter '{name}': a LUKS header in a file of its own is not supported")
+            }
+            _ => format!("Invalid parameter '{name}'"),
+        });
+    }
     if new.format == ImageFormat::Raw && !of_files.contains(&name) {
         return Err(match name {
             "backing_file" => "Backing file not supported for file format 'raw'".to_owned(),
@@ -359,13 +401,18 @@ fn describe(new: &NewDisk, size: u64, given: &[(String, String)]) -> String {
         let _ = write!(text, " {name}={value}");
     };
     let typed = |name: &str| typed(given, name);
-    if new.format == ImageFormat::Raw {
+    if new.format == ImageFormat::Qcow2 {
+        describe_qcow2(new, size, given, &mut put);
+    } else {
         put("size", &size.to_string());
+        for option in ENCRYPTION.iter().filter_map(|option| luks_option(new.format, option)) {
+            if let Some(value) = typed(option) {
+                put(option, &options::printable(value));
+            }
+        }
         if typed("preallocation").is_some() {
             put("preallocation", new.preallocation.name());
         }
-    } else {
-        describe_qcow2(new, size, given, &mut put);
     }
     if let Some(nocow) = typed("nocow") {
         put("nocow", nocow);

@@ -103,6 +103,7 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
                 },
             );
         }
+        // Without a secret, for which `dd` has no option, a LUKS image is refused.
         let new = NewDisk::new(length.next_multiple_of(512)).format(args.output_format);
         let created = create_held(images(), &target.path, &new).await.map_err(|error| {
             Failure::new(crate::image_name::reason(&error))

@@ -33,6 +33,7 @@ mod live;
 mod live_guest;
 mod live_killed;
 mod live_snapshots;
+mod luks;
 mod nbd_names;
 mod options_name_files;
 mod programs;

@@ -33,13 +33,9 @@ fn over(directory: &Path, backing: &str) -> PathBuf {
 fn images_of_other_formats_are_not_taken_for_raw() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
-    for format in ["qcow", "luks", "parallels"] {
+    for format in ["qcow", "parallels"] {
         let image = at(&format!("image.{format}"));
-        let secret = args!["--object", "secret,id=s,data=abc", "-o", "key-secret=s"];
-        let mut make = args!["create", "-q", "-f", format];
-        make.extend(if format == "luks" { secret } else { Vec::new() });
-        make.extend(args![&image, "1M"]);
-        let _ = qemu::img(make).ok();
+        let _ = qemu::img(args!["create", "-q", "-f", format, &image, "1M"]).ok();
         let image = image.as_path();
         let name = image.file_name().unwrap().to_str().unwrap();
         let overlay = over(directory.path(), name);

@@ -507,7 +507,8 @@ impl<H: Host> LiveDisk<H> {
     /// # Errors
     /// If the disk is read-only, or a larger one would not fit the image.
     pub async fn grow(&self, size: u64) -> Result<()> {
-        grow_to(size, || self.size(), self.resize(size, Preallocation::Off, false)).await
+        let how = self.current().preallocation_of_zeroes();
+        grow_to(size, || self.size(), self.resize(size, how, false)).await
     }
 
     /// Waits until the size differs from `known`.

@@ -27,7 +27,8 @@ const WINDOW: u64 = 64 << 20;
 
 impl<H: Host> Disk<H> {
     /// Changes the disk's size to `size` bytes, durably. The new part reads as zeroes, except for what a raw data file
-    /// already holds there. With `shrink` the size may become smaller; data past it is deleted.
+    /// already holds there, and in a LUKS image that is not [preallocated](Self::preallocation_of_zeroes): it is noise
+    /// there, as in QEMU. With `shrink` the size may become smaller; data past it is deleted.
     ///
     /// Other requests may run meanwhile. Those that reach past the end of a disk that shrinks fail.
     ///
@@ -319,7 +320,7 @@ impl<H: Host> Disk<H> {
         let storage = layer.storage();
         if preallocation == Preallocation::Metadata {
             return Err(DiskError::Unsupported(
-                "Unsupported preallocation mode: metadata; a raw image has none".into(),
+                "Unsupported preallocation mode: metadata; an image without tables has none".into(),
             ));
         }
         let whole = size

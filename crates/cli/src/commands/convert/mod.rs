@@ -135,7 +135,7 @@ impl Args {
             "Use of --skip-broken-bitmaps requires --bitmaps",
         )?;
         has(
-            self.compress && self.output_format() == ImageFormat::Raw,
+            self.compress && matches!(self.output_format(), ImageFormat::Raw | ImageFormat::Luks),
             "Compression not supported for this file format",
         )?;
         has(self.snapshot.is_some() && multiple, "No support for concatenating multiple snapshot")?;
@@ -145,10 +145,14 @@ impl Args {
              images",
         )?;
         has(self.bitmaps && multiple, "Copying bitmaps only possible with single source")?;
-        has(
-            self.bitmaps && self.output_format() == ImageFormat::Raw && !self.target_image_opts,
-            "Format driver 'raw' does not support bitmaps",
-        )?;
+        let plain = self.output_format();
+        let plain =
+            Some(plain).filter(|format| matches!(format, ImageFormat::Raw | ImageFormat::Luks));
+        if let Some(format) = plain.filter(|_| self.bitmaps && !self.target_image_opts) {
+            let name = format.name();
+            let reason = format_args!("Format driver '{name}' does not support bitmaps");
+            return Err(Failure::new(reason));
+        }
         match self.output_format() {
             ImageFormat::Foreign(format) => foreign::check(self, format),
             _ => Ok(()),

@@ -6,7 +6,7 @@ use crate::failure::Failure;
 use crate::host::{self, ImageHost, images};
 use crate::image_name::Image;
 use crate::options;
-use isobath_disk::{Created, Disk, NewDisk};
+use isobath_disk::{Created, Disk, ImageFormat, NewDisk};
 use isobath_storage::{Storage, StorageExt};
 use std::path::Path;
 use std::sync::Arc;
@@ -27,8 +27,13 @@ impl Target {
         let mut new = NewDisk::default().format(args.output_format());
         let given = options::parse(&args.options);
         create::apply_all(&mut new, &given).map_err(Failure::new)?;
-        new.encryption =
-            create::encryption(&new, &given, &args.naming.objects).map_err(Failure::new)?;
+        let encryption = create::encryption(&new, &given, &args.naming.objects);
+        new.encryption = encryption.map_err(|reason| {
+            if new.format != ImageFormat::Luks {
+                return Failure::new(reason);
+            }
+            Failure::new(reason).context("error while converting luks").context(name.display())
+        })?;
         if let Some(encryption) = &new.encryption {
             if args.compress {
                 return Err(Failure::new(

@@ -101,11 +101,16 @@ pub(crate) fn to_json(info: &ImageInfo) -> Value {
         (Some(qcow2), _) => Some(qcow2.cluster_size),
         (None, foreign) => foreign.and_then(|foreign| foreign.cluster_size),
     };
+    let luks = info.luks.as_ref();
     let specific = match (qcow2, foreign.and_then(|foreign| foreign.vmdk.as_ref())) {
+        _ if luks.is_some() => {
+            luks.map(|keys| json!({"type": "luks", "data": encryption::info_of_luks(keys)}))
+        }
         (Some(qcow2), _) => Some(json!({"type": "qcow2", "data": data(qcow2)})),
         (None, Some(vmdk)) => Some(json!({"type": "vmdk", "data": vmdk_to_json(vmdk)})),
         (None, None) => None,
     };
+    let encrypted = luks.is_some() || qcow2.is_some_and(|qcow2| qcow2.encrypted);
     let dirty = qcow2.is_some_and(|qcow2| qcow2.dirty) || foreign.is_some_and(|it| it.dirty);
     object([
         ("backing-filename-format", info.backing_format.as_ref().map(|format| json!(format))),
@@ -121,7 +126,7 @@ pub(crate) fn to_json(info: &ImageInfo) -> Value {
             info.full_backing_filename.as_ref().map(|name| json!(name.display().to_string())),
         ),
         ("backing-filename", info.backing_filename.as_ref().map(|name| json!(name))),
-        ("encrypted", qcow2.filter(|qcow2| qcow2.encrypted).map(|_| json!(true))),
+        ("encrypted", encrypted.then(|| json!(true))),
         // QEMU reports nothing about a raw export of an NBD server.
         ("dirty-flag", info.actual_size.or(qcow2.map(|_| 0)).map(|_| json!(dirty))),
     ])

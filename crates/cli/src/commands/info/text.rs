@@ -17,6 +17,9 @@ pub(super) fn print(out: &mut dyn Write, info: &ImageInfo) -> io::Result<()> {
     writeln!(out, "virtual size: {} ({size} bytes)", human(size))?;
     let actual = info.actual_size.map_or_else(|| "unavailable".into(), human);
     writeln!(out, "disk size: {actual}")?;
+    if info.luks.is_some() {
+        writeln!(out, "encrypted: yes")?;
+    }
     if let Some(qcow2) = &info.qcow2 {
         if qcow2.encrypted {
             writeln!(out, "encrypted: yes")?;
@@ -48,6 +51,10 @@ pub(super) fn print(out: &mut dyn Write, info: &ImageInfo) -> io::Result<()> {
     snapshot_list(out, &info.snapshots)?;
     if let Some(qcow2) = &info.qcow2 {
         print_qcow2(out, qcow2)?;
+    }
+    if let Some(keys) = &info.luks {
+        writeln!(out, "Format specific information:")?;
+        print_keys(out, keys, "    ", None)?;
     }
     if let Some(vmdk) = info.foreign.as_ref().and_then(|foreign| foreign.vmdk.as_ref()) {
         print_vmdk(out, vmdk)?;
@@ -102,7 +109,8 @@ pub(crate) fn print_qcow2(out: &mut dyn Write, qcow2: &Qcow2Info) -> io::Result<
     }
     writeln!(out, "    refcount bits: {}", qcow2.refcount_bits)?;
     if let Some(keys) = &qcow2.encryption {
-        print_keys(out, keys)?;
+        writeln!(out, "    encrypt:")?;
+        print_keys(out, keys, "        ", Some("luks"))?;
     }
     if let Some(file) = &qcow2.data_file {
         writeln!(out, "    data file: {}", printable(file))?;
@@ -137,31 +145,38 @@ pub(crate) fn print_qcow2(out: &mut dyn Write, qcow2: &Qcow2Info) -> io::Result<
     Ok(())
 }
 
-fn print_keys(out: &mut dyn Write, keys: &Info) -> io::Result<()> {
-    writeln!(out, "    encrypt:")?;
-    writeln!(out, "        ivgen alg: {}", keys.iv_generator.name())?;
-    writeln!(out, "        hash alg: {}", keys.hash.name())?;
-    writeln!(out, "        cipher alg: {}", keys.algorithm.name())?;
-    writeln!(out, "        uuid: {}", printable(&keys.uuid))?;
+/// Prints what an encryption header says; `format` is the header's, where that is not the image's.
+fn print_keys(
+    out: &mut dyn Write,
+    keys: &Info,
+    indent: &str,
+    format: Option<&str>,
+) -> io::Result<()> {
+    writeln!(out, "{indent}ivgen alg: {}", keys.iv_generator.name())?;
+    writeln!(out, "{indent}hash alg: {}", keys.hash.name())?;
+    writeln!(out, "{indent}cipher alg: {}", keys.algorithm.name())?;
+    writeln!(out, "{indent}uuid: {}", printable(&keys.uuid))?;
     if let Some(hash) = keys.iv_hash {
-        writeln!(out, "        ivgen hash alg: {}", hash.name())?;
+        writeln!(out, "{indent}ivgen hash alg: {}", hash.name())?;
     }
-    writeln!(out, "        format: luks")?;
-    writeln!(out, "        cipher mode: {}", keys.mode.name())?;
-    writeln!(out, "        slots:")?;
+    if let Some(format) = format {
+        writeln!(out, "{indent}format: {format}")?;
+    }
+    writeln!(out, "{indent}cipher mode: {}", keys.mode.name())?;
+    writeln!(out, "{indent}slots:")?;
     for (number, slot) in keys.slots.iter().enumerate() {
-        writeln!(out, "            [{number}]:")?;
-        writeln!(out, "                active: {}", slot.active)?;
+        writeln!(out, "{indent}    [{number}]:")?;
+        writeln!(out, "{indent}        active: {}", slot.active)?;
         if slot.active {
-            writeln!(out, "                iters: {}", slot.iterations)?;
+            writeln!(out, "{indent}        iters: {}", slot.iterations)?;
         }
-        writeln!(out, "                key offset: {}", slot.key_offset)?;
+        writeln!(out, "{indent}        key offset: {}", slot.key_offset)?;
         if slot.active {
-            writeln!(out, "                stripes: {}", slot.stripes)?;
+            writeln!(out, "{indent}        stripes: {}", slot.stripes)?;
         }
     }
-    writeln!(out, "        payload offset: {}", keys.payload_offset)?;
-    writeln!(out, "        master key iters: {}", keys.master_key_iterations)
+    writeln!(out, "{indent}payload offset: {}", keys.payload_offset)?;
+    writeln!(out, "{indent}master key iters: {}", keys.master_key_iterations)
 }
 
 /// Prints the list of internal snapshots; nothing if there are none.

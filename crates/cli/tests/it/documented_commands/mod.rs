@@ -142,7 +142,13 @@ fn run(directory: &Path, words: &[String]) -> (bool, String) {
     };
     let soon = |word: &String| {
         let word = below(word);
-        if makes_secret(&word) { format!("{word},encrypt.iter-time=10") } else { word }
+        if makes_secret(&word) {
+            format!("{word},encrypt.iter-time=10")
+        } else if word.starts_with("key-secret=") {
+            format!("{word},iter-time=10")
+        } else {
+            word
+        }
     };
     let finished = isobath(directory, words.iter().skip(1).map(soon));
     (finished.status.success(), finished.report())
