@@ -32,7 +32,7 @@ CAMPAIGNS := soak kills crash crash-small crash-files damage defects histories c
 	miri tsan
 $(CAMPAIGNS): export ISOBATH_EVIDENCE := $(CURDIR)/docs/results/campaigns.jsonl
 
-.PHONY: setup build style test tested demo $(CAMPAIGNS) evidence coverage bench papers papers-quick clean
+.PHONY: setup build style test tested demo scenarios $(CAMPAIGNS) evidence coverage bench papers papers-quick clean
 
 setup:
 	@scripts/setup
@@ -115,6 +115,10 @@ histories: setup
 calls: setup
 	ISOBATH_CALLS=all ISOBATH_CALLS_EVERY=$(CALLS_EVERY) ISOBATH_SEED=$(CALLS_SEED) scripts/evidence run calls -- \
 		cargo test --locked --release -p isobath-cli --test it -- --nocapture interrupted_commands_leave
+
+# QEMU's own test scenarios, from its source package, with Isobath in the place of QEMU's programs.
+scenarios: build
+	scripts/qemu-scenarios
 
 # Every operation of QEMU on every layer of indexed chains of every sort; a part of them is in `make test`.
 index-cases: setup

@@ -334,6 +334,15 @@ async fn backing<H: Host>(
             "Error: Trying to create an image with the same filename as the backing file".into(),
         ));
     }
+    let unsuitable = |source: DiskError| DiskError::Backing {
+        overlay: name.to_owned(),
+        source: Box::new(source),
+    };
+    let present = OpenMode { locking: Locking::Present, ..OpenMode::default() };
+    if let (None, true, Some(path)) = (&new.backing_format, new.open_backing, &path) {
+        // That there is no such file says more than that its format is missing.
+        host.open(path, present).await.map_err(|error| unsuitable(error.into()))?;
+    }
     // Probing the format of a raw disk would let its guest choose what is opened.
     let Some(format) = &new.backing_format else {
         return Err(refused("Backing file specified without backing format".into()));
@@ -341,15 +350,10 @@ async fn backing<H: Host>(
     if !new.open_backing {
         return Ok(None);
     }
-    let format = ImageFormat::from_name(format)
+    let format = ImageFormat::of_backing(format)
         .ok_or_else(|| refused(format!("Unknown driver '{}'", format.escape_debug())))?;
     let path = host.resolve(name, plain?);
     let options = OpenOptions::new().format(format).secrets(Secrets::unneeded());
-    let unsuitable = |source: DiskError| DiskError::Backing {
-        overlay: name.to_owned(),
-        source: Box::new(source),
-    };
-    let present = OpenMode { locking: Locking::Present, ..OpenMode::default() };
     let present = match host.open(&path, present).await {
         Ok(file) => Some(file),
         Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {

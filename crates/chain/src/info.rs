@@ -189,7 +189,7 @@ pub async fn backing_chain_info<H: Host>(
             let backing = host.resolve(&name, backing);
             let format = match &info.backing_format {
                 Some(format) => {
-                    Some(ImageFormat::from_name(format).ok_or_else(|| DiskError::Refused {
+                    Some(ImageFormat::of_backing(format).ok_or_else(|| DiskError::Refused {
                         image: name,
                         reason: format!("Unknown driver '{}'", format.escape_debug()),
                     })?)

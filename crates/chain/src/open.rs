@@ -88,7 +88,10 @@ pub async fn open_layers<H: Host>(
         visible = layer.visible();
         if options.backing {
             next = match options.below(layers.len()) {
-                Below::Named => backing_of(host, &layer, &options.trust)?,
+                Below::Named => backing_of(host, &layer, None, &options.trust)?,
+                Below::NamedWithFormat(format) => {
+                    backing_of(host, &layer, Some(*format), &options.trust)?
+                }
                 Below::Nothing => None,
                 Below::Given(file) => Some(given(&layer, file)?),
             };
@@ -279,20 +282,23 @@ fn given<S: Storage>(
 fn backing_of<H: Host>(
     host: &H,
     layer: &Layer<H::File>,
+    format: Option<ImageFormat>,
     trust: &Trust,
 ) -> Result<Option<(PathBuf, Option<ImageFormat>)>> {
     let Some(header) = layer.header() else { return Ok(None) };
     let Some(name) = &header.backing_file else { return Ok(None) };
     let path = referenced_file(host, layer.name(), "backing file", name, trust)?;
     let format = match header.backing_format() {
-        Some(format) => Some(ImageFormat::from_name(format).ok_or_else(|| DiskError::Refused {
-            image: layer.name().to_owned(),
-            reason: format!(
-                "its backing file format is '{}'; supported are {}",
-                format.escape_debug(),
-                ImageFormat::names()
-            ),
-        })?),
+        _ if format.is_some() => format,
+        Some(format) => {
+            Some(ImageFormat::of_backing(format).ok_or_else(|| DiskError::Refused {
+                image: layer.name().to_owned(),
+                reason: format!(
+                    "Could not open backing file: Unknown driver '{}'",
+                    format.escape_debug()
+                ),
+            })?)
+        }
         None if *trust != Trust::Full => {
             return Err(DiskError::Refused {
                 image: layer.name().to_owned(),

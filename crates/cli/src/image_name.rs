@@ -8,6 +8,7 @@ use crate::host::{self, ImageHost, images};
 use crate::{nbd_options, options, size};
 use isobath_disk::encryption::{Secret, Secrets};
 use isobath_disk::{BackingFile, Below, Disk, DiskError, ImageFormat, OpenOptions};
+use isobath_qcow2::{FormatError, FormatErrorKind};
 use isobath_qmp::secret::{Description, Source};
 use isobath_storage::window::Part;
 use isobath_storage::{Locking, Operation, StorageError};
@@ -139,6 +140,8 @@ pub(crate) struct Image {
     /// The external data file, and the backing files by depth, if the options name them.
     data_file: Option<PathBuf>,
     backing_files: Vec<Below>,
+    /// QEMU's `l2-cache-entry-size`, which has no effect but may be wrong.
+    table_pieces: Option<u64>,
     secrets: Secrets,
 }
 
@@ -179,7 +182,8 @@ impl Naming {
             return self.described(plain(PathBuf::new(), None), pairs);
         }
         if let Some(json) = shown.strip_prefix("json:") {
-            let value: Value = serde_json::from_str(json).map_err(|error| {
+            let value = crate::json::standard(json);
+            let value: Value = serde_json::from_str(&value).map_err(|error| {
                 format!("Could not parse the JSON options: JSON parse error, {error}")
             })?;
             if !value.is_object() {
@@ -194,10 +198,19 @@ impl Naming {
             return self.described(plain(PathBuf::new(), format), pairs);
         }
         if let Some(path) = shown.strip_prefix("file:") {
-            return Ok(plain(host::path_of_file(path), format));
+            // As in QEMU, its name shows that it is a file.
+            let path = match protocol(path) {
+                Some(_) => Path::new(".").join(path),
+                None => host::path_of_file(path),
+            };
+            return Ok(plain(path, format));
         }
         if host::is_export(name) {
             return Ok(plain(nbd_options::named(&shown)?, format));
+        }
+        if shown.starts_with("blkdebug:") {
+            let name = vec![("file.filename".to_owned(), shown.clone())];
+            return self.described(plain(PathBuf::new(), format), name);
         }
         if let Some(protocol) = protocol(&shown) {
             return Err(unknown_protocol(protocol));
@@ -247,6 +260,7 @@ impl Image {
             compress,
             data_file,
             backing_files,
+            table_pieces: None,
             secrets,
         }
     }
@@ -331,12 +345,32 @@ impl Image {
         options: &OpenOptions,
     ) -> Result<Arc<Disk<ImageHost>>, Failure> {
         match Disk::open(images().clone(), &self.path, options).await {
-            Ok(disk) => Ok(Arc::new(disk)),
+            Ok(disk) => {
+                self.fits(&disk).map_err(|reason| could_not_open(&self.shown, reason))?;
+                Ok(Arc::new(disk))
+            }
             Err(DiskError::Refused { reason, .. }) if reason == NO_SNAPSHOT => {
                 Err(Failure::new(format_args!("Failed to load snapshot: {NO_SNAPSHOT}")))
             }
             Err(error) => Err(self.failed(&error)),
         }
+    }
+
+    /// Checks the options that only an open image can be compared with.
+    ///
+    /// # Errors
+    /// In QEMU's words, without the image's name.
+    pub(crate) fn fits(&self, disk: &Disk<ImageHost>) -> Result<(), String> {
+        let header = disk.layers().next().and_then(|layer| layer.header());
+        let geometry = header.and_then(|header| header.geometry().ok());
+        let (Some(piece), Some(geometry)) = (self.table_pieces, geometry) else { return Ok(()) };
+        let cluster = geometry.cluster_size();
+        if piece.is_power_of_two() && (512..=cluster).contains(&piece) {
+            return Ok(());
+        }
+        Err(format!(
+            "L2 cache entry size must be a power of two between 512 and the cluster size ({cluster})"
+        ))
     }
 
     /// The failure to open the image.
@@ -354,6 +388,7 @@ pub(crate) fn could_not_open(name: &str, reason: impl std::fmt::Display) -> Fail
 pub(crate) fn reason(error: &DiskError) -> String {
     match error {
         DiskError::Storage(error) => storage_reason(error),
+        DiskError::Format { source, .. } if is_too_big(source) => "Image is too big".into(),
         DiskError::Format { source, .. } => source.to_string(),
         DiskError::Refused { reason, .. } => reason.clone(),
         DiskError::Backing { source, .. } => match &**source {
@@ -364,6 +399,11 @@ pub(crate) fn reason(error: &DiskError) -> String {
         },
         error => error.to_string(),
     }
+}
+
+/// Whether a disk is too large for its image's tables.
+pub(crate) fn is_too_big(error: &FormatError) -> bool {
+    error.field() == "size" && error.kind() == FormatErrorKind::TooLarge
 }
 
 fn storage_reason(error: &StorageError) -> String {
@@ -466,6 +506,9 @@ impl Naming {
             }
             image.compress = true;
         }
+        if pairs.iter().any(|(name, value)| name == "driver" && value == "blkdebug") {
+            without_blkdebug(&mut pairs)?;
+        }
         let mut driver = take(&mut pairs, "driver");
         // With only a protocol, the disk is raw; without a driver, the format is detected.
         let mut prefix = "file.";
@@ -507,6 +550,7 @@ impl Naming {
     ) -> Result<Image, String> {
         image.data_file = data_file(&mut pairs)?;
         image.backing_files = backing_files(&mut pairs)?;
+        image.table_pieces = cache_sizes(&pairs)?;
         for (option, value) in pairs {
             let of_file = option.strip_prefix("file.");
             let on = || options::on_off(&option, &value);
@@ -529,6 +573,15 @@ impl Naming {
                 | "detect-zeroes"
                 | "overlap-check"
                 | "overlap-check.template"
+                | "overlap-check.main-header"
+                | "overlap-check.active-l1"
+                | "overlap-check.active-l2"
+                | "overlap-check.refcount-table"
+                | "overlap-check.refcount-block"
+                | "overlap-check.snapshot-table"
+                | "overlap-check.inactive-l1"
+                | "overlap-check.inactive-l2"
+                | "overlap-check.bitmap-directory"
                 | "l2-cache-size"
                 | "l2-cache-entry-size"
                 | "cache-size"
@@ -586,6 +639,80 @@ impl Naming {
     }
 }
 
+/// Checks the sizes of QEMU's caches, which have no effect here: the size of the pieces of L2 tables, if it is given.
+fn cache_sizes(pairs: &[(String, String)]) -> Result<Option<u64>, String> {
+    let given = |option: &str| {
+        let value = pairs.iter().rfind(|(name, _)| name == option);
+        value.map(|(_, value)| size::parameter(option, value)).transpose()
+    };
+    let both = given("cache-size")?;
+    let (tables, refcounts) = (given("l2-cache-size")?, given("refcount-cache-size")?);
+    if let Some(both) = both {
+        let exceeds = |size: Option<u64>| size.is_some_and(|size| size > both);
+        if tables.is_some() && refcounts.is_some() {
+            return Err("cache-size, l2-cache-size and refcount-cache-size may not be set at the \
+                        same time"
+                .into());
+        }
+        if exceeds(tables) {
+            return Err("l2-cache-size may not exceed cache-size".into());
+        }
+        if exceeds(refcounts) {
+            return Err("refcount-cache-size may not exceed cache-size".into());
+        }
+    }
+    given("l2-cache-entry-size")
+}
+
+/// Takes QEMU's `blkdebug` out, where it is above the image's format: what it is above takes its place.
+fn without_blkdebug(pairs: &mut Vec<(String, String)>) -> Result<(), String> {
+    pairs.retain(|(name, _)| name != "driver");
+    harmless_blkdebug(pairs, "")?;
+    for (name, value) in pairs {
+        if let Some(inner) = name.strip_prefix("image.") {
+            *name = inner.to_owned();
+        } else if matches!(name.as_str(), "filename" | "file.filename") {
+            "file.filename".clone_into(name);
+            *value = below_blkdebug(value)?.unwrap_or(value).to_owned();
+        } else {
+            return Err(format!("Block protocol 'blkdebug' doesn't support the option '{name}'"));
+        }
+    }
+    Ok(())
+}
+
+/// The file in a name `blkdebug:CONFIGURATION:FILE`; `None` if it is another name.
+fn below_blkdebug(name: &str) -> Result<Option<&str>, String> {
+    let Some(name) = name.strip_prefix("blkdebug:") else { return Ok(None) };
+    match name.split_once(':') {
+        Some(("", file)) => Ok(Some(file)),
+        Some(_) => Err(NO_EVENTS.into()),
+        None => Err("blkdebug requires a file name".into()),
+    }
+}
+
+/// The events that `blkdebug` waits for are steps of QEMU's own code.
+const NO_EVENTS: &str = "driver 'blkdebug' is supported without events only";
+
+/// Takes the options of `blkdebug` that change no result: limits for requests, and states, which only rules for errors
+/// look at.
+fn harmless_blkdebug(pairs: &mut Vec<(String, String)>, prefix: &str) -> Result<(), String> {
+    const LIMITS: [&str; 6] =
+        ["align", "max-transfer", "opt-write-zero", "max-write-zero", "opt-discard", "max-discard"];
+    for limit in LIMITS {
+        if let Some(value) = take(pairs, &format!("{prefix}{limit}")) {
+            size::parameter(limit, &value)?;
+        }
+    }
+    let own = |name: &str| name.strip_prefix(prefix).unwrap_or_default().to_owned();
+    let events = |name: &str| name.starts_with("inject-error.") || name == "config";
+    if pairs.iter().any(|(name, _)| events(&own(name))) {
+        return Err(NO_EVENTS.into());
+    }
+    pairs.retain(|(name, _)| !own(name).starts_with("set-state."));
+    Ok(())
+}
+
 /// Takes the file of `data-file` out of the options.
 fn data_file(pairs: &mut Vec<(String, String)>) -> Result<Option<PathBuf>, String> {
     file(pairs, "data-file.")
@@ -602,15 +729,21 @@ fn backing_files(pairs: &mut Vec<(String, String)>) -> Result<Vec<Below>, String
             (Some(ImageFormat::Raw), prefix.clone())
         } else {
             let format = take(pairs, &driver).map(|driver| {
-                ImageFormat::from_name(&driver).ok_or_else(|| unknown_driver(&driver))
+                ImageFormat::from_name(&driver).ok_or_else(|| {
+                    format!("Could not open backing file: {}", unknown_driver(&driver))
+                })
             });
             (format.transpose()?, format!("{prefix}file."))
         };
         let name = file(pairs, &inner)?;
-        if name.is_none() && format.is_some() {
-            return Err(format!("A block device must be specified for \"{prefix}file\""));
-        }
-        files.push(name.map_or(Below::Named, |name| Below::Given(BackingFile { name, format })));
+        files.push(match (name, format) {
+            (Some(name), format) => Below::Given(BackingFile { name, format }),
+            (None, Some(format)) if !of_file => Below::NamedWithFormat(format),
+            (None, Some(_)) => {
+                return Err(format!("A block device must be specified for \"{prefix}file\""));
+            }
+            (None, None) => Below::Named,
+        });
         prefix.push_str("backing.");
     }
     Ok(files)
@@ -621,6 +754,12 @@ fn file(pairs: &mut Vec<(String, String)>, prefix: &str) -> Result<Option<PathBu
     let driver = take(pairs, &format!("{prefix}driver"));
     match driver.as_deref() {
         Some("nbd") => return nbd_options::described(prefix, pairs).map(Some),
+        Some("blkdebug") => {
+            harmless_blkdebug(pairs, prefix)?;
+            if let Some(image) = file(pairs, &format!("{prefix}image."))? {
+                return Ok(Some(image));
+            }
+        }
         // A part of another file.
         Some("raw") => {
             let Some(inner) = file(pairs, &format!("{prefix}file."))? else {
@@ -631,12 +770,40 @@ fn file(pairs: &mut Vec<(String, String)>, prefix: &str) -> Result<Option<PathBu
         Some(driver) if !is_protocol(driver) => return Err(unknown_driver(driver)),
         _ => {}
     }
-    let Some(name) = take(pairs, &format!("{prefix}filename")) else { return Ok(None) };
+    let Some(mut name) = take(pairs, &format!("{prefix}filename")) else { return Ok(None) };
+    if matches!(driver.as_deref(), None | Some("blkdebug"))
+        && let Some(image) = below_blkdebug(&name)?
+    {
+        harmless_blkdebug(pairs, prefix)?;
+        name = image.to_owned();
+    }
+    if let Some(driver) = &driver {
+        is_of_kind(driver, &name)?;
+    }
     let plain = name.strip_prefix("file:");
     if driver.is_none() && plain.is_none() && host::is_export(name.as_ref()) {
         return nbd_options::named(&name).map(Some);
     }
     Ok(Some(host::path_of_file(plain.unwrap_or(&name))))
+}
+
+/// Checks that a file is of the kind that its driver requires, as QEMU does.
+fn is_of_kind(driver: &str, name: &str) -> Result<(), String> {
+    use std::os::unix::fs::FileTypeExt as _;
+    let file = name.strip_prefix("file:").unwrap_or(name);
+    // What cannot be examined cannot be opened either.
+    let Ok(kind) = std::fs::metadata(file).map(|found| found.file_type()) else { return Ok(()) };
+    let shown = options::printable(file);
+    let device = kind.is_block_device() || kind.is_char_device();
+    match driver {
+        "file" if !kind.is_file() => {
+            Err(format!("'file' driver requires '{shown}' to be a regular file"))
+        }
+        "host_device" | "host_cdrom" if !device => Err(format!(
+            "'{driver}' driver requires '{shown}' to be either a character or block device"
+        )),
+        _ => Ok(()),
+    }
 }
 
 /// Takes `offset` and `size` of a raw disk out of the options. If they are given, returns the name of that part of
@@ -679,7 +846,7 @@ fn is_encryption(option: &str, format: Option<ImageFormat>) -> bool {
 
 /// Whether a driver is a protocol, for files or devices.
 fn is_protocol(driver: &str) -> bool {
-    matches!(driver, "file" | "host_device" | "nbd")
+    matches!(driver, "file" | "host_device" | "host_cdrom" | "nbd")
 }
 
 fn unknown_driver(driver: &str) -> String {
@@ -713,6 +880,22 @@ mod tests {
             (r#"json:{"driver":"qcow2","file.filename":"c"}"#, false, "c", Some("qcow2")),
             (r#"json:{"driver":"file","filename":"d"}"#, false, "d", Some("raw")),
             (r#"json:{"file":{"filename":"d"}}"#, false, "d", None),
+            (
+                "json:{'driver':'qcow2','file':{'filename':'d\"\\'e'}}",
+                false,
+                "d\"'e",
+                Some("qcow2"),
+            ),
+            ("file:odd:name", false, "./odd:name", None),
+            ("blkdebug::d", false, "d", None),
+            ("driver=qcow2,file.align=4k,file.filename=blkdebug::d", true, "d", Some("qcow2")),
+            ("driver=blkdebug,image.driver=qcow2,align=512,filename=d", true, "d", Some("qcow2")),
+            (
+                "driver=qcow2,file.driver=blkdebug,file.set-state.0.event=read,file.image.filename=d",
+                true,
+                "d",
+                Some("qcow2"),
+            ),
             ("file:nbd:x", false, "./nbd:x", None),
             ("nbd:unix:/x", false, "nbd+unix://?socket=/x", None),
             ("file.filename=nbd:unix:/x,driver=raw", true, "nbd+unix://?socket=/x", Some("raw")),
@@ -762,6 +945,19 @@ mod tests {
     fn what_cannot_be_used_is_refused() {
         for (name, image_opts, text) in [
             ("foo:bar", false, "Unknown protocol 'foo'"),
+            ("blkdebug:rules:bar", false, "without events only"),
+            (
+                "driver=qcow2,file.driver=blkdebug,file.inject-error.0.event=read,file.image.filename=d",
+                true,
+                "without events only",
+            ),
+            ("driver=qcow2,file.driver=file,file.filename=/dev/null", true, "to be a regular file"),
+            ("driver=host_device,filename=/dev", true, "either a character or block device"),
+            (
+                "driver=qcow2,file.filename=a,cache-size=1M,l2-cache-size=2M",
+                true,
+                "l2-cache-size may not exceed cache-size",
+            ),
             ("nbd:foo", false, "error parsing address 'foo'"),
             ("nbds://x", false, "Unknown protocol 'nbds'"),
             (r#"json:{"driver":"nbd","tls-creds":"t","path":"/x"}"#, false, "TLS"),

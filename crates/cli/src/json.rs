@@ -4,6 +4,35 @@ use serde::Serialize;
 use serde_json::ser::{Formatter, Serializer};
 use std::io::{self, Write};
 
+/// JSON as QEMU reads it, as standard JSON: strings may have single quotes, too.
+pub(crate) fn standard(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut quote = None;
+    let mut chars = text.chars();
+    while let Some(c) = chars.next() {
+        match (quote, c) {
+            (None, '\'' | '"') => {
+                quote = Some(c);
+                out.push('"');
+            }
+            (Some(_), '\\') => match chars.next() {
+                Some('\'') => out.push('\''),
+                escaped => {
+                    out.push('\\');
+                    out.extend(escaped);
+                }
+            },
+            (Some(end), c) if c == end => {
+                quote = None;
+                out.push('"');
+            }
+            (Some(_), '"') => out.push_str("\\\""),
+            _ => out.push(c),
+        }
+    }
+    out
+}
+
 /// Prints a value and a newline.
 pub(crate) fn print(out: &mut dyn Write, value: &impl Serialize) -> io::Result<()> {
     let mut bytes = Vec::new();

@@ -47,6 +47,23 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
     }
 }
 
+/// Parses the size that an option has, as [`parse`] does.
+///
+/// # Errors
+/// In QEMU's words, which differ from those for a size on its own.
+pub(crate) fn parameter(option: &str, text: &str) -> Result<u64, String> {
+    let wrong = |error: String| {
+        if error.starts_with("Image size") {
+            return error;
+        }
+        format!(
+            "Parameter '{option}' expects a non-negative number below 2^64\nOptional suffix k, M, G, T, P or E \
+             means kilo-, mega-, giga-, tera-, peta-\nand exabytes, respectively."
+        )
+    };
+    parse(text).map_err(wrong)
+}
+
 /// A disk's new size as the user gives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NewSize {

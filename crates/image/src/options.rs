@@ -74,6 +74,8 @@ pub enum Below {
     /// The backing file that its header names, if any.
     #[default]
     Named,
+    /// The backing file that its header names, if any, in this format, whatever the header says.
+    NamedWithFormat(ImageFormat),
     /// Nothing, whatever its header names.
     Nothing,
     /// Another backing file than the one that its header names.

@@ -193,7 +193,8 @@ impl<H: Host> Follow<H> {
     }
 
     async fn zero(&self, range: &Range<u64>) -> Result<()> {
-        let flags = ZeroFlags { may_unmap: false, only_fast: false };
+        // Space of zeroes is freed, as in QEMU.
+        let flags = ZeroFlags { may_unmap: true, only_fast: false };
         beneath(self.to.write_zeroes(range.start, range.end - range.start, flags)).await
     }
 

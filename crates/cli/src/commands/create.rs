@@ -3,7 +3,7 @@
 use crate::commands::foreign;
 use crate::failure::{Failure, Outcome};
 use crate::host::images;
-use crate::image_name::{Naming, Objects, reason};
+use crate::image_name::{Naming, Objects, is_too_big, reason};
 use crate::{options, runtime, size};
 use isobath_disk::encryption::{CreateOptions, IvGenerator};
 use isobath_disk::{DiskError, ImageFormat, NewDisk, NewEncryption, Preallocation, create};
@@ -155,6 +155,10 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
                     };
                     format!("{cause}\nCould not open backing image.")
                 }
+                DiskError::Format { source, .. } if is_too_big(source) => format!(
+                    "The image size is too large for file format '{}' (try using a larger cluster size)",
+                    new.format.name()
+                ),
                 error => reason(error),
             };
             Failure::new(text).context(image.display())
@@ -347,10 +351,10 @@ fn apply(new: &mut NewDisk, name: &str, value: &str) -> Result<(), String> {
     let refuse =
         || format!("Parameter '{}' does not accept value '{value}'", name.replace('_', "-"));
     match name {
-        "size" => new.size = Some(size::parse(value)?),
+        "size" => new.size = Some(size::parameter(name, value)?),
         "backing_file" => new.backing_file = Some(value.to_owned()),
         "backing_fmt" => new.backing_format = Some(value.to_owned()),
-        "cluster_size" => new.cluster_size = size::parse(value)?,
+        "cluster_size" => new.cluster_size = size::parameter(name, value)?,
         "compat" => {
             new.version = match value {
                 "0.10" | "v2" => 2,

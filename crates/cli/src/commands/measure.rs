@@ -2,14 +2,17 @@
 
 use crate::commands::{create, foreign};
 use crate::failure::{Failure, Outcome};
-use crate::host::ImageHost;
+use crate::host::{ImageHost, images};
 use crate::image_name::Naming;
 use crate::options::{self, OutputFormat};
 use crate::{json, runtime, size};
-use isobath_disk::{ImageFormat, NewDisk, SnapshotChoice, measure};
+use isobath_disk::{BitmapInfo, ImageFormat, InfoOptions, NewDisk, SnapshotChoice, info, measure};
 use serde_json::{Map, Value};
 use std::io::Write;
 use std::path::PathBuf;
+
+/// Bytes of an entry of the bitmap directory, before its name.
+const BITMAP_ENTRY: u64 = 24;
 
 /// Calculate the file size a new image would need
 #[derive(clap::Args)]
@@ -49,6 +52,18 @@ pub(crate) struct Args {
     image: Option<PathBuf>,
 }
 
+/// Bytes that bitmaps for a disk of `size` bytes take, if all their bits are set.
+fn length_of(bitmaps: &[BitmapInfo], size: u64, cluster: u64) -> u64 {
+    let whole = |bytes: u64| bytes.next_multiple_of(cluster);
+    let (mut length, mut directory) = (0, 0);
+    for bitmap in bitmaps {
+        let bits = whole(size.div_ceil(bitmap.granularity.max(1)).div_ceil(8));
+        length += bits + whole(bits / cluster * 8);
+        directory += (BITMAP_ENTRY + bitmap.name.len() as u64).next_multiple_of(8);
+    }
+    length + whole(directory)
+}
+
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let mut new = NewDisk::default().format(args.output_format);
     new.size = args.size;
@@ -72,12 +87,24 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         let image = args.naming.image(image, args.format)?;
         let options = image.options(false, locking).snapshot(args.snapshot.clone());
         let disk = image.open(&options).await?;
-        // Bitmaps are not copied, but QEMU reports their size if both images can have bitmaps.
+        // 'convert --bitmaps' copies bitmaps. As in QEMU, inconsistent ones count, too.
         let header = disk.layers().next().and_then(|layer| layer.header());
         let can = new.format == ImageFormat::Qcow2
             && new.version >= 3
-            && header.is_some_and(|header| header.version >= 3 && header.bitmaps().is_none());
-        Ok((measure(&new, Some(&disk)).await?, can.then_some(0_u64)))
+            && header.as_ref().is_some_and(|header| header.version >= 3);
+        let any = header.as_ref().is_some_and(|header| header.bitmaps().is_some());
+        let bitmaps = match can {
+            true if any => {
+                let look = InfoOptions { locking: options.locking, format: options.format };
+                let found = info(images(), &image.path, &look).await;
+                let found = found.map_err(|error| image.failed(&error))?;
+                let bitmaps = found.qcow2.map(|qcow2| qcow2.bitmaps).unwrap_or_default();
+                Some(length_of(&bitmaps, disk.size(), new.cluster_size))
+            }
+            true => Some(0),
+            false => None,
+        };
+        Ok((measure(&new, Some(&disk)).await?, bitmaps))
     })?;
     match args.output {
         OutputFormat::Human => {

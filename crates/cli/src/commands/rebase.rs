@@ -141,9 +141,15 @@ fn file_of(args: &Args, name: &str) -> Result<PathBuf, Failure> {
     Ok(images().resolve(&args.image, named?))
 }
 
+/// The format of the new backing file.
+fn backing_format(name: &str) -> Result<ImageFormat, Failure> {
+    let format = ImageFormat::of_backing(name);
+    format.map_or_else(|| options::format(name).map_err(Failure::new), Ok)
+}
+
 /// Refuses a new backing file whose chain contains the image.
 async fn refuse_loop(disk: &Disk<ImageHost>, below: &Path, format: &str) -> Result<(), Failure> {
-    let format = options::format(format).map_err(Failure::new)?;
+    let format = backing_format(format)?;
     let look =
         OpenOptions::new().format(format).locking(Locking::Unlocked).secrets(Secrets::unneeded());
     // A file that cannot be opened now may still be moved to its place.
@@ -170,7 +176,7 @@ async fn open_below(
     path: &Path,
     format: &str,
 ) -> Result<Arc<Disk<ImageHost>>, Failure> {
-    let format = options::format(format).map_err(Failure::new)?;
+    let format = backing_format(format)?;
     let options = OpenOptions::new()
         .format(format)
         .locking(options::locking(args.force_share))

@@ -11,8 +11,8 @@ use isobath_storage::{Host, Storage, ZeroMode};
 use std::ops::Range;
 
 impl<H: Host> Disk<H> {
-    /// Allocates the clusters that begin in `new` and are not allocated yet. All of them read as zeroes, except for
-    /// contents before `kept` in a data file.
+    /// Allocates the clusters of `new` that are not allocated yet. All of them read as zeroes, except for contents
+    /// before `kept` in a data file, and for what a backing file has in the cluster where the disk ended.
     pub(super) async fn preallocate(
         &self,
         writer: &Writer<H::File>,
@@ -28,7 +28,12 @@ impl<H: Host> Disk<H> {
             ));
         }
         let size = geometry.cluster_size();
-        let mut at = new.start.div_ceil(size);
+        // The cluster where the disk ended has no place yet, if nothing was written there. With a backing file it would
+        // have to be copied first, and in a data file it has its place.
+        let header = self.chain.active().header();
+        let alone = header.is_some_and(|header| header.backing_file.is_none());
+        let alone = alone && !geometry.has_data_file();
+        let mut at = if alone { new.start / size } else { new.start.div_ceil(size) };
         let end = new.end.div_ceil(size);
         while at < end {
             // One table at a time.

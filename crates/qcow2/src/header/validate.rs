@@ -227,6 +227,13 @@ impl Header {
             return Err(FormatError::too_large("size", self.size, "must be below 2^63"));
         }
         let needed = geometry.l1_size_for(self.size);
+        if needed > i32::MAX as u64 {
+            return Err(FormatError::too_large(
+                "size",
+                self.size,
+                format!("needs an L1 table of {needed} entries, more than any image can have"),
+            ));
+        }
         if needed > u64::from(self.l1_size) {
             return Err(FormatError::invalid(
                 "l1_size",

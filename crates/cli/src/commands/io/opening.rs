@@ -59,6 +59,9 @@ impl Opening {
                  specified.",
             );
         }
+        if self.copy_on_read && self.read_only && !self.overlay {
+            return refused("Can't use copy-on-read on read-only device");
+        }
         let reading = self.read_only || self.overlay || self.snapshot.is_some();
         let locking = if self.force_share { Locking::Present } else { Locking::Exclusive };
         let options = if reading {
@@ -69,6 +72,7 @@ impl Opening {
         let options = options.snapshot(self.snapshot.clone());
         let open = Disk::open(images().clone(), &image.path, &options).await;
         let mut disk = Arc::new(open.map_err(|error| failed(reason(&error)))?);
+        image.fits(&disk).map_err(failed)?;
         if self.overlay {
             let format = disk.layers().next().map_or(ImageFormat::Raw, |layer| layer.format());
             let size = disk.size();
