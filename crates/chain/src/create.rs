@@ -599,13 +599,13 @@ async fn write_plain<H: Host>(
     let file = created.file(name, &[]).await?;
     let at = keys.len() as u64;
     let end = always(at.checked_add(size), name, "a header and a disk have a length")?;
+    // A device keeps its contents, as with qemu-img. One that is too small keeps its header as well.
+    file.set_len(end).await?;
     if !keys.is_empty() {
         // A device may hold another header, whose keys are overwritten next.
         file.write_at(0, IoBuf::zeroed(HEADER.min(keys.len()))).await?;
         file.flush().await?;
     }
-    // A device keeps its contents, as with qemu-img.
-    file.set_len(end).await?;
     preallocate(&*file, at, size, preallocation).await?;
     if let Some((header, slots)) = keys.split_at_checked(HEADER) {
         // A new file has zeroes, which take no space. What a device has may be keys of an earlier header.

@@ -8,7 +8,7 @@ use isobath_chain::map::{Extent, Source};
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::{Result, invariant};
 use isobath_qcow2::CompressedCluster;
-use isobath_storage::{FileId, Host, IoBuf, StorageExt};
+use isobath_storage::{FileId, Host, IoBuf, Storage, StorageExt};
 use isobath_sync::AsyncMutex;
 use std::ops::Range;
 use std::sync::Arc;
@@ -41,8 +41,10 @@ pub struct Rebase<H: Host> {
 #[derive(PartialEq, Eq)]
 enum Origin {
     Zero,
-    Data(FileId, u64),
-    Compressed(FileId, CompressedCluster),
+    /// Bytes of a file, from this offset in it on; as they are, or decrypted.
+    Data(FileId, bool, u64),
+    /// A cluster of an image that begins there in the file.
+    Compressed(FileId, u64, CompressedCluster),
     /// It must be read.
     Unknown,
 }
@@ -302,12 +304,17 @@ fn origin<H: Host>(disk: &Disk<H>, extent: &Extent, at: u64) -> Origin {
         Source::Absent | Source::Zero(_) => Origin::Zero,
         Source::Data { layer, host, .. } => match disk.chain.get(layer) {
             Some(layer) if layer.as_foreign().is_none() => {
-                Origin::Data(layer.data().id(), host + (at - extent.guest))
+                let data = layer.data();
+                let start = data.capabilities().begins_at + host;
+                Origin::Data(data.id(), layer.is_encrypted(), start + (at - extent.guest))
             }
             _ => Origin::Unknown,
         },
         Source::Compressed { layer, cluster } => match disk.chain.get(layer) {
-            Some(layer) => Origin::Compressed(layer.storage().id(), cluster),
+            Some(layer) => {
+                let storage = layer.storage();
+                Origin::Compressed(storage.id(), storage.capabilities().begins_at, cluster)
+            }
             None => Origin::Unknown,
         },
         Source::Invalid(_) => Origin::Unknown,

@@ -63,7 +63,7 @@ impl<H: Host> Disk<H> {
         let Some(below) = self.chain.below(self.chain.depth() - 1) else {
             return Err(self.refused("it has no backing file, so there is nothing to index"));
         };
-        let foreign = below.layers().find(|(_, layer)| layer.as_foreign().is_some());
+        let foreign = below.layers().find(|(_, layer)| layer.format().recorded().is_none());
         if let Some((_, layer)) = foreign {
             let (name, format) = (shown(layer.name()), layer.format().name());
             return Err(self.refused(format!(

@@ -9,21 +9,21 @@ pub const GRAPH: Rank = Rank::new(10, "the chain");
 /// One change of an image's size or index at a time.
 pub const RESIZING: Rank = Rank::new(15, "the size");
 /// Requests in a disk, or a change of its chain.
-pub const GATE: Rank = Rank::several(20, "the gate");
+pub const GATE: Rank = Rank::new(20, "the gate");
 /// The directory of bitmaps.
 pub const BITMAPS: Rank = Rank::new(25, "the bitmaps");
-/// One commit of an image at a time.
-pub const COMMIT: Rank = Rank::new(30, "the commit");
-/// The journal's state.
-pub const JOURNAL: Rank = Rank::new(35, "the journal");
 /// A range of guest bytes.
-pub const RANGE: Rank = Rank::new(50, "a range");
+pub const RANGE: Rank = Rank::new(30, "a range");
+/// One commit of an image at a time.
+pub const COMMIT: Rank = Rank::new(40, "the commit");
+/// The journal's state.
+pub const JOURNAL: Rank = Rank::new(45, "the journal");
 /// The turn to wait until requests have left an image.
 pub const DRAIN: Rank = Rank::new(55, "a drain");
 /// A request's stay in an image. Entering never waits, so it may come before a range of host bytes, and after one.
-pub const READERS: Rank = Rank::several(60, "a stay");
-/// A range of host bytes, with lead blocks. Its holder never requests a commit.
-pub const LEADS: Rank = Rank::several(60, "lead blocks");
+pub const READERS: Rank = Rank::without_wait(60, "a stay");
+/// A range of host bytes, with lead blocks.
+pub const LEADS: Rank = Rank::new(60, "lead blocks");
 /// One look-up of a slice of the map at a time.
 pub const RESOLVING: Rank = Rank::new(70, "a slice");
 /// A look-up that is under way.

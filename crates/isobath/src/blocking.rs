@@ -28,6 +28,7 @@ use isobath_buf::loan;
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{JobError, JobOptions, StreamOptions};
 use isobath_ring::{Config, Worker, spawn};
+use isobath_storage::window::WindowHost;
 use isobath_storage::{FileId, Operation, StorageError};
 use isobath_storage_file::FileHost;
 use std::fmt;
@@ -45,7 +46,7 @@ use std::path::Path;
 /// Each method that waits panics on a thread that runs an [`Executor`](crate::ring::Executor), which would wait for
 /// itself; and if the request did, as in the engine's own calls.
 pub struct Disk {
-    disk: crate::Disk<FileHost>,
+    disk: crate::Disk<WindowHost<FileHost>>,
     worker: Worker,
 }
 
@@ -64,7 +65,7 @@ impl Disk {
         let (name, options) = (name.as_ref().to_owned(), options.clone());
         let worker = start(&name)?;
         let disk = on(&worker, move || async move {
-            let disk = crate::Disk::open(FileHost, &name, &options).await?;
+            let disk = crate::Disk::open(WindowHost::new(FileHost), &name, &options).await?;
             let upkeep = disk.clone();
             // Its errors are those of the requests that follow.
             drop(spawn(async move { upkeep.upkeep().await }));
@@ -237,7 +238,7 @@ impl Disk {
     /// Runs a request on the disk's thread, and waits for it.
     fn run<T: Send + 'static, F: Future<Output = Result<T>> + 'static>(
         &self,
-        request: impl FnOnce(crate::Disk<FileHost>) -> F + Send + 'static,
+        request: impl FnOnce(crate::Disk<WindowHost<FileHost>>) -> F + Send + 'static,
     ) -> Result<T> {
         let disk = self.disk.clone();
         on(&self.worker, move || request(disk))
@@ -276,7 +277,9 @@ fn once<T: Send + 'static, F: Future<Output = Result<T>> + 'static>(
 /// As there, or if no thread or io_uring can be made.
 pub fn create(name: impl AsRef<Path>, new: &NewDisk) -> Result<u64> {
     let (name, new) = (name.as_ref().to_owned(), new.clone());
-    once(&name.clone(), move || async move { crate::create(&FileHost, &name, &new).await })
+    once(&name.clone(), move || async move {
+        crate::create(&WindowHost::new(FileHost), &name, &new).await
+    })
 }
 
 /// [Reads](crate::info()) what an image's header says.
@@ -285,7 +288,9 @@ pub fn create(name: impl AsRef<Path>, new: &NewDisk) -> Result<u64> {
 /// As there, or if no thread or io_uring can be made.
 pub fn info(name: impl AsRef<Path>, options: &InfoOptions) -> Result<ImageInfo> {
     let (name, options) = (name.as_ref().to_owned(), *options);
-    once(&name.clone(), move || async move { crate::info(&FileHost, &name, &options).await })
+    once(&name.clone(), move || async move {
+        crate::info(&WindowHost::new(FileHost), &name, &options).await
+    })
 }
 
 /// [Checks](crate::check()) an image, and repairs it as far as `options` allow.
@@ -295,7 +300,7 @@ pub fn info(name: impl AsRef<Path>, options: &InfoOptions) -> Result<ImageInfo> 
 pub fn check(name: impl AsRef<Path>, options: &CheckOptions) -> Result<CheckReport> {
     let (name, options) = (name.as_ref().to_owned(), *options);
     once(&name.clone(), move || async move {
-        crate::check(&FileHost, &name, &options, &mut |_| ()).await
+        crate::check(&WindowHost::new(FileHost), &name, &options, &mut |_| ()).await
     })
 }
 
@@ -305,5 +310,5 @@ pub fn check(name: impl AsRef<Path>, options: &CheckOptions) -> Result<CheckRepo
 /// As there, or if no thread or io_uring can be made.
 pub fn seal(name: impl AsRef<Path>) -> Result<()> {
     let name = name.as_ref().to_owned();
-    once(&name.clone(), move || async move { crate::seal(FileHost, &name).await })
+    once(&name.clone(), move || async move { crate::seal(WindowHost::new(FileHost), &name).await })
 }

@@ -79,6 +79,7 @@ impl Storage for FileStorage {
                 found.unwrap_or(SECTOR)
             }),
             clone_alignment: *self.clones.get_or_init(|| self.find_clone_alignment()),
+            begins_at: 0,
         }
     }
 

@@ -125,6 +125,8 @@ pub struct Capabilities {
     /// The block size in bytes, a power of two, by which [`Reflink::clone_range`] may share another file's space in
     /// this one; `None` if it is known that it cannot.
     pub clone_alignment: Option<u64>,
+    /// Where byte 0 is in the file that [`Storage::identity`] names, in bytes; above 0 for a part of a file.
+    pub begins_at: u64,
 }
 
 impl Default for Capabilities {
@@ -134,6 +136,7 @@ impl Default for Capabilities {
             extends_with_zeroes: false,
             gains_from_written_space: false,
             atomic_write: SECTOR,
+            begins_at: 0,
             clone_alignment: None,
         }
     }
@@ -161,7 +164,8 @@ pub trait Storage: StorageExt + Sized + Send + Sync + 'static {
     }
 
     /// The file of what this one holds, encrypted, from `offset` on, a multiple of 512. Without a `cipher` nothing of
-    /// it is read or written. Its length is changed by [`set_len`](Self::set_len) only, and what that adds is noise.
+    /// it is read or written. A write that begins at its end, or before, makes it longer; what
+    /// [`set_len`](Self::set_len) adds is noise.
     ///
     /// # Errors
     /// This storage cannot do so, which is the default, and [`WindowHost`](window::WindowHost) adds; the file is

@@ -44,6 +44,11 @@ impl Sectors {
         self.length.load(Ordering::Acquire).next_multiple_of(SECTOR)
     }
 
+    /// A write has made the file at least this long.
+    pub(crate) fn extend_to(&self, length: u64) {
+        self.length.fetch_max(length, Ordering::AcqRel);
+    }
+
     pub(crate) fn set_length(&self, length: u64) {
         self.length.store(length, Ordering::Release);
     }

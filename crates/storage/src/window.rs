@@ -221,7 +221,22 @@ impl<S: Storage> WindowFile<S> {
         })
     }
 
-    /// Checks the range of a change of encrypted sectors. Between the end and a range after it there would be noise.
+    /// Checks the range of a write of encrypted sectors. It may extend the file; if it began after the end, there would
+    /// be noise in between.
+    fn check_write(
+        &self,
+        sectors: &Sectors,
+        operation: Operation,
+        offset: u64,
+        length: u64,
+    ) -> Result<Range<u64>> {
+        let end = sectors.end();
+        self.check(sectors, operation, offset, length.min(end.saturating_sub(offset)))?;
+        self.place(operation, offset, length)?;
+        Ok(offset..offset + length)
+    }
+
+    /// Checks the range of a change of encrypted sectors.
     fn check(
         &self,
         sectors: &Sectors,
@@ -289,7 +304,7 @@ impl<S: Storage> WindowFile<S> {
     async fn write_encrypted(&self, sectors: &Sectors, offset: u64, bufs: &[IoBuf]) -> Result<()> {
         let cipher = self.cipher(sectors, Operation::Write)?;
         let length: usize = bufs.iter().map(IoBuf::len).sum();
-        let range = self.check(sectors, Operation::Write, offset, length as u64)?;
+        let range = self.check_write(sectors, Operation::Write, offset, length as u64)?;
         if range.is_empty() {
             return Ok(());
         }
@@ -316,6 +331,7 @@ impl<S: Storage> WindowFile<S> {
         }
         cipher.encrypt(touched.start / SECTOR, &mut stored);
         self.write_stored(touched.start, stored).await?;
+        sectors.extend_to(touched.end);
         Ok(())
     }
 
@@ -327,7 +343,7 @@ impl<S: Storage> WindowFile<S> {
         length: u64,
         mode: ZeroMode,
     ) -> Result<()> {
-        let range = self.check(sectors, Operation::WriteZeroes, offset, length)?;
+        let range = self.check_write(sectors, Operation::WriteZeroes, offset, length)?;
         if mode.only_fast {
             let text = "zeroes can only be written as data here, which would be slow";
             let source = io::Error::new(io::ErrorKind::Unsupported, text);
@@ -356,6 +372,7 @@ impl<S: Storage> WindowFile<S> {
             let _shared = sectors.locks.lock(at..at + length as u64, false).await;
             buf = self.write_stored(at, buf).await?;
             at += length as u64;
+            sectors.extend_to(at);
         }
         Ok(())
     }
@@ -382,6 +399,7 @@ impl<S: Storage> Storage for WindowFile<S> {
                     crate::SECTOR
                 },
                 clone_alignment: None,
+                begins_at: own.begins_at + start,
                 ..own
             },
         }
@@ -476,8 +494,12 @@ impl<S: Storage> Storage for WindowFile<S> {
         Ok(length)
     }
 
-    /// What is added to an encrypted file is noise, as in QEMU.
+    /// What is added to an encrypted file is noise, as in QEMU. Such a file ends with a sector.
     async fn set_len(&self, length: u64) -> Result<()> {
+        let length = match &self.sectors {
+            Some(_) => length.checked_next_multiple_of(SECTOR).unwrap_or(length),
+            None => length,
+        };
         match self.part {
             None => self.file.set_len(length).await?,
             Some((_, Some(size))) if length == size => {}
@@ -696,12 +718,14 @@ mod tests {
             let past = file.read_at(2000, IoBuf::copy_of(&[7; 100])).await.unwrap();
             assert!(past[..48] == [1; 48] && past[48..] == [0; 52]);
             assert!(file.read_at(u64::MAX, IoBuf::zeroed(2)).await.unwrap()[..] == [0; 2]);
-            for (offset, length) in [(2048, 1), (2047, 2), (u64::MAX, 1), (u64::MAX - 1, 1)] {
+            // There would be noise in between.
+            for (offset, length) in [(2049, 1), (2560, 512), (u64::MAX, 1), (u64::MAX - 1, 1)] {
                 assert!(file.write_at(offset, IoBuf::zeroed(length)).await.is_err());
                 let mode = ZeroMode::default();
                 assert!(file.write_zeroes(offset, length as u64, mode).await.is_err());
                 assert!(file.discard(offset, length as u64).await.is_err());
             }
+            assert!(file.discard(2047, 2).await.is_err());
             let fast = ZeroMode { only_fast: true, may_unmap: true };
             let slow = file.write_zeroes(0, 512, fast).await.unwrap_err();
             assert_eq!(slow.kind(), io::ErrorKind::Unsupported);
@@ -709,11 +733,17 @@ mod tests {
                 file.allocation(512).await.unwrap(),
                 Allocation { length: 1536, data: true }
             );
-            // A last sector that is cut off is whole once it is written to.
             file.set_len(1537).await.unwrap();
-            let _ = file.write_at(1536, IoBuf::copy_of(&[3; 512])).await.unwrap();
             assert_eq!(file.len().await.unwrap(), 2048);
-            assert!(stored(&memory)[1536..] == [3; 512]);
+            assert!(stored(&memory)[1536..] == [1; 512], "what is left of a sector is whole");
+            // What is written at the end makes the file longer.
+            let _ = file.write_at(2047, IoBuf::copy_of(&[3; 600])).await.unwrap();
+            file.write_zeroes(3072, 513, ZeroMode::default()).await.unwrap();
+            assert_eq!(file.len().await.unwrap(), 4096);
+            let longer = [vec![1; 2047], vec![3; 600], vec![0; 1449]].concat();
+            assert!(stored(&memory) == longer);
+            assert!(file.read_at(0, IoBuf::zeroed(4096)).await.unwrap()[..] == longer);
+            file.set_len(2048).await.unwrap();
             // One that would begin after the end, or twice.
             assert!(file.through_cipher(0, None).await.is_err());
             let host = WindowHost::new(memory.clone());

@@ -17,24 +17,24 @@ pub use unchecked::{Held, beneath, in_order};
 pub struct Rank {
     place: u16,
     name: &'static str,
-    several: bool,
+    waits: bool,
 }
 
 impl Rank {
     /// A lock called `name` at this place.
     pub const fn new(place: u16, name: &'static str) -> Self {
-        Self { place, name, several: false }
+        Self { place, name, waits: true }
     }
 
-    /// Like [`new`](Self::new), for a lock that may be taken beside others of this place, and several times: nobody
-    /// who holds one waits for another.
-    pub const fn several(place: u16, name: &'static str) -> Self {
-        Self { place, name, several: true }
+    /// Like [`new`](Self::new), for what is taken without waiting: several times, and before or after others of this
+    /// place.
+    pub const fn without_wait(place: u16, name: &'static str) -> Self {
+        Self { place, name, waits: false }
     }
 
     #[cfg(all(debug_assertions, not(loom)))]
     fn may_follow(self, held: Self) -> bool {
-        self.place > held.place || (self.place == held.place && self.several && held.several)
+        self.place > held.place || (self.place == held.place && !(self.waits && held.waits))
     }
 }
 
@@ -238,8 +238,8 @@ mod tests {
     use std::task::{Context, Waker};
 
     const OUTER: Rank = Rank::new(1, "the outer");
-    const SIDE: Rank = Rank::several(2, "a side");
-    const OTHER_SIDE: Rank = Rank::several(2, "another side");
+    const SIDE: Rank = Rank::without_wait(2, "a side");
+    const OTHER_SIDE: Rank = Rank::new(2, "another side");
     const INNER: Rank = Rank::new(3, "the inner");
 
     struct Brief;

@@ -3,12 +3,13 @@
 use crate::commands::foreign;
 use crate::failure::{Failure, Outcome};
 use crate::host::images;
-use crate::image_name::{Naming, Objects, is_too_big, reason};
+use crate::image_name::{Naming, Objects, is_of_kind, is_too_big, reason};
 use crate::{options, runtime, size};
 use isobath_disk::encryption::{CreateOptions, IvGenerator};
 use isobath_disk::{DiskError, ImageFormat, NewDisk, NewEncryption, Preallocation, create};
 use isobath_formats::Format;
 use isobath_qcow2::CompressionType;
+use isobath_storage::Host;
 use std::fmt::Write as _;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -134,6 +135,17 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
         writeln!(out, "Formatting '{name}', {}", describe(&new, size, &given))
     };
+    if let (Some(name), Some(driver), true) =
+        (&new.backing_file, &new.backing_format, new.open_backing)
+    {
+        let below = images().resolve(&path, name);
+        is_of_kind(driver, &below.to_string_lossy()).map_err(|error| {
+            failure(&format_args!(
+                "Could not open '{}': {error}\nCould not open backing image.",
+                below.display()
+            ))
+        })?;
+    }
     let keys = encryption(&new, &given, &args.objects);
     // As in QEMU, which prints the line once it knows the size, and then creates the image.
     let early = new.size.filter(|_| new.backing_file.is_none());

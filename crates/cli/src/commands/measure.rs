@@ -93,6 +93,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             && new.version >= 3
             && header.as_ref().is_some_and(|header| header.version >= 3);
         let any = header.as_ref().is_some_and(|header| header.bitmaps().is_some());
+        let measured = measure(&new, Some(&disk)).await?;
         let bitmaps = match can {
             true if any => {
                 let look = InfoOptions { locking: options.locking, format: options.format };
@@ -104,7 +105,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             true => Some(0),
             false => None,
         };
-        Ok((measure(&new, Some(&disk)).await?, bitmaps))
+        Ok((measured, bitmaps))
     })?;
     match args.output {
         OutputFormat::Human => {

@@ -3,7 +3,7 @@
 use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
 use crate::host::{ImageHost, images, is_export};
-use crate::image_name::Naming;
+use crate::image_name::{Naming, is_of_kind};
 use crate::workers::{self, Progress};
 use crate::{options, runtime};
 use isobath_disk::{Disk, ImageFormat, OpenOptions, Rebase, Secrets, Trust};
@@ -94,6 +94,10 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     };
     let below = backing.map(|(name, format)| file_of(args, name).map(|file| (file, format)));
     let below = below.transpose()?;
+    if let (Some((file, driver)), false) = (&below, args.unsafe_mode) {
+        let file = file.to_string_lossy();
+        is_of_kind(driver, &file).map_err(|error| new_backing(&file, error))?;
+    }
     let image = args.naming.image(&args.image, args.format)?;
     let options = image.writable(args.cache.is_direct())?.backing(!args.unsafe_mode);
     runtime::block_on(async || {

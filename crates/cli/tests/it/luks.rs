@@ -562,3 +562,27 @@ fn a_served_disk_stays_encrypted_through_snapshots_and_jobs() {
     let top = "driver=qcow2,encrypt.key-secret=s,file.filename=top.qcow2,backing.key-secret=s";
     assert!(read(path, top) == disk);
 }
+
+/// The bytes of an encrypted file are not those of the disk in it.
+#[test]
+fn a_disk_keeps_its_contents_when_its_base_is_taken_for_another_format() {
+    for (from, to) in [("luks", "raw"), ("raw", "luks")] {
+        let directory = directory();
+        let at = directory.path();
+        make(at, true, "base", "", "1M");
+        io(at, true, &named("base"), &["write -P 85 0 1M".into()]);
+        let create = ["create", "-q", "-f", "qcow2", "-b", "base", "-F", from, "over"];
+        let _ = img(at, true, &create).ok();
+        let over = |format: &str| match format {
+            "luks" => "driver=qcow2,file.filename=over,backing.driver=luks,backing.key-secret=s",
+            _ => "driver=qcow2,file.filename=over",
+        };
+        let before = read(at, over(from));
+        let secret = ["--secret-file", "key"].map(OsString::from);
+        let rebase = [args!["rebase"], secret.to_vec(), args!["-b", "base", "-F", to, "over"]];
+        let _ = isobath(at, rebase.concat()).ok();
+        let after = read(at, over(to));
+        assert!(after.starts_with(&before), "from {from} to {to}");
+        assert!(after[before.len()..].iter().all(|byte| *byte == 0), "from {from} to {to}");
+    }
+}

@@ -470,7 +470,7 @@ impl<H: Host> LiveDisk<H> {
                 let disk = self.current.load();
                 (Arc::downgrade(&disk), disk.flushing())
             };
-            match Box::pin(flushing.run()).await {
+            match Box::pin(in_order(flushing.run())).await {
                 Err(DiskError::Closed) if disk.as_ptr() != Arc::as_ptr(&self.current.load()) => {}
                 done => break done,
             }

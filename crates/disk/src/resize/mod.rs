@@ -12,7 +12,7 @@ use crate::device::ZeroFlags;
 use crate::disk::Disk;
 use isobath_chain::create::Preallocation;
 use isobath_chain::map::Source;
-use isobath_image::layer::{Layer, Qcow2};
+use isobath_image::layer::{ImageFormat, Layer, Qcow2};
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::writer::{Qcow2Writer, Writer};
 use isobath_image::{DiskError, Result, invariant};
@@ -335,9 +335,18 @@ impl<H: Host> Disk<H> {
                     self.show(whole);
                     self.readers.drain().await;
                 }
-                storage.set_len(size).await?;
-                if size > old && preallocation != Preallocation::Off {
+                // What is added to an encrypted file is noise: if zeroes are wanted, they are written from its end on,
+                // so that there is never anything else.
+                let added = size > old && preallocation != Preallocation::Off;
+                let at_end = added && layer.format() == ImageFormat::Luks;
+                if !at_end {
+                    storage.set_len(size).await?;
+                }
+                if added {
                     preallocate::fill(&**storage, old..size, preallocation).await?;
+                }
+                if at_end {
+                    storage.set_len(size).await?;
                 }
                 storage.flush().await?;
                 if size >= old {

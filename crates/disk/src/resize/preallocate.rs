@@ -11,8 +11,8 @@ use isobath_storage::{Host, Storage, ZeroMode};
 use std::ops::Range;
 
 impl<H: Host> Disk<H> {
-    /// Allocates the clusters of `new` that are not allocated yet. All of them read as zeroes, except for contents
-    /// before `kept` in a data file, and for what a backing file has in the cluster where the disk ended.
+    /// Allocates the clusters of `new` that are not allocated yet; the one where the disk ended only without a backing
+    /// file. All of them read as zeroes, except for contents before `kept` in a data file.
     pub(super) async fn preallocate(
         &self,
         writer: &Writer<H::File>,

@@ -2,16 +2,24 @@
 
 use crate::common::{assert_consistent, random_fates};
 use futures_executor::block_on;
+use isobath_disk::encryption::{Secret, Secrets};
 use isobath_disk::sabotage::Sabotage;
-use isobath_disk::{CheckOptions, Disk, NewDisk, OpenOptions, Preallocation, check, create};
+use isobath_disk::{
+    CheckOptions, Disk, ImageFormat, NewDisk, NewEncryption, OpenOptions, Preallocation, check,
+    create,
+};
 use isobath_storage::IoBuf;
 use isobath_storage::memory::MemoryHost;
+use isobath_storage::window::WindowHost;
 use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::recorder::{Change, Entry, Fate, RecorderHost};
 use isobath_testkit::{model::Model, seed::Seed};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt};
+use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
 
 const NAME: &str = "disk.qcow2";
 
@@ -146,4 +154,46 @@ fn the_old_disk_or_the_new_one() {
     for _ in 0..20 {
         block_on(crash(&mut rng));
     }
+}
+
+/// What is added to an encrypted file is noise until it is written.
+#[test]
+fn an_encrypted_disk_grows_by_zeroes_whenever_it_is_interrupted() {
+    block_on(async {
+        let secret = Arc::new(Secret::new(b"of the night".to_vec()).unwrap());
+        let base = MemoryHost::new();
+        let name = Path::new("disk.luks");
+        let (old, size) = (5 << 20, 9 << 20);
+        let mut encryption = NewEncryption::new(Arc::clone(&secret));
+        encryption.options.iter_time = Duration::from_millis(1);
+        let mut new = NewDisk::new(old).format(ImageFormat::Luks);
+        new.encryption = Some(encryption);
+        create(&WindowHost::new(base.any()), name, &new).await.unwrap();
+        let mut secrets = Secrets::default();
+        secrets.set(0, secret);
+        let options = OpenOptions::new().writable(true).format(ImageFormat::Luks).secrets(secrets);
+        let host = WindowHost::new(base.any());
+        let disk = Disk::open(host, name, &options).await.unwrap();
+        disk.write(0, IoBuf::copy_of(&vec![7; old as usize])).await.unwrap();
+        disk.close().await.unwrap();
+
+        let host = RecorderHost::new(base.deep_copy());
+        let record = host.record();
+        let disk = Disk::open(WindowHost::new(host.any()), name, &options).await.unwrap();
+        let zeroes = disk.preallocation_of_zeroes();
+        disk.resize(size, zeroes, false).await.unwrap();
+        drop(disk);
+        let mut sizes = BTreeSet::new();
+        for end in 0..=record.len() {
+            let left = record.replay(&base, end, |_, _| Fate::Kept).await.unwrap();
+            let host = WindowHost::new(left.any());
+            let disk = Disk::open(host, name, &options).await.unwrap();
+            let found = disk.read(0, IoBuf::zeroed(disk.size() as usize)).await.unwrap();
+            let (before, added) = found.split_at(old as usize);
+            assert!(before.iter().all(|byte| *byte == 7));
+            assert!(added.iter().all(|byte| *byte == 0), "{end}: {} bytes added", added.len());
+            sizes.insert(disk.size());
+        }
+        assert!(sizes.len() > 3 && sizes.last() == Some(&size), "{sizes:?}");
+    });
 }
