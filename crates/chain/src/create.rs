@@ -7,7 +7,7 @@ use isobath_image::encryption::{Secrets, keys_on_thread};
 use isobath_image::layer::ImageFormat;
 use isobath_image::name::name_in_header;
 use isobath_image::options::{OpenOptions, Trust, setters};
-use isobath_image::{DiskError, Result, always, invariant};
+use isobath_image::{DiskError, Result, invariant};
 use isobath_luks::{CreateOptions, Secret, system_random};
 use isobath_qcow2::index::IndexExtension;
 use isobath_qcow2::{CompressionType, FormatError, HostOffset, NewImage, Plan};
@@ -267,7 +267,13 @@ pub async fn create_held<'a, H: Host>(
     // Writers are let in again. What an index describes has stamps.
     let _present = backing.map(|backing| backing.present);
     let keys = match &new.encryption {
-        Some(encryption) => new_keys(name, encryption.clone()).await?,
+        Some(encryption) => {
+            let keys = new_keys(name, encryption.clone()).await?;
+            let planned = encryption.options.area_length();
+            let fits = keys.len() as u64 == planned;
+            invariant(fits, name, "an encryption header has its own length")?;
+            keys
+        }
         None => Vec::new(),
     };
     let mut created = Created { host, size, layout: new.layout, files: Vec::new() };
@@ -598,7 +604,10 @@ async fn write_plain<H: Host>(
 ) -> Result<()> {
     let file = created.file(name, &[]).await?;
     let at = keys.len() as u64;
-    let end = always(at.checked_add(size), name, "a header and a disk have a length")?;
+    let end = at.checked_add(size).ok_or_else(|| DiskError::Refused {
+        image: name.to_owned(),
+        reason: format!("the size {size} is too large"),
+    })?;
     // A device keeps its contents, as with qemu-img. One that is too small keeps its header as well.
     file.set_len(end).await?;
     if !keys.is_empty() {

@@ -237,10 +237,10 @@ impl Naming {
 
     /// Refuses a name under which no image is created, in QEMU's words.
     pub(crate) fn can_create(name: &Path) -> Result<(), &'static str> {
-        match name.as_os_str().as_encoded_bytes().starts_with(b"blkdebug:") {
-            true => Err("Protocol driver 'blkdebug' does not support image creation"),
-            false => Ok(()),
+        if name.as_os_str().as_encoded_bytes().starts_with(b"blkdebug:") {
+            return Err("Protocol driver 'blkdebug' does not support image creation");
         }
+        Ok(())
     }
 
     /// Where to create a new image: a path, or `file:PATH`.
@@ -248,7 +248,7 @@ impl Naming {
     /// # Errors
     /// If the name has another protocol's prefix.
     pub(crate) fn target(name: &Path) -> Result<PathBuf, Failure> {
-        Self::can_create(name).map_err(Failure::new)?;
+        Self::can_create(name).map_err(|error| Failure::new(error).context(name.display()))?;
         Ok(Self::default().image(name, None)?.path)
     }
 }
@@ -706,13 +706,13 @@ const NO_EVENTS: &str = "driver 'blkdebug' is supported without events only";
 /// Takes the options of `blkdebug` that change no result: limits for requests, and states, which only rules for errors
 /// look at.
 fn harmless_blkdebug(pairs: &mut Vec<(String, String)>, prefix: &str) -> Result<(), String> {
+    const LIMITS: [&str; 5] =
+        ["max-transfer", "opt-write-zero", "max-write-zero", "opt-discard", "max-discard"];
     if let Some(value) = take(pairs, &format!("{prefix}align"))
         && !size::parameter("align", &value)?.is_power_of_two()
     {
         return Err(format!("Cannot meet constraints with align {value}"));
     }
-    const LIMITS: [&str; 5] =
-        ["max-transfer", "opt-write-zero", "max-write-zero", "opt-discard", "max-discard"];
     for limit in LIMITS {
         if let Some(value) = take(pairs, &format!("{prefix}{limit}")) {
             size::parameter(limit, &value)?;

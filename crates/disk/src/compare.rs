@@ -6,6 +6,7 @@ use crate::disk::Disk;
 use isobath_image::{DiskError, Result, violated};
 use isobath_storage::{Host, IoBuf};
 use isobath_sync::AsyncMutex;
+use isobath_sync::order::in_order;
 use parking_lot::Mutex as SyncMutex;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -167,7 +168,7 @@ impl<H: Host> Compare<H> {
     /// # Errors
     /// If a disk cannot be read; the others then stop too.
     pub async fn work(&self) -> std::result::Result<(), CompareError> {
-        let result = self.compare_pieces().await;
+        let result = in_order(self.compare_pieces()).await;
         if result.is_err() {
             self.stopped.store(true, Ordering::Relaxed);
         }

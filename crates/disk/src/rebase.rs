@@ -10,6 +10,7 @@ use isobath_image::{Result, invariant};
 use isobath_qcow2::CompressedCluster;
 use isobath_storage::{FileId, Host, IoBuf, Storage, StorageExt};
 use isobath_sync::AsyncMutex;
+use isobath_sync::order::in_order;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -92,7 +93,7 @@ impl<H: Host> Rebase<H> {
     /// # Errors
     /// If a file cannot be read, or the active layer cannot be written; the other workers then stop too.
     pub async fn work(&self) -> Result<()> {
-        let result = self.copy_windows().await;
+        let result = in_order(self.copy_windows()).await;
         if result.is_err() {
             self.stop();
         }

@@ -40,16 +40,15 @@ pub struct Pass<'a> {
 impl ReaderEpoch {
     /// Lets a request in.
     pub fn enter(&self) -> Pass<'_> {
-        let held = Held::across_awaits(Some(lock_order::READERS));
         let (_, sides) = self.inside.mine();
         loop {
             let epoch = self.epoch.load(Ordering::SeqCst);
             let inside = &sides[(epoch & 1) as usize];
             inside.fetch_add(1, Ordering::SeqCst);
-            let mut pass = Pass { readers: self, inside, epoch, _held: None };
+            let held = Held::across_awaits(Some(lock_order::READERS));
+            let pass = Pass { readers: self, inside, epoch, _held: held };
             // A drain that began in between may not have counted this request: retry in the new epoch.
             if self.epoch.load(Ordering::SeqCst) == epoch {
-                pass._held = held;
                 return pass;
             }
         }

@@ -23,7 +23,7 @@ pub async fn create_snapshot<H: Host>(
 ) -> Result<()> {
     let mut this = SnapshotChange::begin(host, name, options).await?;
     let header = this.add(snapshot, taken).await;
-    this.change.switch(header).await
+    Box::pin(this.change.switch(header)).await
 }
 
 /// Makes the disk what it was when the snapshot with this ID or, if there is none, with this name was taken, also its
@@ -47,7 +47,7 @@ pub async fn apply_snapshot<H: Host>(
     let geometry = this.change.geometry();
     snapshot.check(&geometry).map_err(|error| this.change.layer.format_error(error))?;
     let header = this.show(&snapshot).await;
-    this.change.switch(header).await
+    Box::pin(this.change.switch(header)).await
 }
 
 /// Deletes the first snapshot with this name, and frees what only it holds.
@@ -69,7 +69,7 @@ pub async fn delete_snapshot<H: Host>(
         .filter_map(|(place, one)| (Some(place) != index).then_some(one))
         .collect();
     let table = this.write_snapshots().await;
-    this.change.switch(table).await
+    Box::pin(this.change.switch(table)).await
 }
 
 /// Notes the disk's size in every snapshot of a version 2 image, as version 3 demands.
@@ -91,7 +91,7 @@ pub(crate) async fn date_snapshots<H: Host>(
         snapshot.disk_size.get_or_insert(size);
     }
     let table = this.write_snapshots().await;
-    this.change.switch(table).await
+    Box::pin(this.change.switch(table)).await
 }
 
 /// A change of an image's snapshots.

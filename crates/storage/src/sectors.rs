@@ -2,7 +2,7 @@
 //!
 //! A cipher works on sectors of 512 bytes, each by its number. A change of a part of a sector reads the rest of it
 //! first. Meanwhile nobody else may use the sector: another change would be lost, and a read could find the sector
-//! torn, of which not only the changed bytes would be wrong. [`SectorLocks`] sees to that.
+//! torn, of which not only the changed bytes would be wrong. `SectorLocks` sees to that.
 
 use crate::Result;
 use crate::SECTOR;

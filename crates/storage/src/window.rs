@@ -355,10 +355,8 @@ impl<S: Storage> WindowFile<S> {
             let zeroes = IoBuf::zeroed(length as usize);
             return self.write_encrypted(sectors, offset, &[zeroes]).await;
         }
-        for part in [range.start..whole.start, whole.end..range.end] {
-            let zeroes = IoBuf::zeroed((part.end - part.start) as usize);
-            self.write_encrypted(sectors, part.start, &[zeroes]).await?;
-        }
+        let first = IoBuf::zeroed((whole.start - range.start) as usize);
+        self.write_encrypted(sectors, range.start, &[first]).await?;
         let mut buf = IoBuf::empty();
         let mut at = whole.start;
         while at < whole.end {
@@ -374,7 +372,8 @@ impl<S: Storage> WindowFile<S> {
             at += length as u64;
             sectors.extend_to(at);
         }
-        Ok(())
+        let last = IoBuf::zeroed((range.end - whole.end) as usize);
+        self.write_encrypted(sectors, whole.end, &[last]).await
     }
 }
 

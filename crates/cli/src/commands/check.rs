@@ -2,7 +2,7 @@
 
 use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
-use crate::host::{ImageFile, images};
+use crate::host::{ImageFile, images, is_export};
 use crate::image_name::{Image, Naming};
 use crate::options::{self, OutputFormat};
 use crate::{json, messages, runtime};
@@ -128,9 +128,11 @@ fn examine(image: &Image, options: CheckOptions) -> Result<CheckReport, Failure>
         };
         match check(images(), &image.path, &options, &mut events).await {
             Err(error @ DiskError::Unsupported(_)) => {
-                // What cannot be opened is not said to be sound.
-                let look = image.options(options.direct, options.locking);
-                let _ = image.open(&look).await?;
+                // What cannot be opened is not said to be sound. A server may serve one client only.
+                if !is_export(&image.path) {
+                    let look = image.options(options.direct, options.locking);
+                    let _ = image.open(&look).await?;
+                }
                 Err(Failure::from(error).with_code(63))
             }
             Err(error) => Err(image.failed(&error)),

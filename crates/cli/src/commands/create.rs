@@ -139,12 +139,8 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         (&new.backing_file, &new.backing_format, new.open_backing)
     {
         let below = images().resolve(&path, name);
-        is_of_kind(driver, &below.to_string_lossy()).map_err(|error| {
-            failure(&format_args!(
-                "Could not open '{}': {error}\nCould not open backing image.",
-                below.display()
-            ))
-        })?;
+        is_of_kind(driver, &below.to_string_lossy())
+            .map_err(|error| failure(&format_args!("{error}\nCould not open backing image.")))?;
     }
     let keys = encryption(&new, &given, &args.objects);
     // As in QEMU, which prints the line once it knows the size, and then creates the image.

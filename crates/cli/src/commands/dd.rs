@@ -83,9 +83,7 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     };
     let block = operands.block.unwrap_or(512);
     let image = args.naming.image(Path::new(input), args.format)?;
-    Naming::can_create(Path::new(output)).map_err(|error| {
-        Failure::new(error).context(format_args!("{output}: error while creating output image"))
-    })?;
+    Naming::can_create(Path::new(output)).map_err(Failure::new)?;
     let target = Naming::default().image(Path::new(output), Some(args.output_format))?;
     runtime::block_on(async || {
         let locking = options::locking(args.force_share);

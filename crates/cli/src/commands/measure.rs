@@ -3,10 +3,12 @@
 use crate::commands::{create, foreign};
 use crate::failure::{Failure, Outcome};
 use crate::host::{ImageHost, images};
-use crate::image_name::Naming;
+use crate::image_name::{Naming, reason};
 use crate::options::{self, OutputFormat};
 use crate::{json, runtime, size};
-use isobath_disk::{BitmapInfo, ImageFormat, InfoOptions, NewDisk, SnapshotChoice, info, measure};
+use isobath_disk::{
+    BitmapInfo, DiskError, ImageFormat, InfoOptions, NewDisk, SnapshotChoice, info, measure,
+};
 use serde_json::{Map, Value};
 use std::io::Write;
 use std::path::PathBuf;
@@ -79,9 +81,11 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     }
     new.encryption =
         create::encryption(&new, &given, &args.naming.objects).map_err(Failure::new)?;
+    // The image is yet to be made, and has no name.
+    let refused = |error: DiskError| Failure::new(reason(&error));
     let (measured, bitmaps) = runtime::block_on(async || {
         let Some(image) = &args.image else {
-            return Ok((measure::<ImageHost>(&new, None).await?, None));
+            return Ok((measure::<ImageHost>(&new, None).await.map_err(refused)?, None));
         };
         let locking = options::locking(args.force_share);
         let image = args.naming.image(image, args.format)?;
@@ -93,7 +97,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             && new.version >= 3
             && header.as_ref().is_some_and(|header| header.version >= 3);
         let any = header.as_ref().is_some_and(|header| header.bitmaps().is_some());
-        let measured = measure(&new, Some(&disk)).await?;
+        let measured = measure(&new, Some(&disk)).await.map_err(refused)?;
         let bitmaps = match can {
             true if any => {
                 let look = InfoOptions { locking: options.locking, format: options.format };

@@ -10,6 +10,7 @@ use event_listener::Event;
 use isobath_image::{DiskError, Result, always, invariant};
 use isobath_storage::{Host, IoBuf};
 use isobath_sync::AsyncMutex;
+use isobath_sync::order::in_order;
 use sources::{Content, Sources};
 use std::future::{Future, poll_fn};
 use std::ops::Range;
@@ -184,7 +185,7 @@ impl<H: Host> DiskCopy<H> {
     /// # Errors
     /// If a source cannot be read or the target cannot be written; the others then stop too.
     pub async fn work(&self) -> Result<()> {
-        let result = self.copy_pieces().await;
+        let result = in_order(self.copy_pieces()).await;
         if result.is_err() {
             self.stop();
         }

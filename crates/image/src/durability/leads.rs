@@ -9,6 +9,7 @@ use futures_util::stream::{self, TryStreamExt};
 use isobath_qcow2::HostCluster;
 use isobath_qcow2::embedded::{LEAD, extract};
 use isobath_storage::{IoBuf, Storage};
+use isobath_sync::order::in_order;
 
 /// Lead blocks read at once.
 const READS: usize = 32;
@@ -58,7 +59,7 @@ impl<S: Storage> Metadata<S> {
         leads.truncate(count);
         let found = !leads.is_empty();
         stream::iter(leads.into_iter().map(Ok))
-            .try_for_each_concurrent(READS, |lead| self.extract_lead(lead, readers))
+            .try_for_each_concurrent(READS, |lead| in_order(self.extract_lead(lead, readers)))
             .await?;
         Ok(found)
     }

@@ -299,9 +299,11 @@ impl RestartLog {
     }
 
     /// What the commit in progress closed is durable.
-    pub(crate) fn durable(&self, closed: ClosedLog) -> LogDropped {
+    pub(crate) fn durable(
+        &self,
+        ClosedLog { entries: ClosedEntries { end, lost }, writes }: ClosedLog,
+    ) -> LogDropped {
         let state = &mut *self.state.lock();
-        let ClosedLog { entries: ClosedEntries { end, lost }, writes } = closed;
         if end < state.entries.from || writes < state.bytes.from.max(end) {
             violated("a commit closes what follows the one before");
         }
@@ -414,8 +416,7 @@ impl RestartLog {
     }
 
     /// The change has ended, and is durable.
-    pub(crate) fn end_unclean(&self, change: Unclean) {
-        let Unclean(()) = change;
+    pub(crate) fn end_unclean(&self, Unclean(()): Unclean) {
         let state = &mut *self.state.lock();
         state.unclean = false;
         state.set(at::UNCLEAN, 0);

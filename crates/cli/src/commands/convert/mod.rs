@@ -210,11 +210,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let inputs: Vec<Image> = inputs.collect::<Result<_, _>>()?;
     let target_naming = Naming { image_opts: args.target_image_opts, ..args.naming.clone() };
     if !args.no_create {
-        Naming::can_create(name).map_err(|error| {
-            let format = args.output_format().name();
-            Failure::new(error)
-                .context(format_args!("{}: error while converting {format}", name.display()))
-        })?;
+        Naming::can_create(name).map_err(Failure::new)?;
     }
     let format = args.output_format.filter(|_| args.no_create);
     let name = &target_naming.image(name, format)?;

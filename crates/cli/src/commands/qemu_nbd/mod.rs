@@ -338,7 +338,8 @@ impl Args {
         let mut image = image.clone();
         let compress = image.take_compress();
         let mut signals = signals::receive()?;
-        let disk = match signals::unless_signalled(&mut signals, self.open(&image)).await {
+        let disk = match Box::pin(signals::unless_signalled(&mut signals, self.open(&image))).await
+        {
             Some(disk) => disk?,
             None => return Err(Failure::new("interrupted by a signal during startup")),
         };
