@@ -32,8 +32,13 @@ impl Rank {
         Self { place, name, waits: false }
     }
 
-    #[cfg(all(debug_assertions, not(loom)))]
-    fn may_follow(self, held: Self) -> bool {
+    /// What the lock is called.
+    pub const fn name(self) -> &'static str {
+        self.name
+    }
+
+    /// Whether one who holds a lock of rank `held` may take one of this.
+    pub const fn may_follow(self, held: Self) -> bool {
         self.place > held.place || (self.place == held.place && !(self.waits && held.waits))
     }
 }
@@ -84,7 +89,8 @@ mod checked {
         {
             panic!(
                 "violated: locks are taken in their order: {} is taken by one who holds {}",
-                rank.name, before.name
+                rank.name(),
+                before.name()
             );
         }
     }
@@ -129,7 +135,7 @@ mod checked {
     impl Drop for Held {
         fn drop(&mut self) {
             let remove = |held: &mut Vec<Rank>| {
-                let last = held.iter().rposition(|held| held.name == self.rank.name);
+                let last = held.iter().rposition(|held| held.name() == self.rank.name());
                 last.map(|last| held.remove(last));
             };
             match &self.by {
