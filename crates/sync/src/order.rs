@@ -4,8 +4,9 @@
 //! they meet. With a [`Rank`] for each lock, every task that takes them in the wrong order is found, alone. Release
 //! builds, and those for loom, check nothing.
 //!
-//! [`in_order`] says what belongs to one task: a request, or one of several parts of it that run at the same time. Each
-//! public operation on a disk begins one. Outside of any, only locks that are not held across an await are checked.
+//! [`in_order`] says what belongs to one task: a request, or one of several parts of it that run at the same time. A
+//! disk's requests begin one, and so do the executor's tasks. Outside of any, only locks that are not held across an
+//! await are checked.
 
 #[cfg(all(debug_assertions, not(loom)))]
 pub use checked::{Held, InOrder, beneath, in_order};
