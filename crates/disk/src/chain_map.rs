@@ -2,9 +2,10 @@
 
 use crate::device::BlockStatus;
 use crate::disk::Disk;
+use crate::parts::Parts;
 use crate::touched::Touched;
+use isobath_image::Result;
 use isobath_image::layer::Layer;
-use isobath_image::{Result, invariant};
 use isobath_qcow2::{ClusterIndex, ClusterKind, GuestOffset, L2Entry, RefcountTableEntry};
 use isobath_storage::{Host, IoBuf, Storage};
 use std::ops::Range;
@@ -65,11 +66,9 @@ impl<H: Host> Disk<H> {
         while at < range.end {
             let window = WINDOW.min(range.end - at);
             for run in self.status_of(at, window, usize::MAX).await? {
-                let mut described = at;
+                let mut described = Parts::of(at..at + run.length, self.name());
                 for entry in self.describe(at, &run, &mut sparse).await? {
-                    let follows = entry.start == described && entry.length > 0;
-                    invariant(follows, self.name(), "the entries of a map follow one another")?;
-                    described += entry.length;
+                    described.add(entry.start, entry.length)?;
                     match &mut last {
                         Some(last) if last.continues(&entry) => last.length += entry.length,
                         _ => {
@@ -78,12 +77,10 @@ impl<H: Host> Disk<H> {
                         }
                     }
                 }
+                described.end()?;
                 at += run.length;
-                invariant(described == at, self.name(), "the entries of a run make it up")?;
             }
         }
-        let ends = at == range.end.max(range.start);
-        invariant(ends, self.name(), "the runs of a map end with its range")?;
         last.iter().for_each(visit);
         Ok(())
     }

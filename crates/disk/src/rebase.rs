@@ -12,6 +12,7 @@ use isobath_storage::{FileId, Host, IoBuf, Storage, StorageExt};
 use isobath_sync::AsyncMutex;
 use isobath_sync::order::in_order;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -136,9 +137,7 @@ impl<H: Host> Rebase<H> {
     async fn copy_window(&self, window: Range<u64>) -> Result<()> {
         let pieces = self.pieces(window.clone()).await?;
         if cfg!(debug_assertions) {
-            let ranges = pieces.iter().map(|piece| &piece.range);
-            let ordered = are_in_order(ranges, &window);
-            invariant(ordered, self.disk.name(), "the pieces of a window are in order, and in it")?;
+            check_pieces(pieces.iter().map(|piece| &piece.range), &window, self.disk.name())?;
         }
         for piece in pieces {
             let mut at = piece.range.start;
@@ -287,16 +286,19 @@ impl<H: Host> Rebase<H> {
     }
 }
 
-/// Whether ranges have bytes, are in order, do not overlap, and lie in a window.
-fn are_in_order<'a>(ranges: impl Iterator<Item = &'a Range<u64>>, window: &Range<u64>) -> bool {
+/// Checks that ranges have bytes, are in order, do not overlap, and lie in a window.
+fn check_pieces<'a>(
+    ranges: impl Iterator<Item = &'a Range<u64>>,
+    window: &Range<u64>,
+    name: &Path,
+) -> Result<()> {
     let mut end = window.start;
     for range in ranges {
-        if range.start < end || range.end <= range.start {
-            return false;
-        }
+        let follows = end <= range.start && range.start < range.end && range.end <= window.end;
+        invariant(follows, name, "the pieces of a window are in order, and in it")?;
         end = range.end;
     }
-    end <= window.end
+    Ok(())
 }
 
 /// Where the bytes of an extent from `at` on come from.
@@ -372,10 +374,15 @@ mod tests {
 
     #[test]
     fn pieces_are_in_order() {
-        let check = |ranges: &[Range<u64>]| are_in_order(ranges.iter(), &(10..20));
-        assert!(check(&[]) && check(&[10..11, 11..15, 18..20]));
-        assert!(!check(&[9..11, 12..13]) && !check(&[10..12, 11..13]));
-        assert!(!check(&[10..10, 11..12]) && !check(&[10..11, 19..21]));
+        let check =
+            |ranges: &[Range<u64>]| check_pieces(ranges.iter(), &(10..20), Path::new("disk"));
+        check(&[]).unwrap();
+        check(&[10..11, 11..15, 18..20]).unwrap();
+        let ordered = "the pieces of a window are in order, and in it";
+        must_violate(check(&[9..11, 12..13]), ordered);
+        must_violate(check(&[10..12, 11..13]), ordered);
+        must_violate(check(&[10..10, 11..12]), ordered);
+        must_violate(check(&[10..11, 19..21]), ordered);
     }
 
     #[test]

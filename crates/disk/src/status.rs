@@ -2,10 +2,11 @@
 
 use crate::device::BlockStatus;
 use crate::disk::Disk;
+use crate::parts::Parts;
 use isobath_chain::chain::LayerIndex;
 use isobath_chain::map::{Extent, Source};
 use isobath_formats::{Run, RunKind};
-use isobath_image::{Result, always, invariant};
+use isobath_image::{Result, always};
 use isobath_storage::Host;
 
 /// Guest bytes examined at once.
@@ -21,23 +22,26 @@ impl<H: Host> Disk<H> {
         let _pass = self.readers.epoch.enter();
         let end = offset + length;
         let mut runs: Vec<BlockStatus> = Vec::new();
-        let mut at = offset;
-        while at < end {
+        let mut covered = Parts::of(offset..end, self.name());
+        while covered.next() < end {
+            let at = covered.next();
             let untouched = self.untouched_until(at, end);
             if untouched > at {
                 let extent = Extent { guest: at, length: untouched - at, source: Source::Absent };
-                if push_run(&mut runs, self.run(&extent, 0).await?) > max_runs {
+                let run = self.run_of(&extent, 0).await?;
+                covered.add(at, run.length)?;
+                if push_run(&mut runs, run) > max_runs {
                     runs.pop();
                     return Ok(runs);
                 }
-                at = untouched;
                 continue;
             }
             let next = end.min(at - at % WINDOW + WINDOW);
             for extent in self.extents(at..next).await? {
                 let mut done = 0;
                 while done < extent.length {
-                    let run = self.run(&extent, done).await?;
+                    let run = self.run_of(&extent, done).await?;
+                    covered.add(extent.guest + done, run.length)?;
                     done += run.length;
                     if push_run(&mut runs, run) > max_runs {
                         runs.pop();
@@ -45,22 +49,9 @@ impl<H: Host> Disk<H> {
                     }
                 }
             }
-            at = next;
         }
-        if cfg!(debug_assertions) {
-            let covered = runs.iter().map(|run| run.length).sum::<u64>();
-            invariant(covered == length, self.name(), "the runs of a range cover it")?;
-        }
+        covered.end()?;
         Ok(runs)
-    }
-
-    /// The run that begins `skip` bytes into an extent.
-    async fn run(&self, extent: &Extent, skip: u64) -> Result<BlockStatus> {
-        let run = self.run_of(extent, skip).await?;
-        let left = extent.length - skip;
-        invariant(run.length > 0, self.name(), "a run has bytes")?;
-        invariant(run.length <= left, self.name(), "a run ends within its extent")?;
-        Ok(run)
     }
 
     /// The place of a layer as users count them: 0 is the active one.
@@ -69,6 +60,7 @@ impl<H: Host> Disk<H> {
         always(depth, self.name(), "a run is of a layer of the chain").map(u32::from)
     }
 
+    /// The run that begins `skip` bytes into an extent.
     async fn run_of(&self, extent: &Extent, skip: u64) -> Result<BlockStatus> {
         let length = extent.length - skip;
         let depth = match extent.source.layer() {
@@ -159,14 +151,13 @@ mod tests {
     use futures_executor::block_on;
 
     #[test]
-    fn a_run_is_a_part_of_its_extent_and_of_a_layer() {
+    fn a_run_is_the_rest_of_its_extent_and_of_a_layer() {
         let disk = disk();
         let run = |source, skip| {
             let extent = Extent { guest: 0, length: 1024, source };
-            block_on(disk.run(&extent, skip))
+            block_on(disk.run_of(&extent, skip))
         };
         assert_eq!(run(Source::Absent, 512).unwrap().length, 512);
-        must_violate(run(Source::Absent, 1024), "a run has bytes");
         let stray = Source::Zero(LayerIndex::new(1));
         must_violate(run(stray, 0), "a run is of a layer of the chain");
     }

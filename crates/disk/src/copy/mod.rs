@@ -6,6 +6,7 @@ mod zeroes;
 use crate::clock::{Clock, SystemClock};
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
+use crate::parts::Parts;
 use event_listener::Event;
 use isobath_image::{DiskError, Result, always, invariant};
 use isobath_storage::{Host, IoBuf};
@@ -14,6 +15,7 @@ use isobath_sync::order::in_order;
 use sources::{Content, Sources};
 use std::future::{Future, poll_fn};
 use std::ops::Range;
+use std::path::Path;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -275,12 +277,7 @@ impl<H: Host> DiskCopy<H> {
         while let Some((at, length)) = parts.pop() {
             let offset = start + at as u64;
             match self.sources.read(offset, IoBuf::zeroed(length)).await {
-                Ok(part) => {
-                    let place = whole.get_mut(at..at + length);
-                    let name = self.target.name();
-                    let place = always(place, name, "what is salvaged of a piece lies in it")?;
-                    place.copy_from_slice(&part);
-                }
+                Ok(part) => put(&mut whole, at, &part, self.target.name())?,
                 Err(error) if length <= SECTOR => {
                     tracing::warn!(offset, %error, "cannot be read, and is copied as zeroes");
                 }
@@ -339,8 +336,10 @@ impl<H: Host> DiskCopy<H> {
             return self.target.write(start, rest).await;
         }
         let mut whole = IoBuf::empty();
+        let mut written = Parts::of(start..start + rest.len() as u64, self.target.name());
         for (zero, length) in runs(&rest, start, self.options.sparse) {
             let at = start + whole.len() as u64;
+            written.add(at, length as u64)?;
             let part = rest.split_to(length);
             let part = if zero {
                 self.write_zero(at, part).await?
@@ -349,7 +348,7 @@ impl<H: Host> DiskCopy<H> {
             };
             whole.unsplit(part);
         }
-        invariant(rest.is_empty(), self.target.name(), "the runs of a piece make it up")?;
+        written.end()?;
         Ok(whole)
     }
 
@@ -439,6 +438,13 @@ impl<H: Host> DiskCopy<H> {
     }
 }
 
+/// Puts what was salvaged at `at` into its piece.
+fn put(piece: &mut [u8], at: usize, part: &[u8], name: &Path) -> Result<()> {
+    let place = piece.get_mut(at..).and_then(|rest| rest.get_mut(..part.len()));
+    always(place, name, "what is salvaged of a piece lies in it")?.copy_from_slice(part);
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -449,6 +455,17 @@ mod tests {
     fn copy(compressed: bool) -> DiskCopy<MemoryHost> {
         let options = CopyOptions { compressed, ..CopyOptions::default() };
         DiskCopy::new(vec![Arc::new(disk())], Arc::new(disk()), options).unwrap()
+    }
+
+    #[test]
+    fn what_is_salvaged_lies_in_its_piece() {
+        let name = Path::new("image");
+        let mut piece = [0; 4];
+        put(&mut piece, 2, &[1, 2], name).unwrap();
+        assert_eq!(piece, [0, 0, 1, 2]);
+        let within = "what is salvaged of a piece lies in it";
+        must_violate(put(&mut piece, 3, &[1, 2], name), within);
+        must_violate(put(&mut piece, 5, &[], name), within);
     }
 
     #[test]

@@ -40,6 +40,12 @@ struct Known {
     runs: VecDeque<(Content, u64)>,
 }
 
+impl Known {
+    fn first(&self, name: &Path) -> Result<(Content, u64)> {
+        always(self.runs.front().copied(), name, "the status of a byte is known")
+    }
+}
+
 impl<H: Host> Sources<H> {
     pub(super) fn new(disks: Vec<Arc<Disk<H>>>, backing: Option<u64>) -> Self {
         let mut size = 0;
@@ -93,7 +99,7 @@ impl<H: Host> Sources<H> {
                 at = next;
             }
         }
-        always(known.runs.front().copied(), disk.name(), "the status of a byte is known")
+        known.first(disk.name())
     }
 
     /// The content of a run at `at`, and the limit up to which this applies.
@@ -128,5 +134,19 @@ impl<H: Host> Sources<H> {
             whole.unsplit(part);
         }
         Ok(whole)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::must_violate;
+
+    #[test]
+    fn what_was_examined_is_known() {
+        let mut known = Known::default();
+        must_violate(known.first(Path::new("disk")), "the status of a byte is known");
+        known.runs.push_back((Content::Data, 512));
+        assert_eq!(known.first(Path::new("disk")).unwrap(), (Content::Data, 512));
     }
 }

@@ -22,6 +22,7 @@ pub use tracked::DirtyMap;
 use crate::clock::{Clock, SystemClock};
 use crate::device::{BlockDevice, BlockStatus, ZeroFlags, block_device};
 use crate::disk::{Disk, grow_to, wait_for_size};
+use crate::parts::Parts;
 use arc_swap::ArcSwap;
 use claim::Claims;
 use counts::{Counts, Kind};
@@ -338,18 +339,13 @@ impl<H: Host> LiveDisk<H> {
         run: impl Fn(Arc<Disk<H>>, u64, u64) -> F,
     ) -> Result<()> {
         self.current.load().check_range(offset, length)?;
-        let mut done = offset;
+        let first = self.current.load_full();
+        let mut done = Parts::of(offset..offset + length, first.name());
         for (at, length) in steps(offset, length, STEP) {
-            let follows = at == done && length <= STEP;
-            {
-                let disk = self.current.load();
-                invariant(follows, disk.name(), "the steps of a request follow one another")?;
-            }
+            done.add(at, length)?;
             self.change(Kind::Unmap, (at, length), |disk| run(disk, at, length)).await?;
-            done += length;
         }
-        let disk = self.current.load();
-        invariant(done == offset + length, disk.name(), "the steps of a request make it up")
+        done.end()
     }
 
     /// Replaces `old` by the disk of a changed chain. The caller holds the graph, and no request is inside the gate.

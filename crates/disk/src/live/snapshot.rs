@@ -12,7 +12,7 @@ use isobath_chain::chain::{Chain, MAX_LAYERS};
 use isobath_chain::create::{NewDisk, NewEncryption, create};
 use isobath_chain::index;
 use isobath_chain::map::Map;
-use isobath_image::encryption::Key;
+use isobath_image::encryption::{Key, Secret};
 use isobath_image::layer::{ImageFormat, Layer, Qcow2Layer};
 use isobath_image::open::open_layer;
 use isobath_image::writer::Writer;
@@ -131,9 +131,7 @@ impl<H: Host> LiveDisk<H> {
         if active.is_encrypted() {
             // What is written to the snapshot's overlay is no less secret.
             active.cipher()?;
-            let secret = active.secret().cloned();
-            let secret = always(secret, active.name(), "an encrypted disk was opened by a secret")?;
-            new.encryption = Some(NewEncryption::new(secret));
+            new.encryption = Some(encryption_as(active.secret(), active.name())?);
         }
         create(disk.host(), path, &new).await.map(|_| ())
     }
@@ -239,10 +237,24 @@ pub fn backing_name(below: &Path, overlay: &Path) -> Result<String> {
     })
 }
 
+/// The encryption of an overlay on an encrypted layer: with the same secret.
+fn encryption_as(secret: Option<&Arc<Secret>>, name: &Path) -> Result<NewEncryption> {
+    let secret = always(secret, name, "an encrypted disk was opened by a secret")?;
+    Ok(NewEncryption::new(Arc::clone(secret)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::testing::{chain_of, disk, live, must_violate};
+
+    #[test]
+    fn an_overlay_is_encrypted_with_the_secret_of_the_layer_below() {
+        let secret = Arc::new(Secret::new(b"secret".to_vec()).unwrap());
+        encryption_as(Some(&secret), Path::new("disk")).unwrap();
+        let opened = "an encrypted disk was opened by a secret";
+        must_violate(encryption_as(None, Path::new("disk")).map(drop), opened);
+    }
 
     #[test]
     fn a_snapshot_adds_one_layer_on_the_active_one() {

@@ -4,7 +4,9 @@ use super::plan::Plan;
 use super::target::{CopiedPart, Target, reads_zero};
 use super::{entries_of, finish_writes};
 use crate::disk::Disk;
+use crate::parts::Parts;
 use futures_util::future::try_join_all;
+use isobath_chain::chain::LayerIndex;
 use isobath_chain::map::Unit;
 use isobath_image::guest_io::{Destination, Written};
 use isobath_image::placement::{Placement, References};
@@ -89,13 +91,11 @@ impl<H: Host> Disk<H> {
         let clusters = offset / size..end.div_ceil(size);
         qcow2.ensure_tables(clusters.clone()).await?;
         let mut targets = Vec::with_capacity((clusters.end - clusters.start) as usize);
-        let mut planned = offset;
+        let mut planned = Parts::of(offset..end, self.name());
         for (cluster, entry) in entries_of(qcow2, clusters).await? {
             let start = cluster * size;
             let written = offset.max(start) - start..end.min(start + size) - start;
-            let follows = start + written.start == planned;
-            invariant(follows, self.name(), "the parts of a write follow one another")?;
-            planned = start + written.end;
+            planned.add(start + written.start, written.end - written.start)?;
             let plan = Plan::new(&qcow2.metadata.layer, &geometry, entry, &written)?;
             if let Some(host) = plan.host {
                 qcow2.check_place(start, host)?;
@@ -106,7 +106,7 @@ impl<H: Host> Disk<H> {
             let (zeroed, beyond) = (false, false);
             targets.push(Target { cluster, written, plan, host, zeroed, beyond, embedding: None });
         }
-        invariant(planned == end, self.name(), "the parts of a write make it up")?;
+        planned.end()?;
         // An embedded mapping to a cluster no longer counts once a record releases the cluster.
         let mut placement = qcow2.metadata.placement();
         let filled = self.fill_targets(qcow2, offset, &mut targets, &mut placement, buf).await;
@@ -314,10 +314,7 @@ impl<H: Host> Disk<H> {
         }
         let start = cluster.get() << geometry.cluster_bits();
         let data = |host: HostOffset, skip: u64, copied: bool| {
-            move |from: u64| {
-                Unit::data(layer, host.get() + skip + from, unit_bits, copied)
-                    .unwrap_or_else(|| violated("a cluster with a place in the map has all of it"))
-            }
+            move |from: u64| unit_of(layer, host.get() + skip + from, unit_bits, copied)
         };
         match kind {
             ClusterKind::Unallocated => self.map.update(start..start + size, |_| Unit::ABSENT),
@@ -348,6 +345,12 @@ impl<H: Host> Disk<H> {
         }
         Ok(())
     }
+}
+
+/// The unit of a cluster of which the map can hold the last byte.
+fn unit_of(layer: LayerIndex, host: u64, unit_bits: u32, copied: bool) -> Unit {
+    Unit::data(layer, host, unit_bits, copied)
+        .unwrap_or_else(|| violated("a cluster with a place in the map has all of it"))
 }
 
 /// Checks that the places of new clusters were claimed, each for one of them.
@@ -429,7 +432,7 @@ fn push_own(pieces: &mut Vec<Piece>, own: Piece) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{careless_disk, disk, must_violate, writers};
+    use crate::testing::{careless_disk, disk, must_panic, must_violate, writers};
     use futures_executor::block_on;
     use isobath_storage_test::careless::Slip;
 
@@ -445,6 +448,14 @@ mod tests {
         let own = "a new cluster of a write has a claimed place of its own";
         must_violate(check(&[7, 7], &[7, 8]), own);
         must_violate(check(&[9], &[7, 8]), own);
+    }
+
+    #[test]
+    fn the_map_has_a_place_for_each_unit_of_a_cluster() {
+        let layer = LayerIndex::new(0);
+        unit_of(layer, 1 << 16, 16, true);
+        let place = "a cluster with a place in the map has all of it";
+        must_panic(|| unit_of(layer, u64::MAX, 9, true), place);
     }
 
     #[test]

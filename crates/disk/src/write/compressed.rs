@@ -76,8 +76,7 @@ impl<H: Host> Disk<H> {
         let old = qcow2.entry(cluster).await?;
         let kind = old.kind(&geometry).map_err(|error| qcow2.metadata.layer.format_error(error))?;
         let length = packed.len() as u64;
-        let smaller = length > 0 && length < size;
-        invariant(smaller, self.name(), "compressed data is smaller than its cluster")?;
+        check_packed(length, size, self.name())?;
         let released = &referenced(&geometry, &kind);
         qcow2.check_releases(released)?;
         let mut placement = qcow2.metadata.placement();
@@ -139,6 +138,11 @@ impl<H: Host> Disk<H> {
     }
 }
 
+/// Checks that compressed data needs less than a cluster.
+fn check_packed(length: u64, cluster: u64, name: &Path) -> Result<()> {
+    invariant(0 < length && length < cluster, name, "compressed data is smaller than its cluster")
+}
+
 /// Checks that a new entry of a compressed cluster refers to the clusters that were claimed for it.
 fn check_claimed(
     geometry: &Geometry,
@@ -158,6 +162,16 @@ mod tests {
     use futures_executor::block_on;
     use isobath_chain::create::NewDisk;
     use isobath_qcow2::HostOffset;
+
+    #[test]
+    fn compressed_data_needs_less_than_a_cluster() {
+        let check = |length| check_packed(length, CLUSTER, Path::new("disk"));
+        check(1).unwrap();
+        check(CLUSTER - 1).unwrap();
+        for length in [0, CLUSTER] {
+            must_violate(check(length), "compressed data is smaller than its cluster");
+        }
+    }
 
     #[test]
     fn compressed_data_lies_where_it_was_claimed() {

@@ -363,20 +363,15 @@ impl<H: Host> Disk<H> {
     ) -> Result<Option<Vec<HostOffset>>> {
         let geometry = qcow2.geometry();
         let size = geometry.cluster_size();
-        let mut hosts: Vec<HostOffset> = Vec::with_capacity(plans.len());
         let mut homeless = plans.iter().filter(|plan| plan.host.is_none()).count();
-        let mut free: std::collections::VecDeque<HostOffset> = std::collections::VecDeque::new();
+        let mut free: Vec<HostOffset> = Vec::new();
         while homeless > 0 {
             let run = placement.allocate(homeless as u64).await?;
             free.extend(run.clusters().filter_map(|one| geometry.host_cluster_start(one)));
             let left = homeless.checked_sub(run.count as usize);
             homeless = always(left, self.name(), "no run of a clone is longer than was asked for")?;
         }
-        for plan in plans {
-            let host = plan.host.or_else(|| free.pop_front());
-            hosts.push(always(host, self.name(), "each cluster of a clone has a place")?);
-        }
-        invariant(free.is_empty(), self.name(), "a clone uses each cluster that it claimed")?;
+        let hosts = places(plans.iter().map(|plan| plan.host), free, self.name())?;
         let mut first = 0;
         while first < hosts.len() {
             let mut last = first + 1;
@@ -392,6 +387,22 @@ impl<H: Host> Disk<H> {
         }
         Ok(Some(hosts))
     }
+}
+
+/// The place of each cluster of a clone: the one that it keeps, or the next new one.
+fn places(
+    kept: impl Iterator<Item = Option<HostOffset>>,
+    new: Vec<HostOffset>,
+    name: &Path,
+) -> Result<Vec<HostOffset>> {
+    let mut new = new.into_iter();
+    let mut places = Vec::new();
+    for host in kept {
+        let host = host.or_else(|| new.next());
+        places.push(always(host, name, "each cluster of a clone has a place")?);
+    }
+    invariant(new.len() == 0, name, "a clone uses each cluster that it claimed")?;
+    Ok(places)
 }
 
 /// Checks a part that is to be pulled.
@@ -428,6 +439,18 @@ mod tests {
     use super::*;
     use crate::testing::{CLUSTER, chain_of, must_violate, writers};
     use futures_executor::block_on;
+
+    #[test]
+    fn each_cluster_of_a_clone_has_a_place_of_its_own() {
+        let at = |host: u64| HostOffset::new(host);
+        let places = |new: &[u64]| {
+            let kept = [None, Some(at(1024)), None].into_iter();
+            places(kept, new.iter().copied().map(at).collect(), Path::new("disk"))
+        };
+        assert_eq!(places(&[512, 1536]).unwrap(), [512, 1024, 1536].map(at));
+        must_violate(places(&[512]), "each cluster of a clone has a place");
+        must_violate(places(&[512, 1536, 2048]), "a clone uses each cluster that it claimed");
+    }
 
     #[test]
     fn zeroes_join() {
