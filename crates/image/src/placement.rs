@@ -37,15 +37,25 @@ impl<'a, S: Storage> Placement<'a, S> {
     /// Takes between 1 and `want` adjacent free clusters.
     pub async fn allocate(&mut self, want: u64) -> Result<Run> {
         let run = self.metadata.alloc.allocate(want).await?;
-        self.claim.add_run(&run);
+        self.add_run(&run)?;
         Ok(run)
     }
 
     /// Takes `count` adjacent clusters past everything ever used.
     pub async fn allocate_adjacent(&mut self, count: u64) -> Result<Run> {
         let run = self.metadata.alloc.allocate_adjacent(count).await?;
-        self.claim.add_run(&run);
+        self.add_run(&run)?;
         Ok(run)
+    }
+
+    fn add_run(&mut self, run: &Run) -> Result<()> {
+        self.claim.add_run(run);
+        let Metadata { data_journal, layer, .. } = self.metadata;
+        if cfg!(debug_assertions) {
+            let size = self.metadata.cluster_size();
+            data_journal.check_forgotten(run.clusters(), size, layer.name())?;
+        }
+        Ok(())
     }
 
     /// Takes `length` bytes for compressed data, which may share clusters with other compressed data.

@@ -64,7 +64,10 @@ impl ReaderEpoch {
             // Requests of the previous epoch remain if its drain was cancelled.
             self.empty(ending + 1).await;
         }
-        self.epoch.store(ending + 1, Ordering::SeqCst);
+        let ended = self.epoch.swap(ending + 1, Ordering::SeqCst);
+        if ended != ending && !at_once {
+            violated("one drain at a time ends an epoch");
+        }
         self.empty(ending).await;
     }
 
@@ -144,6 +147,23 @@ mod tests {
         assert_eq!(drain.as_mut().poll(&mut context), Poll::Pending);
         drop(early);
         assert_eq!(drain.as_mut().poll(&mut context), Poll::Ready(()));
+    }
+
+    #[test]
+    #[should_panic(expected = "one drain at a time ends an epoch")]
+    fn an_epoch_that_something_else_ends_is_noticed() {
+        let readers = ReaderEpoch::default();
+        let mut context = Context::from_waker(Waker::noop());
+        let early = readers.enter();
+        {
+            let mut given_up = pin!(readers.drain());
+            assert_eq!(given_up.as_mut().poll(&mut context), Poll::Pending);
+        }
+        let mut drain = pin!(readers.drain());
+        assert_eq!(drain.as_mut().poll(&mut context), Poll::Pending);
+        readers.epoch.store(7, Ordering::SeqCst);
+        drop(early);
+        let _ = drain.as_mut().poll(&mut context);
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Writes that need new clusters, and their copy-on-write.
 
+use super::finish_writes;
 use super::plan::Plan;
 use super::target::{CopiedPart, Target, reads_zero};
-use super::{entries_of, finish_writes};
 use crate::disk::Disk;
 use crate::parts::Parts;
 use futures_util::future::try_join_all;
@@ -92,7 +92,7 @@ impl<H: Host> Disk<H> {
         qcow2.ensure_tables(clusters.clone()).await?;
         let mut targets = Vec::with_capacity((clusters.end - clusters.start) as usize);
         let mut planned = Parts::of(offset..end, self.name());
-        for (cluster, entry) in entries_of(qcow2, clusters).await? {
+        for (cluster, entry) in self.entries_of(qcow2, clusters).await? {
             let start = cluster * size;
             let written = offset.max(start) - start..end.min(start + size) - start;
             planned.add(start + written.start, written.end - written.start)?;

@@ -1,6 +1,6 @@
 //! Discards.
 
-use super::{Qcow2Writer, entries_of, warn_of_leak};
+use super::{Qcow2Writer, warn_of_leak};
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
 use isobath_chain::map::Source;
@@ -182,7 +182,7 @@ impl<H: Host> Disk<H> {
         let kind = always(kind, self.name(), "the entry of a discarded cluster is valid")?;
         let empty = referenced(&geometry, &kind).is_empty();
         invariant(empty, self.name(), "the entry of a discarded cluster refers to nothing")?;
-        for (cluster, entry) in entries_of(qcow2, clusters).await? {
+        for (cluster, entry) in self.entries_of(qcow2, clusters).await? {
             if entry == new {
                 continue;
             }

@@ -1,7 +1,7 @@
 //! Copying data of lower layers into the active layer, so that those layers are no longer needed.
 
+use super::Qcow2Writer;
 use super::plan::Plan;
-use super::{Qcow2Writer, entries_of};
 use crate::copy::is_zero;
 use crate::disk::Disk;
 use isobath_chain::chain::LayerIndex;
@@ -319,7 +319,7 @@ impl<H: Host> Disk<H> {
         let clusters = offset / size..(offset + length) / size;
         qcow2.ensure_tables(clusters.clone()).await?;
         let mut plans = Vec::with_capacity((clusters.end - clusters.start) as usize);
-        for (cluster, entry) in entries_of(qcow2, clusters.clone()).await? {
+        for (cluster, entry) in self.entries_of(qcow2, clusters.clone()).await? {
             let plan = Plan::new(&qcow2.metadata.layer, &geometry, entry, &(0..size))?;
             if let Some(host) = plan.host {
                 qcow2.check_place(cluster * size, host)?;

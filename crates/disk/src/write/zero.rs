@@ -1,6 +1,6 @@
 //! Zero-writes.
 
-use super::{Qcow2Writer, entries_of};
+use super::Qcow2Writer;
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
 use isobath_chain::map::Source;
@@ -130,7 +130,7 @@ impl<H: Host> Disk<H> {
         invariant(hides, self.name(), "what is marked as zeroes hides what is below")?;
         let clusters = range.start / size..range.end.div_ceil(size);
         qcow2.ensure_tables(clusters.clone()).await?;
-        for (cluster, entry) in entries_of(qcow2, clusters).await? {
+        for (cluster, entry) in self.entries_of(qcow2, clusters).await? {
             let start = cluster * size;
             let part = range.start.max(start) - start..range.end.min(start + size) - start;
             if geometry.extended_l2() && entry.is_compressed() && part != (0..size) {

@@ -19,7 +19,7 @@ use crate::checksummed::Checksummed;
 use crate::pieces::{JournaledWrite, Pieces};
 use crate::restart_log::{ClosedEntries, ClosedLog, RestartLog, close_all};
 use crate::sabotage::{self, Sabotage};
-use crate::{MOST_CHECKED, lock_order, violated};
+use crate::{MOST_CHECKED, Result, invariant, lock_order, violated};
 use checksums::{Checksum, ChecksummedRanges};
 use isobath_qcow2::embedded::LEAD;
 use isobath_qcow2::{HostCluster, Lsn};
@@ -28,6 +28,7 @@ use isobath_sync::order::Rank;
 use isobath_sync::{CheckedMutex, Invariants, WaitGroup};
 use std::collections::HashSet;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
@@ -419,6 +420,23 @@ impl DataJournal {
         self.count(state);
     }
 
+    /// Checks that clusters that are given out again were forgotten: nothing would be written to them later.
+    pub(crate) fn check_forgotten(
+        &self,
+        clusters: impl Iterator<Item = HostCluster>,
+        size: u64,
+        image: &Path,
+    ) -> Result<()> {
+        let state = self.state.lock();
+        for cluster in clusters {
+            let range = cluster.get() * size..(cluster.get() + 1) * size;
+            let mut layers = [&state.recorded, &state.under_way, &state.pending].into_iter();
+            let forgotten = layers.all(|pieces| pieces.parts_of(&range).next().is_none());
+            invariant(forgotten, image, "nothing is journaled for a cluster that is free")?;
+        }
+        Ok(())
+    }
+
     /// The journaled data of a range. The caller asks for it before it reads the range, and applies it to what it read:
     /// data that is no longer journaled by then was already in place.
     pub(crate) fn journaled_in(&self, range: &Range<u64>) -> Vec<JournaledWrite> {
@@ -530,7 +548,7 @@ pub(crate) fn cut(bufs: &[IoBuf], part: Range<usize>) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::broken::{assert_violated, must_panic};
+    use crate::broken::{assert_violated, must_panic, must_violate};
     use isobath_qcow2::Crc32c;
 
     const SIZE: u64 = 65536;
@@ -642,6 +660,20 @@ mod tests {
         journal.forget(&[HostCluster::new(1)], SIZE);
         assert_eq!(journal.recorded().len(), 1);
         assert_eq!(journal.journaled_in(&(0..2 * SIZE)), []);
+    }
+
+    #[test]
+    fn a_cluster_is_given_out_again_once_it_was_forgotten() {
+        let journal = active();
+        assert!(is_journaled(&journal, SIZE, buf(2, 1024), Growth::First));
+        let check = |cluster| {
+            let clusters = [HostCluster::new(cluster)].into_iter();
+            journal.check_forgotten(clusters, SIZE, Path::new("image"))
+        };
+        check(0).unwrap();
+        must_violate(check(1), "nothing is journaled for a cluster that is free");
+        journal.forget(&[HostCluster::new(1)], SIZE);
+        check(1).unwrap();
     }
 
     #[test]
