@@ -3,7 +3,7 @@
 use super::error::JobError;
 use super::pace::{Forecast, Pacing};
 use super::record::{JobRecord, Recorder};
-use event_listener::{Event, EventListener};
+use event_listener::Event;
 use isobath_disk::live::Occupant;
 use isobath_image::{DiskError, violated};
 use isobath_sync::{CheckedMutex, Invariants};
@@ -449,8 +449,8 @@ impl Job {
         self.state.lock().recorder.as_ref().map(Recorder::record).unwrap_or_default()
     }
 
-    /// Notified when anything about the job changes.
-    pub fn changed(&self) -> EventListener {
+    /// Waits until something about the job changes after this call.
+    pub fn changed(&self) -> impl Future<Output = ()> + Unpin + Send + use<> {
         self.changed.listen()
     }
 
