@@ -7,8 +7,7 @@ use isobath_image::encryption::{self, Secrets};
 use isobath_image::index_area::read_root;
 use isobath_image::layer::ImageFormat;
 use isobath_image::luks;
-use isobath_image::name::name_in_header;
-use isobath_image::open::open_foreign;
+use isobath_image::open::{open_foreign, referenced_file};
 use isobath_image::options::{OpenOptions, Trust};
 use isobath_image::probe::format_of;
 use isobath_image::snapshot_table::read_snapshots;
@@ -24,12 +23,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Options of [`info`].
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct InfoOptions {
     /// Image locks to take.
     pub locking: Locking,
     /// The image's format; `None` probes.
     pub format: Option<ImageFormat>,
+    /// How far names in headers are trusted.
+    pub trust: Trust,
+    /// The image itself is named by another's header: see [`OpenOptions::named`].
+    pub named: bool,
 }
 
 /// Image information. Names are as stored: hostile text.
@@ -157,6 +160,9 @@ pub async fn info<H: Host>(host: &H, name: &Path, options: &InfoOptions) -> Resu
 
 /// Checks whether an image's index matches the layers below.
 async fn check_index<H: Host>(host: &H, info: &mut ImageInfo, options: &InfoOptions) {
+    if options.trust != Trust::Full {
+        return;
+    }
     if let Some(index) = info.qcow2.as_mut().and_then(|qcow2| qcow2.index.as_mut()) {
         *index = index_info(host, &info.filename, index, options.locking).await;
     }
@@ -173,7 +179,7 @@ pub async fn backing_chain_info<H: Host>(
 ) -> Result<Vec<ImageInfo>> {
     let mut chain: Vec<ImageInfo> = Vec::new();
     let mut seen: HashSet<FileId> = HashSet::new();
-    let mut next = Some((name.to_owned(), *options));
+    let mut next = Some((name.to_owned(), options.clone()));
     while let Some((name, options)) = next.take() {
         let (info, id) = look(host, &name, &options).await?;
         if !seen.insert(id) {
@@ -185,8 +191,7 @@ pub async fn backing_chain_info<H: Host>(
             });
         }
         if let Some(backing) = &info.backing_filename {
-            let backing = name_in_header(host, &name, "backing file", backing, &Trust::Full)?;
-            let backing = host.resolve(&name, backing);
+            let backing = referenced_file(host, &name, "backing file", backing, &options.trust)?;
             let format = match &info.backing_format {
                 Some(format) => {
                     Some(ImageFormat::of_backing(format).ok_or_else(|| DiskError::Refused {
@@ -196,7 +201,7 @@ pub async fn backing_chain_info<H: Host>(
                 }
                 None => None,
             };
-            next = Some((backing, InfoOptions { format, ..options }));
+            next = Some((backing, InfoOptions { format, named: true, ..options }));
         }
         chain.push(info);
     }
@@ -213,6 +218,9 @@ async fn look<H: Host>(
 ) -> Result<(ImageInfo, FileId)> {
     let mode = OpenMode { writable: false, direct: false, locking: options.locking };
     let file = host.open(name, mode).await?;
+    if options.named {
+        options.trust.check_place(&file).await?;
+    }
     let length = file.len().await?;
     let elsewhere = host.protocol_name(&name.to_string_lossy());
     let actual_size = if elsewhere { None } else { Some(file.allocated().await?) };
@@ -233,7 +241,7 @@ async fn look<H: Host>(
     };
     if let ImageFormat::Foreign(foreign) = format {
         let file = Arc::new(file);
-        let open = OpenOptions::new().locking(options.locking);
+        let open = OpenOptions::new().locking(options.locking).trust(options.trust.clone());
         let image = Box::pin(open_foreign(host, name, foreign, &open, &file)).await?;
         info.format = format;
         info.virtual_size = image.size();

@@ -43,7 +43,13 @@ pub async fn open_layers<H: Host>(
     let mut next = Some((name.to_owned(), options.format));
     let mut visible = u64::MAX;
     let mut ahead = OpenedAhead::default();
-    let below = options.clone().snapshot(None).data_file(None);
+    let below = options.clone().snapshot(None).data_file(None).named(true);
+    let as_given = below.clone().named(false);
+    let own = |depth: usize| match depth.checked_sub(1) {
+        None => options,
+        Some(above) if matches!(options.below(above), Below::Given(_)) => &as_given,
+        Some(_) => &below,
+    };
     while let Some((name, format)) = next.take() {
         if layers.len() == MAX_LAYERS {
             return Err(DiskError::Refused {
@@ -55,14 +61,13 @@ pub async fn open_layers<H: Host>(
         let opened = if let Some(layer) = ahead.take(&name, format) {
             Ok(layer)
         } else {
-            let options = if layers.is_empty() { options } else { &below };
             let key = options.secrets.key(layers.len());
-            open_layer(host, &name, format, writable, options, &key).await
+            open_layer(host, &name, format, writable, own(layers.len()), &key).await
         };
         let opened = match opened {
             Ok(layer) if !writable && (options.writable || options.bring_in) => {
                 let key = options.secrets.key(layers.len());
-                Box::pin(durable(host, layer, format, &below, &key)).await
+                Box::pin(durable(host, layer, format, own(layers.len()), &key)).await
             }
             opened => opened,
         };
@@ -96,7 +101,7 @@ pub async fn open_layers<H: Host>(
                 Below::Given(file) => Some(given(&layer, file)?),
             };
             if next.is_some() && ahead.is_empty() && options.may_use_index() {
-                ahead = open_ahead(host, &layer, layers.len(), options).await;
+                ahead = open_ahead(host, &layer, layers.len(), &below).await;
             }
         }
         layers.push(layer);
@@ -153,7 +158,8 @@ async fn without_log<H: Host>(
     }
     // The lock on what is read keeps writers out.
     drop(layer);
-    let brought = bring_in(host, &name, format, options.locking).await.map_err(|error| {
+    let opening = options.clone().format(format);
+    let brought = bring_in(host, &name, &opening).await.map_err(|error| {
         refused(format!(
             "its server was killed, and its unflushed writes are in this machine's memory only; they must be in the \
              image before anything is written above it: {error}"
@@ -204,7 +210,7 @@ async fn open_ahead<H: Host>(
     host: &H,
     holder: &Arc<Layer<H::File>>,
     above: usize,
-    options: &OpenOptions,
+    below: &OpenOptions,
 ) -> OpenedAhead<H::File> {
     let mut opened = OpenedAhead::default();
     let Some(root) = read_root(holder).await else { return opened };
@@ -226,16 +232,15 @@ async fn open_ahead<H: Host>(
         let mut depth = above + layers.len();
         for number in (ahead.lowest()..covers - layers.len()).rev() {
             let Some(record) = ahead.record(number) else { break };
-            let path =
-                referenced_file(host, &referrer, "backing file", &record.name, &options.trust);
+            let path = referenced_file(host, &referrer, "backing file", &record.name, &below.trust);
             let Ok(path) = path else { break };
             referrer.clone_from(&path);
             depth += 1;
-            wanted.push((path, record.format.into(), options.secrets.key(depth)));
+            wanted.push((path, record.format.into(), below.secrets.key(depth)));
         }
         let opening = wanted
             .iter()
-            .map(|(path, format, key)| open_layer(host, path, Some(*format), false, options, key));
+            .map(|(path, format, key)| open_layer(host, path, Some(*format), false, below, key));
         let mut opening = stream::iter(opening).buffered(OPENED_AT_ONCE);
         while let Some(layer) = opening.next().await {
             // Opening it again by the header's name reports the error.

@@ -40,6 +40,12 @@ impl Failure {
     }
 }
 
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.message.as_deref().unwrap_or_default())
+    }
+}
+
 impl From<DiskError> for Failure {
     fn from(error: DiskError) -> Self {
         Self::new(error)

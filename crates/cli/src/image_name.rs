@@ -5,9 +5,12 @@
 
 use crate::failure::Failure;
 use crate::host::{self, ImageHost, images};
+use crate::trust::Trusting;
 use crate::{nbd_options, options, size};
 use isobath_disk::encryption::{Secret, Secrets};
-use isobath_disk::{BackingFile, Below, Disk, DiskError, ImageFormat, OpenOptions};
+use isobath_disk::{
+    BackingFile, Below, Disk, DiskError, ImageFormat, InfoOptions, OpenOptions, Trust,
+};
 use isobath_qcow2::{FormatError, FormatErrorKind};
 use isobath_qmp::secret::{Description, Source};
 use isobath_storage::window::Part;
@@ -29,6 +32,14 @@ pub(crate) struct Naming {
     pub(crate) objects: Objects,
     #[command(flatten)]
     pub(crate) secret_file: SecretFile,
+    #[command(flatten)]
+    pub(crate) trusting: Trusting,
+    /// The external data file of the image, instead of the one that it names
+    #[arg(long, value_name = "FILE", conflicts_with = "image_opts")]
+    pub(crate) data_file: Option<PathBuf>,
+    /// Read the image without its backing file: what is not in it reads as zeroes
+    #[arg(long, conflicts_with = "image_opts")]
+    pub(crate) no_backing: bool,
 }
 
 /// The secret of encrypted images, for commands that do not name secrets as QEMU does.
@@ -143,6 +154,7 @@ pub(crate) struct Image {
     /// QEMU's `l2-cache-entry-size`, which has no effect but may be wrong.
     table_pieces: Option<u64>,
     secrets: Secrets,
+    trust: Trust,
 }
 
 impl Naming {
@@ -160,6 +172,24 @@ impl Naming {
 
     /// Like [`image`](Self::image), but the error is only the reason.
     pub(crate) fn parse(&self, name: &Path, format: Option<ImageFormat>) -> Result<Image, String> {
+        let mut image = self.trusted(self.parse_name(name, format)?)?;
+        if self.data_file.is_some() {
+            image.data_file.clone_from(&self.data_file);
+        }
+        if self.no_backing {
+            image.backing = false;
+            image.read_only = true;
+        }
+        Ok(image)
+    }
+
+    /// The same image, trusted as far as the command says.
+    fn trusted(&self, image: Image) -> Result<Image, String> {
+        let trust = self.trusting.of(&image.path).map_err(|failure| failure.to_string())?;
+        Ok(Image { trust, ..image })
+    }
+
+    fn parse_name(&self, name: &Path, format: Option<ImageFormat>) -> Result<Image, String> {
         let shown = name.to_string_lossy().into_owned();
         let secrets = self.secret_file.load()?;
         let plain = |path: PathBuf, format| Image {
@@ -232,7 +262,8 @@ impl Naming {
         }
         let shown = name.unwrap_or_default().to_owned();
         let secrets = self.secret_file.load()?;
-        self.described(Image { secrets, ..Image::plain(shown, PathBuf::new(), None) }, options)
+        let plain = Image { secrets, ..Image::plain(shown, PathBuf::new(), None) };
+        self.trusted(self.described(plain, options)?)
     }
 
     /// Refuses a name under which no image is created, in QEMU's words.
@@ -271,6 +302,7 @@ impl Image {
             backing_files,
             table_pieces: None,
             secrets,
+            trust: Trust::Full,
         }
     }
 
@@ -318,6 +350,13 @@ impl Image {
             .data_file(self.data_file.clone())
             .backing_files(self.backing_files.clone())
             .secrets(self.secrets.clone())
+            .trust(self.trust.clone())
+    }
+
+    /// How to look at it.
+    pub(crate) fn look(&self, locking: Locking) -> InfoOptions {
+        let OpenOptions { locking, format, trust, .. } = self.options(false, locking);
+        InfoOptions { locking, format, trust, ..InfoOptions::default() }
     }
 
     /// Sets the secret of the image, which was just created with it.
@@ -339,7 +378,7 @@ impl Image {
         if self.read_only {
             return Err(could_not_open(
                 &self.shown,
-                "its options make it read-only (read-only=on)",
+                "its options make it read-only (read-only=on, or --no-backing)",
             ));
         }
         Ok(self.options(direct, Locking::Exclusive).writable(true))

@@ -21,6 +21,7 @@ mod runtime;
 mod server;
 mod size;
 mod temporary;
+mod trust;
 mod workers;
 
 #[cfg(test)]

@@ -3,13 +3,13 @@
 use crate::Result;
 use crate::check::{CheckEvent, CheckOptions, CheckReport, Repair, check_storage};
 use crate::encryption::Key;
-use crate::layer::{ImageFormat, Qcow2Layer, ShownLog};
+use crate::layer::{Qcow2Layer, ShownLog};
 use crate::open::{open_layer, read_header};
 use crate::options::OpenOptions;
 use crate::restart_log::FoundLog;
 use crate::writer::Writer;
 use isobath_qcow2::IncompatibleFeatures;
-use isobath_storage::{Host, IoBuf, Locking, MemoryUse, OpenMode, Storage};
+use isobath_storage::{Host, IoBuf, MemoryUse, OpenMode, Storage};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -31,7 +31,8 @@ pub async fn check<H: Host>(
     let CheckOptions { locking, direct, .. } = *options;
     let mode = OpenMode { writable, direct, locking };
     if writable {
-        bring_in(host, name, options.format, options.locking).await?;
+        let opening = OpenOptions::new().format(options.format).locking(options.locking);
+        bring_in(host, name, &opening).await?;
     }
     let storage = Arc::new(host.open(name, mode).await?);
     check_storage(&storage, name, options.format, options.repair, events).await
@@ -42,14 +43,14 @@ pub async fn check<H: Host>(
 ///
 /// # Errors
 /// If the image cannot be opened for writing.
-pub async fn bring_in<H: Host>(
-    host: &H,
-    name: &Path,
-    format: Option<ImageFormat>,
-    locking: Locking,
-) -> Result<ShownLog> {
-    let options = OpenOptions::new().writable(true).locking(locking);
+pub async fn bring_in<H: Host>(host: &H, name: &Path, options: &OpenOptions) -> Result<ShownLog> {
+    let OpenOptions { format, locking, named, .. } = *options;
+    let trust = options.trust.clone();
+    let options = OpenOptions::new().writable(true).locking(locking).trust(trust).named(named);
     let storage = host.open(name, options.mode(true)).await?;
+    if named {
+        options.trust.check_place(&storage).await?;
+    }
     let length = storage.len().await?;
     let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
     // Without a usable header there is no log either.

@@ -53,6 +53,9 @@ pub async fn open_layer<H: Host>(
     key: &Key,
 ) -> Result<Layer<H::File>> {
     let file = host.open(name, options.mode(writable)).await?;
+    if options.named {
+        options.trust.check_place(&file).await?;
+    }
     // A header here, a table there: nothing else of thousands of layers is needed yet.
     file.advise(Access::Random).await;
     let layer = Box::pin(load_layer(host, name, format, writable, options, key, file)).await?;
@@ -70,6 +73,12 @@ pub async fn open_again<H: Host>(
     let format = Some(layer.format());
     let options = &options.clone().data_file(layer.given_data_file().map(Path::to_owned));
     let again = open_layer(host, layer.name(), format, true, options, &layer.key()).await?;
+    if again.storage().id() != layer.storage().id() {
+        return Err(DiskError::Refused {
+            image: layer.name().to_owned(),
+            reason: "its name has come to mean another file since it was opened".into(),
+        });
+    }
     Ok(if layer.is_detected_raw() { again.detected() } else { again })
 }
 
@@ -160,6 +169,16 @@ async fn load_layer<H: Host>(
     let data = if header.incompatible.contains(IncompatibleFeatures::DATA_FILE) {
         let path = match (&options.data_file, header.data_file()) {
             (Some(path), _) => path.clone(),
+            (None, Some(file)) if options.trust != Trust::Full => {
+                return Err(DiskError::Refused {
+                    image: name.to_owned(),
+                    reason: format!(
+                        "it keeps its data in an external file, '{}', which an untrusted image \
+                         does not choose; name the file with --data-file",
+                        file.escape_debug()
+                    ),
+                });
+            }
             (None, Some(file)) => referenced_file(host, name, "data file", file, &options.trust)?,
             (None, None) => {
                 return Err(DiskError::Refused {
@@ -224,6 +243,7 @@ pub async fn open_foreign<H: Host>(
     Image::open(format, name, Arc::clone(storage), async |extent: &str| {
         let path = referenced_file(host, name, "extent", extent, &options.trust)?;
         let file = host.open(&path, options.mode(false)).await?;
+        options.trust.check_place(&file).await?;
         Ok::<_, DiskError>((path, Arc::new(file)))
     })
     .await

@@ -3,8 +3,9 @@
 use crate::durability::MetadataMode;
 use crate::encryption::Secrets;
 use crate::layer::ImageFormat;
+use crate::{DiskError, Result};
 use isobath_qcow2::Snapshot;
-use isobath_storage::{Locking, OpenMode};
+use isobath_storage::{Locking, OpenMode, Storage};
 use std::path::PathBuf;
 
 /// Methods that set a field and return the options, to build them in one expression.
@@ -33,9 +34,29 @@ pub enum Trust {
     /// in QEMU.
     #[default]
     Full,
-    /// The image is untrusted: it may only name files below these directories (links followed), and must name their
-    /// format. Direct-access indexes are not used.
+    /// The image is untrusted: it may only name files below these directories (links followed; what counts is the file
+    /// that was opened), and must name their format. It names no external data file, which would be written to.
+    /// Direct-access indexes are not used.
     Within(Vec<PathBuf>),
+}
+
+impl Trust {
+    /// Checks that a file that a header names is where that is allowed: the open file, since its name may have come to
+    /// mean another.
+    ///
+    /// # Errors
+    /// If it is elsewhere, or it is not known where.
+    pub async fn check_place<S: Storage>(&self, file: &S) -> Result<()> {
+        let Self::Within(directories) = self else { return Ok(()) };
+        let place = file.real_path().await?;
+        if directories.iter().any(|directory| place.starts_with(directory)) {
+            return Ok(());
+        }
+        Err(DiskError::Refused {
+            image: file.name().to_owned(),
+            reason: "it lies outside the directories allowed to an untrusted image".into(),
+        })
+    }
 }
 
 /// Which internal snapshot is meant.
@@ -124,6 +145,9 @@ pub struct OpenOptions {
     pub backing_files: Vec<Below>,
     /// How far names in headers are trusted.
     pub trust: Trust,
+    /// The image itself is named by another's header, so that it must lie where `trust` allows. A chain sets this for the
+    /// images below its active one, except for those that were given.
+    pub named: bool,
     /// How changes of metadata reach the file.
     pub metadata: MetadataMode,
     /// Size of the journal in bytes, if there is one; `None` uses 1/32 of the disk's size, 1 to 4 MiB.
@@ -158,6 +182,7 @@ impl Default for OpenOptions {
             data_file: None,
             backing_files: Vec::new(),
             trust: Trust::default(),
+            named: false,
             metadata: MetadataMode::default(),
             journal_size: None,
             zone_size: None,
@@ -213,6 +238,7 @@ setters! {
     backing: bool,
     backing_files: Vec<Below>,
     trust: Trust,
+    named: bool,
     metadata: MetadataMode,
     journal_size: u64,
     zone_size: u64,

@@ -287,7 +287,7 @@ pub fn create(name: impl AsRef<Path>, new: &NewDisk) -> Result<u64> {
 /// # Errors
 /// As there, or if no thread or io_uring can be made.
 pub fn info(name: impl AsRef<Path>, options: &InfoOptions) -> Result<ImageInfo> {
-    let (name, options) = (name.as_ref().to_owned(), *options);
+    let (name, options) = (name.as_ref().to_owned(), options.clone());
     once(&name.clone(), move || async move {
         crate::info(&WindowHost::new(FileHost), &name, &options).await
     })

@@ -59,6 +59,7 @@ use isobath_storage::{
 };
 use open::Kind;
 use source::Source;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 impl Storage for FileStorage {
@@ -195,6 +196,11 @@ impl Storage for FileStorage {
         self.landed().await;
         let result = self.change_length(length).await;
         result.map_err(|error| self.at(Operation::SetLength, length, 0, error))
+    }
+
+    async fn real_path(&self) -> Result<PathBuf> {
+        let target = self.target().await?;
+        sys::path_of(&target.file).map_err(|error| self.error(Operation::Query, error))
     }
 
     async fn allocation(&self, offset: u64) -> Result<Allocation> {

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::PathBuf;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
@@ -37,6 +38,14 @@ struct CloneRange {
     src_offset: u64,
     src_length: u64,
     dest_offset: u64,
+}
+
+/// Where an open file is.
+pub(super) fn path_of(file: &OwnedFd) -> io::Result<PathBuf> {
+    if stat(file)?.st_nlink == 0 {
+        return Err(io::Error::new(io::ErrorKind::NotFound, "it was deleted"));
+    }
+    std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
 fn count(result: isize) -> io::Result<usize> {

@@ -111,6 +111,7 @@ trait DynFile: Send + Sync {
     fn len(&self) -> BoxFuture<'_, Result<u64>>;
     fn set_len(&self, length: u64) -> BoxFuture<'_, Result<()>>;
     fn allocation(&self, offset: u64) -> BoxFuture<'_, Result<Allocation>>;
+    fn real_path(&self) -> BoxFuture<'_, Result<PathBuf>>;
 }
 
 impl<S: Storage> DynFile for Typed<S> {
@@ -170,6 +171,10 @@ impl<S: Storage> DynFile for Typed<S> {
 
     fn allocation(&self, offset: u64) -> BoxFuture<'_, Result<Allocation>> {
         Box::pin(self.0.allocation(offset))
+    }
+
+    fn real_path(&self) -> BoxFuture<'_, Result<PathBuf>> {
+        Box::pin(self.0.real_path())
     }
 }
 
@@ -238,5 +243,9 @@ impl Storage for AnyFile {
 
     async fn allocation(&self, offset: u64) -> Result<Allocation> {
         self.0.allocation(offset).await
+    }
+
+    async fn real_path(&self) -> Result<PathBuf> {
+        self.0.real_path().await
     }
 }

@@ -161,4 +161,8 @@ impl<S: Storage> Storage for CarelessFile<S> {
     async fn allocation(&self, offset: u64) -> Result<Allocation> {
         self.inner.allocation(offset).await
     }
+
+    async fn real_path(&self) -> Result<PathBuf> {
+        self.inner.real_path().await
+    }
 }

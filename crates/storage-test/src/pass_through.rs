@@ -260,6 +260,10 @@ impl<S: Storage, K: Hooks> Storage for PassThroughFile<S, K> {
     async fn allocation(&self, offset: u64) -> Result<Allocation> {
         self.around(Call::Query, self.inner.allocation(offset)).await
     }
+
+    async fn real_path(&self) -> Result<PathBuf> {
+        self.inner.real_path().await
+    }
 }
 
 impl<S: Storage, K: Hooks> Reflink<Self> for PassThroughFile<S, K> {

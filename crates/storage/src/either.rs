@@ -199,6 +199,10 @@ impl<A: Storage, B: Storage> Storage for EitherFile<A, B> {
     async fn allocation(&self, offset: u64) -> Result<Allocation> {
         either!(self, file => file.allocation(offset).await)
     }
+
+    async fn real_path(&self) -> Result<PathBuf> {
+        either!(self, file => file.real_path().await)
+    }
 }
 
 /// Files share space only within a host.

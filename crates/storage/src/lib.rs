@@ -233,6 +233,15 @@ pub trait Storage: StorageExt + Sized + Send + Sync + 'static {
             Ok(Allocation { length, data: length > 0 })
         }
     }
+
+    /// Where the open file is now, as [`Host::canonical`] names it, whatever its name refers to by now: to judge the
+    /// file that is open, and not its name. By default the name.
+    ///
+    /// # Errors
+    /// The file has no name any more, or the system does not tell.
+    fn real_path(&self) -> impl Future<Output = Result<PathBuf>> {
+        async { Ok(self.name().to_owned()) }
+    }
 }
 
 /// How other programs may use a file while it is open here; QEMU's image locks.

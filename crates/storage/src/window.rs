@@ -511,6 +511,11 @@ impl<S: Storage> Storage for WindowFile<S> {
         Ok(())
     }
 
+    /// Where the file is of which it may be a part.
+    async fn real_path(&self) -> Result<PathBuf> {
+        self.file.real_path().await
+    }
+
     async fn allocation(&self, offset: u64) -> Result<Allocation> {
         if self.sectors.is_some() {
             let length = self.stored_length().await?.saturating_sub(offset);

@@ -49,6 +49,11 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    if args.naming.trusting.untrusted {
+        return Err(Failure::usage(
+            "an untrusted image does not choose the image that is written to: --untrusted cannot be used with 'commit'",
+        ));
+    }
     let image = args.naming.image(&args.image, args.format)?;
     let options = image.writable(args.cache.is_direct())?;
     runtime::block_on(async || {

@@ -6,9 +6,7 @@ use crate::host::{ImageHost, images};
 use crate::image_name::{Naming, reason};
 use crate::options::{self, OutputFormat};
 use crate::{json, runtime, size};
-use isobath_disk::{
-    BitmapInfo, DiskError, ImageFormat, InfoOptions, NewDisk, SnapshotChoice, info, measure,
-};
+use isobath_disk::{BitmapInfo, DiskError, ImageFormat, NewDisk, SnapshotChoice, info, measure};
 use serde_json::{Map, Value};
 use std::io::Write;
 use std::path::PathBuf;
@@ -100,7 +98,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         let measured = measure(&new, Some(&disk)).await.map_err(refused)?;
         let bitmaps = match can {
             true if any => {
-                let look = InfoOptions { locking: options.locking, format: options.format };
+                let look = image.look(options.locking);
                 let found = info(images(), &image.path, &look).await;
                 let found = found.map_err(|error| image.failed(&error))?;
                 let bitmaps = found.qcow2.map(|qcow2| qcow2.bitmaps).unwrap_or_default();

@@ -47,5 +47,6 @@ mod serving;
 mod sweep;
 mod two_programs;
 mod unheard;
+mod untrusted;
 #[path = "../../../export/tests/common/vhost_raw.rs"]
 mod vhost_raw;

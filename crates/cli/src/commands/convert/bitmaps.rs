@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::host::images;
 use crate::image_name::{Image, reason};
 use crate::{messages, options};
-use isobath_disk::{BitmapAction, BitmapBits, BitmapEditor, InfoOptions, info, read_bitmap};
+use isobath_disk::{BitmapAction, BitmapBits, BitmapEditor, info, read_bitmap};
 
 /// A bitmap of the source.
 pub(super) struct Copied {
@@ -18,7 +18,7 @@ pub(super) struct Copied {
 /// The bitmaps of a source.
 pub(super) async fn of(source: &Image, args: &Args) -> Result<Vec<Copied>, Failure> {
     let open = source.options(false, options::locking(args.force_share));
-    let look = InfoOptions { locking: open.locking, format: open.format };
+    let look = source.look(options::locking(args.force_share));
     let found = info(images(), &source.path, &look).await.map_err(|error| source.failed(&error))?;
     let Some(qcow2) = found.qcow2.filter(|qcow2| qcow2.version >= 3) else {
         return Err(Failure::new("Source lacks bitmap support"));

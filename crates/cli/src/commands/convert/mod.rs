@@ -9,6 +9,7 @@ use crate::commands::create;
 use crate::failure::{Failure, Outcome};
 use crate::host::{ImageHost, only_files};
 use crate::image_name::{Image, Naming};
+use crate::trust::Trusting;
 use crate::workers::{self, Progress};
 use crate::{options, runtime, size};
 use isobath_disk::{CopyOptions, Disk, DiskCopy, ImageFormat, SnapshotChoice};
@@ -208,7 +209,13 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     }
     let inputs = inputs.iter().map(|input| args.naming.image(input, args.format));
     let inputs: Vec<Image> = inputs.collect::<Result<_, _>>()?;
-    let target_naming = Naming { image_opts: args.target_image_opts, ..args.naming.clone() };
+    let target_naming = Naming {
+        image_opts: args.target_image_opts,
+        trusting: Trusting::default(),
+        data_file: None,
+        no_backing: false,
+        ..args.naming.clone()
+    };
     if !args.no_create {
         Naming::can_create(name).map_err(Failure::new)?;
     }

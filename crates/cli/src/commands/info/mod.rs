@@ -8,7 +8,7 @@ use crate::image_name::{Image, Naming};
 use crate::options::{self, OutputFormat};
 use crate::{json, runtime};
 use isobath_disk::{
-    ImageFormat, ImageInfo, IndexInfo, IndexState, InfoOptions, Qcow2Info, backing_chain_info, info,
+    ImageFormat, ImageInfo, IndexInfo, IndexState, Qcow2Info, backing_chain_info, info,
 };
 use isobath_formats::VmdkInfo;
 use isobath_qcow2::Snapshot;
@@ -68,8 +68,7 @@ pub(crate) fn read(
     locking: Locking,
     whole_chain: bool,
 ) -> Result<Vec<ImageInfo>, Failure> {
-    let options = image.options(false, locking);
-    let look = InfoOptions { locking: options.locking, format: options.format };
+    let look = image.look(locking);
     runtime::block_on(async || {
         let images = if whole_chain {
             backing_chain_info(images(), &image.path, &look).await

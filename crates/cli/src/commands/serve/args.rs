@@ -7,6 +7,7 @@ use crate::cache::Cache;
 use crate::failure::Failure;
 use crate::image_name::SecretFile;
 use crate::server::endpoint::Endpoint;
+use crate::trust::Trusting;
 use crate::{options, size};
 use isobath_disk::{ImageFormat, MetadataMode, SnapshotChoice};
 use isobath_export::nbd::ExportError;
@@ -71,13 +72,8 @@ pub(crate) struct Args {
     /// The images' format [default: detected]. Required for raw images unless --read-only is given
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     pub(super) format: Option<ImageFormat>,
-    /// Do not trust the images: open only backing files and data files in --backing-dir, and do not guess a backing
-    /// file's format
-    #[arg(long)]
-    pub(super) untrusted: bool,
-    /// A directory whose files an untrusted image may refer to; can be repeated [default: the image's own directory]
-    #[arg(long, value_name = "DIR", requires = "untrusted")]
-    pub(super) backing_dir: Vec<PathBuf>,
+    #[command(flatten)]
+    pub(super) trusting: Trusting,
     /// Number of threads that serve clients; each client is served by one thread [default: one per CPU, at most 8]
     #[arg(long, value_name = "N")]
     pub(super) threads: Option<NonZeroUsize>,

@@ -7,8 +7,6 @@ use isobath_disk::{ImageFormat, LiveDisk, OpenOptions, Trust};
 use isobath_ring::spawn;
 use isobath_storage::Host;
 use isobath_storage_file as file;
-use std::fs;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Opens every image.
@@ -19,7 +17,7 @@ pub(super) async fn open<H: Host + Clone>(
     let mut disks = Vec::new();
     for (number, image) in args.images.iter().enumerate() {
         let restart_log = args.frontends.outlives(number);
-        let options = options(args)?.trust(trust(args, image)?).restart_log(restart_log);
+        let options = options(args)?.trust(args.trusting.of(image)?).restart_log(restart_log);
         let disk = LiveDisk::open(host.clone(), image, &options).await?;
         let format = disk.layers().first().map(|layer| layer.format());
         if format == Some(ImageFormat::Raw) && args.format.is_none() && !args.is_read_only() {
@@ -49,26 +47,9 @@ fn options(args: &Args) -> Result<OpenOptions, Failure> {
     Ok(options)
 }
 
-/// Which files the names in an image may refer to.
-fn trust(args: &Args, image: &Path) -> Result<Trust, Failure> {
-    if !args.untrusted {
-        return Ok(Trust::Full);
-    }
-    let own = [match image.parent() {
-        Some(parent) if parent != Path::new("") => parent.to_owned(),
-        _ => PathBuf::from("."),
-    }];
-    let directories = if args.backing_dir.is_empty() { &own[..] } else { &args.backing_dir };
-    let canonical = |directory: &PathBuf| {
-        fs::canonicalize(directory)
-            .map_err(|error| Failure::new(error).context(format_args!("'{}'", directory.display())))
-    };
-    Ok(Trust::Within(directories.iter().map(canonical).collect::<Result<_, _>>()?))
-}
-
 /// The options for images that clients add: like the first image's, but with the format that the client specifies.
 pub(super) fn options_of_added(args: &Args) -> Result<OpenOptions, Failure> {
-    let trust = args.images.first().map_or(Ok(Trust::Full), |image| trust(args, image))?;
+    let trust = args.images.first().map_or(Ok(Trust::Full), |image| args.trusting.of(image))?;
     Ok(options(args)?.format(None).snapshot(None).writable(true).trust(trust))
 }
 

@@ -6,6 +6,7 @@ mod damaged;
 mod fields;
 mod images;
 mod memory;
+mod moved;
 mod names;
 mod survive;
 mod tables;

@@ -1,0 +1,110 @@
+//! `--untrusted`: an image reads no file outside the directories allowed to it, and chooses none that is written to.
+
+use isobath_testkit::process::{Finished, run};
+use isobath_testkit::{args, qemu};
+use std::ffi::OsString;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+const ISOBATH: &str = env!("CARGO_BIN_EXE_isobath");
+
+fn isobath(directory: &Path, arguments: &[OsString]) -> Finished {
+    run(Command::new(ISOBATH).args(arguments).current_dir(directory))
+}
+
+/// A directory for the images, and beside it a secret of raw bytes and one in qcow2.
+fn laid_out(work: &Path) {
+    fs::create_dir(work.join("own")).unwrap();
+    fs::write(work.join("secret"), [0x5e; 65536]).unwrap();
+    let own = work.join("own");
+    let img = |arguments: &[OsString]| {
+        let _ = run(Command::new(qemu::program("qemu-img")).args(arguments).current_dir(&own)).ok();
+    };
+    img(&args!["create", "-q", "-f", "qcow2", "-u", "-b", "../secret", "-F", "raw", "over", "64k"]);
+    let data = ["-o", "data_file=neighbour", "data", "64k"];
+    img(&[&args!["create", "-q", "-f", "qcow2"][..], &data.map(OsString::from)].concat());
+    fs::write(own.join("neighbour"), [0x6e; 65536]).unwrap();
+    fs::write(own.join("base"), [0x7e; 65536]).unwrap();
+    img(&args!["create", "-q", "-f", "qcow2", "-b", "base", "-F", "raw", "inside", "64k"]);
+    img(&args!["create", "-q", "-f", "raw", "plain", "64k"]);
+}
+
+/// Commands that open the image and what it names.
+fn commands(image: &str) -> Vec<Vec<OsString>> {
+    vec![
+        args!["info", "--untrusted", "--backing-chain", image],
+        args!["map", "--untrusted", image],
+        args!["measure", "--untrusted", "-O", "raw", image],
+        args!["compare", "--untrusted", image, "plain"],
+        args!["convert", "--untrusted", "-O", "raw", image, "copy"],
+        args!["dd", "--untrusted", format!("if={image}"), "of=copy"],
+        args!["bench", "--untrusted", "-c", "1", image],
+        args!["io", "--untrusted", "-r", "-c", "read 0 512", image],
+        args!["io", "--untrusted", "-c", "write 0 512", image],
+        args!["rebase", "--untrusted", "-b", "", image],
+    ]
+}
+
+#[test]
+fn no_command_follows_an_untrusted_image_out_of_its_directory() {
+    let directory = tempfile::tempdir().unwrap();
+    let work = directory.path();
+    laid_out(work);
+    let own = work.join("own");
+    let image = fs::read(own.join("over")).unwrap();
+    for command in commands("over") {
+        let done = isobath(&own, &command);
+        assert!(done.code() != 0, "{command:?}: {}", done.report());
+        assert!(done.stderr.contains("outside the directories"), "{command:?}: {}", done.report());
+        assert!(!own.join("copy").exists(), "{command:?}");
+        assert!(fs::read(own.join("over")).unwrap() == image, "{command:?}");
+    }
+    // Where the operator allows it, it is read.
+    let allowed =
+        args!["convert", "--untrusted", "--backing-dir", work, "-O", "raw", "over", "copy"];
+    let _ = isobath(&own, &allowed).ok();
+    assert!(fs::read(own.join("copy")).unwrap() == [0x5e; 65536]);
+}
+
+#[test]
+fn no_command_opens_a_data_file_that_an_untrusted_image_names() {
+    let directory = tempfile::tempdir().unwrap();
+    laid_out(directory.path());
+    let own = directory.path().join("own");
+    let commands = commands("data").into_iter().filter(|command| command[0] != "info");
+    let others = [
+        args!["snapshot", "--untrusted", "-c", "one", "data"],
+        args!["resize", "--untrusted", "data", "128k"],
+        args!["amend", "--untrusted", "-f", "qcow2", "-o", "lazy_refcounts=on", "data"],
+        args!["bitmap", "--untrusted", "--add", "data", "one"],
+    ];
+    for command in commands.chain(others) {
+        let done = isobath(&own, &command);
+        assert!(done.code() != 0, "{command:?}: {}", done.report());
+        assert!(done.stderr.contains("does not choose"), "{command:?}: {}", done.report());
+        assert!(fs::read(own.join("neighbour")).unwrap() == [0x6e; 65536], "{command:?}");
+    }
+    let given = args!["convert", "--untrusted", "--data-file", "base", "-O", "raw", "data", "copy"];
+    let _ = isobath(&own, &given).ok();
+    assert!(fs::read(own.join("neighbour")).unwrap() == [0x6e; 65536]);
+}
+
+#[test]
+fn an_untrusted_image_is_taken_in_with_what_its_directory_has() {
+    let directory = tempfile::tempdir().unwrap();
+    laid_out(directory.path());
+    let own = directory.path().join("own");
+    let _ = isobath(&own, &args!["convert", "--untrusted", "-O", "raw", "inside", "copy"]).ok();
+    assert!(fs::read(own.join("copy")).unwrap() == [0x7e; 65536]);
+    let alone = args!["convert", "--untrusted", "--no-backing", "-O", "raw", "inside", "alone"];
+    let _ = isobath(&own, &alone).ok();
+    assert!(fs::read(own.join("alone")).unwrap() == [0; 65536]);
+    // What is below is not changed on an untrusted image's word.
+    let done = isobath(&own, &args!["commit", "--untrusted", "inside"]);
+    assert!(done.code() != 0 && done.stderr.contains("--untrusted"), "{}", done.report());
+    assert!(fs::read(own.join("base")).unwrap() == [0x7e; 65536]);
+    let written = args!["io", "--no-backing", "-c", "write 0 512", "inside"];
+    let done = isobath(&own, &written);
+    assert!(done.code() != 0, "{}", done.report());
+}
