@@ -142,18 +142,29 @@ impl Replayed {
         spans
     }
 
-    /// Writes a span in place.
+    /// How many bytes become zeroes, in total.
+    pub fn zeroes(&self) -> u64 {
+        let zeroes = self.ranges.values().map(|content| match content {
+            Content::Zeroes(length) => *length,
+            Content::Bytes(_) => 0,
+        });
+        zeroes.fold(0, u64::saturating_add)
+    }
+
+    /// Writes a span in place. Zeroes alone take no space.
     pub async fn write<S: Storage>(&self, storage: &S, span: Range<u64>) -> Result<()> {
         let (at, length) = (span.start, span.end - span.start);
-        if length > PIECE {
-            // A single range: its bytes fit into the area, or are zeroes.
-            if let Some(Content::Bytes(bytes)) = self.ranges.get(&at) {
-                storage.write_at(at, IoBuf::copy_of(bytes)).await?;
-            } else {
-                let mode = ZeroMode { may_unmap: false, only_fast: false };
-                storage.write_zeroes(at, length, mode).await?;
+        match self.ranges.get(&at) {
+            Some(Content::Zeroes(all)) if *all == length => {
+                let mode = ZeroMode { may_unmap: true, only_fast: false };
+                return Ok(storage.write_zeroes(at, length, mode).await?);
             }
-            return Ok(());
+            // They fit into the area.
+            Some(Content::Bytes(bytes)) if bytes.len() as u64 == length => {
+                storage.write_at(at, IoBuf::copy_of(bytes)).await?;
+                return Ok(());
+            }
+            _ => {}
         }
         let mut bytes = storage.read_at(at, IoBuf::zeroed(length as usize)).await?;
         self.put_ranges(at, &mut bytes);

@@ -111,7 +111,7 @@ pub(crate) async fn recover<S: Storage>(
     if purpose != Purpose::Write {
         return Ok(Recovered { view: Some(examined.replayed), restart_log, unfit });
     }
-    place::write(storage, name, &examined.replayed).await?;
+    place::write(storage, name, header, &examined.replayed).await?;
     match &restart_log {
         Some(found) => {
             // The record that empties the journal comes next.

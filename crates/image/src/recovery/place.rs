@@ -7,7 +7,7 @@ use crate::{DiskError, Result, always};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use isobath_qcow2::header::field;
 use isobath_qcow2::journal::{BLOCK, HEAD_BYTES, JournalExtension, Operation, Record, Zones};
-use isobath_qcow2::{FormatError, Header, HostOffset, IncompatibleFeatures, Lsn};
+use isobath_qcow2::{FormatError, Geometry, Header, HostOffset, IncompatibleFeatures, Lsn};
 use isobath_storage::{IoBuf, Storage, ZeroMode};
 use std::ops::Range;
 use std::path::Path;
@@ -15,13 +15,46 @@ use std::path::Path;
 /// The most separate ranges to be written. A writer makes a checkpoint when 8 MiB of tables have changed, in pages of
 /// at least 512 bytes, or half of the area is used; one record changes at most 52,429 clusters, with three ranges each.
 const MOST_SPANS: usize = 1 << 19;
+/// Bytes of the refcount tables that replace one another as an image grows, the last of which has at most 8 MiB.
+const GROWN_TABLES: u64 = 32 << 20;
 /// Bytes of a record's header, and of a block that it may not fill.
 const RECORD_HEAD: usize = HEAD_BYTES + BLOCK;
 
+/// The most zeroes that tables of a disk need that are new in one journal, in bytes: twice what all of its tables do,
+/// since some may have been freed and made elsewhere, and refcount tables that grow.
+fn most_zeroes(geometry: &Geometry, size: u64) -> u64 {
+    let cluster = geometry.cluster_size();
+    let tables = geometry.l1_size_for(size).saturating_mul(cluster);
+    let clusters = size.saturating_add(tables).div_ceil(cluster).saturating_mul(2);
+    let refcounts = clusters.div_ceil(geometry.refcount_block_entries()).saturating_mul(cluster);
+    tables.saturating_add(refcounts).saturating_mul(2).saturating_add(GROWN_TABLES)
+}
+
 /// Writes everything except lead blocks in place, durably.
-pub(super) async fn write<S: Storage>(storage: &S, name: &Path, replayed: &Replayed) -> Result<()> {
+///
+/// # Errors
+/// If it is more than a writer leaves: a small journal must not fill the storage.
+pub(super) async fn write<S: Storage>(
+    storage: &S,
+    name: &Path,
+    header: &Header,
+    replayed: &Replayed,
+) -> Result<()> {
     let (ranges, leads) = replayed.counts();
     tracing::info!(image = %isobath_storage::shown(name), ranges, leads, "replaying the journal");
+    let damaged = |source| DiskError::Format { image: name.to_owned(), source };
+    let most = most_zeroes(&header.geometry().map_err(damaged)?, header.size);
+    if replayed.zeroes() > most {
+        return Err(DiskError::Refused {
+            image: name.to_owned(),
+            reason: format!(
+                "its journal zeroes {} bytes, more than a disk of {} bytes has tables for (at most {most}); copy the \
+                 disk with 'isobath convert', which only reads it",
+                replayed.zeroes(),
+                header.size
+            ),
+        });
+    }
     let spans = replayed.spans();
     if spans.len() > MOST_SPANS {
         return Err(DiskError::Refused {
