@@ -3,9 +3,10 @@
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, Stat};
 use rustix::fs::{fstat, mkdirat, openat, renameat_with, statat, unlinkat};
 use std::ffi::{OsStr, OsString};
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -99,7 +100,7 @@ impl Place {
         Ok(file.into())
     }
 
-    /// Creates a file with this mode, whatever the umask, and opens it for reading and writing.
+    /// Creates a file with this mode, less the umask, and opens it for reading and writing.
     ///
     /// # Errors
     /// `AlreadyExists` if anything is here.
@@ -107,9 +108,7 @@ impl Place {
         let flags =
             OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let mode = Mode::from_raw_mode(mode);
-        let file = openat(&self.directory, &self.name, flags, mode)?;
-        rustix::fs::fchmod(&file, mode)?;
-        Ok(file.into())
+        Ok(openat(&self.directory, &self.name, flags, mode)?.into())
     }
 
     /// Creates a directory with this mode, less the umask.
@@ -163,6 +162,41 @@ impl Place {
     }
 }
 
+/// Opens what a path leads to, once `check` has seen what that is: nothing else is opened, and nothing before, since the
+/// open itself may have side effects, as of a device, or wait. Links are followed.
+///
+/// # Errors
+/// If it cannot be opened, or `check` refuses it.
+pub fn open_checked(
+    path: &Path,
+    options: &OpenOptions,
+    check: impl FnOnce(&Stat) -> io::Result<()>,
+) -> io::Result<File> {
+    let found = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+    let seen = fstat(&found)?;
+    check(&seen)?;
+    match options.open(format!("/proc/self/fd/{}", found.as_raw_fd())) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound && seen.st_nlink > 0 => {}
+        opened => return opened,
+    }
+    // There is no /proc.
+    let file = options.open(path)?;
+    if identity_of(&file)? != identity(&seen) {
+        return Err(io::ErrorKind::ResourceBusy.into());
+    }
+    Ok(file)
+}
+
+/// Opens the regular file that a path leads to, for reading. Links are followed, and nothing is waited for.
+///
+/// # Errors
+/// If it is no regular file, or cannot be opened.
+pub fn open_regular(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY);
+    open_checked(path, &options, check_regular)
+}
+
 /// The identity of an open file.
 ///
 /// # Errors
@@ -199,7 +233,7 @@ fn check_regular(found: &Stat) -> io::Result<()> {
 mod tests {
     use super::*;
     use std::fs;
-    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::os::unix::fs::symlink;
     use std::os::unix::net::UnixListener;
 
     #[test]
@@ -247,7 +281,21 @@ mod tests {
             place(name).open(OFlags::RDWR).unwrap_err();
         }
         place("file").open(OFlags::RDWR).unwrap();
-        let made = place("made").create_new(0o666).unwrap().metadata().unwrap();
-        assert_eq!(made.permissions().mode() & 0o777, 0o666);
+    }
+
+    #[test]
+    fn what_was_looked_at_is_what_is_opened() {
+        let root = tempfile::tempdir().unwrap();
+        let [file, moved, other] = ["file", "moved", "other"].map(|name| root.path().join(name));
+        fs::write(&file, "looked at").unwrap();
+        fs::write(&other, "not looked at").unwrap();
+        let exchange = |_: &Stat| {
+            fs::rename(&file, &moved)?;
+            symlink(&other, &file)
+        };
+        let opened = open_checked(&file, OpenOptions::new().read(true), exchange).unwrap();
+        assert_eq!(io::read_to_string(opened).unwrap(), "looked at");
+        assert_eq!(io::read_to_string(open_regular(&file).unwrap()).unwrap(), "not looked at");
+        open_regular(root.path()).unwrap_err();
     }
 }

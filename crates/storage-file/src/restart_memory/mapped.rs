@@ -6,11 +6,14 @@ use isobath_ring::place::{Identity, Place, identity_of};
 use isobath_storage::restart_memory::{RESTART_MEMORY_BYTES, RestartMemory};
 use isobath_storage::shown;
 use rustix::fs::OFlags;
-use std::fs::{File, TryLockError};
+use std::fs::{File, Permissions, TryLockError};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::sync::atomic::AtomicU64;
+
+/// The mode of a log.
+const MODE: u32 = 0o600;
 
 /// A file at a place.
 pub(super) struct Held {
@@ -123,7 +126,9 @@ pub(super) fn create(shelf: &Shelf) -> io::Result<impl RestartMemory + use<>> {
 }
 
 fn new(place: &Place) -> io::Result<File> {
-    let file = place.create_new(0o600)?;
+    let file = place.create_new(MODE)?;
+    // Whatever the umask.
+    file.set_permissions(Permissions::from_mode(MODE))?;
     // Another process may have found it before, and is about to remove it.
     file.try_lock()?;
     Ok(file)
