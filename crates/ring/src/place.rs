@@ -162,8 +162,8 @@ impl Place {
     }
 }
 
-/// Opens what a path leads to, once `check` has seen what that is: nothing else is opened, and nothing before, since the
-/// open itself may have side effects, as of a device, or wait. Links are followed.
+/// Opens what a path leads to, once `check` has seen what that is: nothing else is opened, and nothing before, since
+/// an open may wait, or have side effects, as of a device. Links are followed.
 ///
 /// # Errors
 /// If it cannot be opened, or `check` refuses it.

@@ -24,8 +24,8 @@ impl PidFile {
     /// Writes this process's ID. A stale file of a process that has ended is reused.
     ///
     /// # Errors
-    /// `EBUSY` while another process holds the lock; if something else than a regular file with one name is there, which
-    /// is left as it is; and errors of the file system.
+    /// `EBUSY` while another process holds the lock; if something else than a regular file with one name is there,
+    /// which is left as it is; and errors of the file system.
     pub(crate) fn create(path: &Path) -> io::Result<Self> {
         let place = Place::of(path)?;
         loop {

@@ -90,8 +90,8 @@ impl Doomed {
         Ok(Self { locked, ..self })
     }
 
-    /// Deletes the file, and the symbolic link beside it by which it was named, if any. If an image other than `overlay` needs the file,
-    /// returns that image instead. `users` must have been found while the file was locked.
+    /// Deletes the file, and the symbolic link beside it by which it was named, if any. If an image other than
+    /// `overlay` needs the file, returns that image instead. `users` must have been found while the file was locked.
     ///
     /// # Errors
     /// If it cannot be deleted, or its name now refers to another file.
