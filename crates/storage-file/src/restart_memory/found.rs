@@ -114,12 +114,24 @@ fn refuse_match(spot: &Spot, mark: Mark) -> io::Result<()> {
             "it belongs to the user {user}, who does not own the image; open the image as that user"
         ))),
         Ok(false) => Ok(()),
-        Err(error) => {
+        Err(error) if is_theirs(&error) => {
             let file = shown(spot.place.path());
             tracing::error!(%file, user, %error, "what another user has left is no restart log");
             Ok(())
         }
+        Err(error) => Err(error),
     }
+}
+
+/// Whether another user can bring about this error.
+fn is_theirs(error: &io::Error) -> bool {
+    let kinds = [
+        io::ErrorKind::NotFound,
+        io::ErrorKind::PermissionDenied,
+        io::ErrorKind::InvalidInput,
+        io::ErrorKind::IsADirectory,
+    ];
+    kinds.contains(&error.kind()) || error.raw_os_error() == Some(libc::ELOOP)
 }
 
 fn found(spot: &Spot, mark: Mark, change: bool) -> io::Result<Option<Found>> {

@@ -74,13 +74,16 @@ impl Shelf {
         let mut spots = Vec::new();
         let former = OsString::from(format!("{PREFIX}{}", self.name().display()));
         let entries = self.entries(PREFIX)?;
-        let Ok(root) = self.root() else { return Ok(spots) };
+        if entries.is_empty() {
+            return Ok(spots);
+        }
+        let root = self.root()?;
         for entry in entries {
             if entry == former {
                 spots.extend(self.spot(root.beside(&entry), Whose::Own)?);
                 continue;
             }
-            let Some((user, place)) = self.directory(&root.beside(&entry)) else { continue };
+            let Some((user, place)) = self.directory(&root.beside(&entry))? else { continue };
             let whose = self.whose(user);
             match self.spot(place, whose) {
                 Ok(spot) => spots.extend(spot),
@@ -136,9 +139,19 @@ impl Shelf {
     }
 
     /// The file's place in this directory, and the user who made that. `None` if there is no directory.
-    fn directory(&self, directory: &Place) -> Option<(u32, Place)> {
-        let place = directory.below(&self.name()).ok()?;
-        Some((place.directory().ok()?.st_uid, place))
+    fn directory(&self, directory: &Place) -> io::Result<Option<(u32, Place)>> {
+        let place = match directory.below(&self.name()) {
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+                ) =>
+            {
+                return Ok(None);
+            }
+            place => place?,
+        };
+        Ok(Some((place.directory()?.st_uid, place)))
     }
 
     /// A directory of this user's own, which is made if there is none.
@@ -154,7 +167,7 @@ impl Shelf {
             }
             // Another user has taken the name. This user may have found another one before.
             for entry in self.entries(&format!("{plain}."))? {
-                if let Some(place) = self.usable(&root.beside(&entry)) {
+                if let Some(place) = self.usable(&root.beside(&entry))? {
                     return Ok(place);
                 }
             }
@@ -176,21 +189,20 @@ impl Shelf {
     fn made(&self, directory: &Place) -> io::Result<Option<Place>> {
         match directory.create_directory(DIRECTORY_MODE) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
-            _ => Ok(self.usable(directory)),
+            _ => self.usable(directory),
         }
     }
 
     /// The place in a directory, if that belongs to this user. From now on nobody else may write there.
-    fn usable(&self, directory: &Place) -> Option<Place> {
-        let (user, place) = self.directory(directory)?;
+    fn usable(&self, directory: &Place) -> io::Result<Option<Place>> {
+        let Some((user, place)) = self.directory(directory)? else { return Ok(None) };
         if user != self.user {
-            return None;
+            return Ok(None);
         }
-        let mode = place.directory().ok()?.st_mode & 0o7777;
-        if mode != DIRECTORY_MODE {
-            place.set_directory_mode(DIRECTORY_MODE).ok()?;
+        if place.directory()?.st_mode & 0o7777 != DIRECTORY_MODE {
+            place.set_directory_mode(DIRECTORY_MODE)?;
         }
-        Some(place)
+        Ok(Some(place))
     }
 
     /// Removes the directory of a place if it is empty, and one of those for memory.

@@ -7,10 +7,13 @@ use super::shelf::Shelf;
 use super::sys;
 use isobath_storage::FileId;
 use isobath_storage::restart_memory::{Mark, RESTART_MEMORY_BYTES, RestartMemory};
+use rustix::process::{Resource, Rlimit, setrlimit};
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::Ordering;
+use std::{env, iter};
 
 const MARK: Mark = [1, 2, 3];
 const FILE: FileId = FileId { device: 0xa, inode: 0xb };
@@ -98,4 +101,33 @@ fn nobody_else_may_write_to_a_users_directory() {
     assert_eq!(fs::metadata(&directory).unwrap().permissions().mode() & 0o7777, 0o711);
     memory.remove();
     assert!(!directory.exists(), "an empty directory goes with the last log");
+}
+
+/// The directory of a process that runs out of descriptors.
+const SHARED: &str = "ISOBATH_TEST_SHARED";
+
+#[test]
+fn who_is_out_of_descriptors_does_not_pass_over_a_log() {
+    let Some(shared) = env::var_os(SHARED) else {
+        let shared = tempfile::tempdir().unwrap();
+        leave(&shared.path().join("isobath-88/a-b"), MARK);
+        // A process of its own: other tests need descriptors.
+        let mut child = Command::new(env::current_exe().unwrap());
+        child.args([
+            "--exact",
+            "restart_memory::tests::who_is_out_of_descriptors_does_not_pass_over_a_log",
+        ]);
+        assert!(child.env(SHARED, shared.path()).status().unwrap().success());
+        return;
+    };
+    let shelf = Shelf::new(Path::new(&shared), sys::effective_user(), None, FILE);
+    let limit = Rlimit { current: Some(40), maximum: Some(40) };
+    setrlimit(Resource::Nofile, limit).unwrap();
+    let mut held: Vec<File> = iter::from_fn(|| File::open("/dev/null").ok()).collect();
+    let mut refused = 0;
+    while find(&shelf, MARK, true).map_or(true, |found| found.unwrap().words().is_empty()) {
+        refused += 1;
+        drop(held.pop().expect("it is found once there are descriptors"));
+    }
+    assert!(refused > 1, "{refused}");
 }
