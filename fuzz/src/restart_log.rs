@@ -61,7 +61,7 @@ pub fn restart_log(mut input: &[u8]) {
         {
             let mode = OpenMode { writable: true, ..OpenMode::default() };
             let file = host.open(Path::new(IMAGE), mode).await.expect("it is there");
-            let memory = file.restart_memory(MemoryUse::Take).await.expect("in memory");
+            let memory = file.restart_memory(MemoryUse::Stale).await.expect("in memory");
             let memory = memory.expect("a killed server left it");
             change(memory.words(), &mut input);
         }
@@ -98,7 +98,7 @@ async fn look(host: &MemoryHost) -> Option<IoBuf> {
 /// Whether the log says that refcounts may be wrong.
 async fn is_unclean(host: &MemoryHost) -> bool {
     let file = host.open(Path::new(IMAGE), OpenMode::default()).await.expect("it is there");
-    let memory = file.restart_memory(MemoryUse::Look).await.expect("in memory");
+    let memory = file.restart_memory(MemoryUse::Stale).await.expect("in memory");
     memory.is_some_and(|memory| memory.words()[UNCLEAN].load(Relaxed) != 0)
 }
 

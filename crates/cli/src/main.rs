@@ -18,6 +18,7 @@ mod nbd_options;
 mod options;
 mod program;
 mod runtime;
+mod screen;
 mod server;
 mod size;
 mod temporary;
@@ -32,6 +33,7 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, FromArgMatches, Parser};
 use failure::{Failure, Outcome};
 use isobath_image::sabotage::Sabotage;
+use screen::Screen;
 use std::ffi::OsString;
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -92,7 +94,7 @@ fn run() -> ExitCode {
             printed => return ended(printed.map_err(Failure::from).map(|()| 0)),
         },
     };
-    let mut out = io::stdout().lock();
+    let mut out = Screen::new(screen::raw());
     let result = cli.command.run(&mut out);
     ended(result.and_then(|code| Ok(out.flush().map(|()| code)?)))
 }

@@ -98,7 +98,7 @@ impl Write for &Log {
 
 /// Escapes characters that would control a terminal or mislead the reader. With `colours`, escape characters are kept:
 /// the log has already escaped those in its input.
-fn harmless(text: &str, colours: bool) -> String {
+pub(crate) fn harmless(text: &str, colours: bool) -> String {
     let mut out = String::with_capacity(text.len());
     let kept = |c: char| matches!(c, '\n' | '\t') || (colours && c == '\x1b');
     // Writing to a string does not fail.

@@ -6,10 +6,10 @@ use crate::encryption::Key;
 use crate::layer::{Qcow2Layer, ShownLog};
 use crate::open::{open_layer, read_header};
 use crate::options::OpenOptions;
-use crate::restart_log::FoundLog;
+use crate::restart_log::{FoundLog, LogUse};
 use crate::writer::Writer;
 use isobath_qcow2::IncompatibleFeatures;
-use isobath_storage::{Host, IoBuf, MemoryUse, OpenMode, Storage};
+use isobath_storage::{Host, IoBuf, OpenMode, Storage};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -58,7 +58,7 @@ pub async fn bring_in<H: Host>(host: &H, name: &Path, options: &OpenOptions) -> 
     let header =
         header.filter(|header| header.incompatible.contains(IncompatibleFeatures::JOURNAL));
     let left = match &header {
-        Some(header) => FoundLog::find(&storage, name, header, MemoryUse::Take).await?,
+        Some(header) => FoundLog::find(&storage, name, header, LogUse::Take).await?,
         None => None,
     };
     drop(storage);

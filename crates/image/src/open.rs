@@ -9,13 +9,13 @@ use crate::options::{OpenOptions, SnapshotChoice, Trust};
 use crate::probe::format_of;
 use crate::recovery::{Purpose, Recovered, overlay, recover};
 use crate::replayed::Replayed;
-use crate::restart_log::FoundLog;
+use crate::restart_log::{FoundLog, LogUse};
 use crate::sabotage::{self, Sabotage};
 use crate::snapshot_table::read_snapshots;
 use crate::{DiskError, Result};
 use isobath_formats::{Format, Image};
 use isobath_qcow2::{Extension, Header, IncompatibleFeatures, L1Entry};
-use isobath_storage::{Access, Host, IoBuf, MemoryUse, Storage, StorageExt};
+use isobath_storage::{Access, Host, IoBuf, Storage, StorageExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -134,8 +134,8 @@ async fn load_layer<H: Host>(
         // Restart logs know nothing of internal snapshots.
         (false, _, Some(_)) => Purpose::Examine,
         _ if sabotage::is(Sabotage::UnseenLog) => Purpose::Examine,
-        (false, locking, None) if !locking.denies_writing() => Purpose::View(MemoryUse::Glance),
-        (false, _, None) => Purpose::View(MemoryUse::Look),
+        (false, locking, None) if !locking.denies_writing() => Purpose::View(LogUse::Glance),
+        (false, _, None) => Purpose::View(LogUse::Look),
     };
     let Recovered { view: replayed, restart_log: found_log, unfit } =
         recover(&**storage, name, &header, purpose).await?;

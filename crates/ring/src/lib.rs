@@ -24,6 +24,7 @@ mod device;
 mod event;
 mod first;
 pub mod net;
+pub mod place;
 mod runtime;
 mod signal;
 

@@ -1,12 +1,12 @@
 //! Sockets on the ring.
 
+use crate::place::{self, Identity, Place};
 use crate::runtime::{ops, required, sleep};
 use isobath_buf::IoBuf;
-use std::fs;
+use rustix::fs::FileType;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,6 +22,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 pub struct Listener {
     socket: Arc<OwnedFd>,
     address: Address,
+    /// Where the socket's file is, and which file that is.
+    file: Option<(Place, Identity)>,
 }
 
 /// Where a [`Listener`] listens.
@@ -39,16 +41,19 @@ impl Listener {
     /// # Errors
     /// `EADDRINUSE` if a program listens there or the path is not a socket; file system errors.
     pub fn bind_unix(path: &Path) -> io::Result<Self> {
+        let place = Place::of(path)?;
         let listener = match UnixListener::bind(path) {
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_stale(path) => {
-                fs::remove_file(path)?;
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+                let Some(stale) = stale(&place) else { return Err(error) };
+                place.remove(stale)?;
                 UnixListener::bind(path)?
             }
             other => other?,
         };
         listener.set_nonblocking(true)?;
+        let bound = place::identity(&place.stat()?);
         let address = Address::Unix(path.to_owned());
-        Ok(Self { socket: Arc::new(listener.into()), address })
+        Ok(Self { socket: Arc::new(listener.into()), address, file: Some((place, bound)) })
     }
 
     /// Listens on a TCP address; port 0 picks a free one.
@@ -59,7 +64,7 @@ impl Listener {
         let listener = TcpListener::bind(address)?;
         listener.set_nonblocking(true)?;
         let address = Address::Tcp(listener.local_addr()?);
-        Ok(Self { socket: Arc::new(listener.into()), address })
+        Ok(Self { socket: Arc::new(listener.into()), address, file: None })
     }
 
     /// The address it listens on.
@@ -129,18 +134,19 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        if let Address::Unix(path) = &self.address {
-            let _ = fs::remove_file(path);
+        if let Some((place, bound)) = &self.file {
+            let _ = place.remove(*bound);
         }
     }
 }
 
-/// Whether a socket file exists and nothing listens on it.
-fn is_stale(path: &Path) -> bool {
-    let socket = fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
-    socket
-        && UnixStream::connect(path)
-            .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+/// The socket file at a place, if nothing listens on it.
+fn stale(place: &Place) -> Option<Identity> {
+    let found = place.stat().ok()?;
+    let socket = FileType::from_raw_mode(found.st_mode) == FileType::Socket;
+    let refused = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
+    let is_stale = socket && UnixStream::connect(place.path()).is_err_and(refused);
+    is_stale.then(|| place::identity(&found))
 }
 
 fn is_transient(error: &io::Error) -> bool {

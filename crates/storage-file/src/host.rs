@@ -7,13 +7,14 @@ use super::flush::Durability;
 use super::named::Named;
 use super::open::{
     Attempt, Failure, Kind, MOST_REPLACED, Opened, Taking, attach, check_type, descriptor,
-    explain_direct, no_direct, options, replaced,
+    existing, explain_direct, no_direct, options, replaced,
 };
 use super::role::Writing;
 use super::source::Source;
 use super::storage::{Abilities, FileStorage};
 use super::sys;
 use arc_swap::ArcSwap;
+use isobath_ring::place::{self, Identity, Place};
 use isobath_storage::error::{Operation, StorageError};
 use isobath_storage::{Host, OpenMode, Result};
 use std::fs::{self, File};
@@ -110,18 +111,13 @@ async fn create(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Attempt<FileSt
         } else {
             Durability::default()
         };
-        let created = if is_new { Some(file.metadata()?) } else { None };
+        let created = if is_new { created_at(name, &file) } else { None };
         let opened = match attach(file, name, mode, Taking::Alone, permit, pool).await {
             Ok(opened) => opened,
             Err(error) => {
-                let is_it = |found: &fs::Metadata, it: &fs::Metadata| {
-                    (found.dev(), found.ino()) == (it.dev(), it.ino())
-                };
                 // It stays if it has got another name.
-                if let (Some(it), Ok(real)) = (created, fs::canonicalize(name))
-                    && fs::metadata(&real).is_ok_and(|found| is_it(&found, &it))
-                {
-                    let _ = fs::remove_file(real);
+                if let Some((place, id)) = created {
+                    let _ = place.remove(id);
                 }
                 return Err(error);
             }
@@ -145,7 +141,7 @@ async fn new_or_found(name: &Path, mode: OpenMode, pool: &Pool) -> Attempt<(File
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         Err(error) => return Err(explained(error)),
     }
-    match pool.open(|| options(mode).open(name)).await {
+    match pool.open(|| existing(name, mode)).await {
         Ok(file) => Ok((file, false)),
         // The name is a link to a file that does not exist, or was removed in between.
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -154,6 +150,13 @@ async fn new_or_found(name: &Path, mode: OpenMode, pool: &Pool) -> Attempt<(File
         }
         Err(error) => Err(explained(error)),
     }
+}
+
+/// Where a file is that was created under this name, and which one it is.
+fn created_at(name: &Path, file: &File) -> Option<(Place, Identity)> {
+    let id = place::identity_of(file).ok()?;
+    let place = Place::of(&fs::canonicalize(name).ok()?).ok()?;
+    place.holds(id).then_some((place, id))
 }
 
 /// The directory of a file, or of the one that its name is a link to.

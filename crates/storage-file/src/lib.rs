@@ -260,7 +260,7 @@ impl RestartMemories for FileStorage {
         how: MemoryUse,
     ) -> BoxFuture<'_, Result<Option<Arc<dyn RestartMemory>>>> {
         Box::pin(async move {
-            if how == MemoryUse::Glance {
+            if let MemoryUse::Glance(_) = how {
                 let target = self.target().await?;
                 if lock::look(&target.file, &self.file.name, Wanted::READER).is_err() {
                     return Ok(None);

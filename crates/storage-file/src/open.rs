@@ -7,6 +7,7 @@ use super::pause::pause;
 use super::transfer::Target;
 use super::{sys, users};
 use crate::lock::{self, Locks, Wanted};
+use isobath_ring::place::open_checked;
 use isobath_storage::error::{Operation, StorageError};
 use isobath_storage::{FileId, Locking, OpenMode, Result};
 use std::fs::{self, File, OpenOptions};
@@ -127,11 +128,8 @@ pub(super) async fn descriptor(
     pool: &Arc<Pool>,
 ) -> Result<Opened> {
     let open = async || {
-        // Checked before it is opened, since opening a device can have side effects.
-        let found = fs::metadata(path)?;
-        check_type(found.mode(), found.rdev(), mode)?;
         let permit = pool.admit().await;
-        let file = pool.open(|| options(mode).open(path)).await;
+        let file = pool.open(|| existing(path, mode)).await;
         let file = file.map_err(|error| explain_direct(error, mode))?;
         attach(file, name, mode, taking, permit, pool).await
     };
@@ -158,6 +156,11 @@ pub(super) fn options(mode: OpenMode) -> OpenOptions {
     options.read(true).write(mode.writable);
     options.custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY | direct).mode(0o644);
     options
+}
+
+/// Opens an existing file. Its type is checked before, since opening a device can have side effects.
+pub(super) fn existing(path: &Path, mode: OpenMode) -> io::Result<File> {
+    open_checked(path, &options(mode), |found| check_type(found.st_mode, found.st_rdev, mode))
 }
 
 pub(super) async fn attach(

@@ -149,7 +149,7 @@ pub trait RestartMemories {
     /// The file's memory for this use; `None` also if there can be none.
     ///
     /// Its last user may be a killed process that has not ended yet, although the image's lock is free: the call waits
-    /// for it.
+    /// for it. Memory that begins with something else than is looked for is passed over.
     ///
     /// # Errors
     /// Existing memory cannot be used because it is in use or belongs to another user, or new memory cannot be created.

@@ -5,29 +5,55 @@
 //! writer keeps changes in it that are not in its file yet.
 
 use std::io;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The size of a file's restart memory in bytes.
 pub const RESTART_MEMORY_BYTES: usize = 2 << 20;
 
+/// The first words of the memory that is looked for. Several users may have left memory for one file, and only one of
+/// them what fits its contents.
+pub type Mark = [u64; 3];
+
 /// What a file's restart memory is wanted for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryUse {
-    /// To be written: existing memory, or new one.
+    /// To be written: new memory, or that of this user, whose contents do not matter.
     Create,
     /// To be applied, and removed: existing memory, which nobody else uses meanwhile.
-    Take,
+    Take(Mark),
     /// To be read: existing memory, which others may read at the same time.
-    Look,
+    Look(Mark),
     /// Like [`Look`](Self::Look), of a file that is read without locks: none while somebody writes to the file.
-    Glance,
+    Glance(Mark),
+    /// To be removed: existing memory that nobody uses, whose contents do not matter. Nothing is waited for.
+    Stale,
+}
+
+impl MemoryUse {
+    /// How the memory that is looked for begins. A host that knows only of one for each file need not compare.
+    pub fn mark(self) -> Option<Mark> {
+        match self {
+            Self::Take(mark) | Self::Look(mark) | Self::Glance(mark) => Some(mark),
+            Self::Create | Self::Stale => None,
+        }
+    }
 }
 
 /// The restart memory that belongs to one file. Only its current user changes it.
 pub trait RestartMemory: Send + Sync {
-    /// The whole memory: [`RESTART_MEMORY_BYTES`]. New memory holds zeroes; existing memory holds what its last user,
-    /// or anyone who could open it, left.
+    /// The whole memory: [`RESTART_MEMORY_BYTES`], to store into if it was [created](MemoryUse::Create). Of memory that
+    /// was found these are the contents, maybe in a copy; they may be anything.
     fn words(&self) -> &[AtomicU64];
+
+    /// Changes one word of memory that was found.
+    ///
+    /// # Errors
+    /// It cannot be changed.
+    fn store(&self, place: usize, value: u64) -> io::Result<()> {
+        let word = self.words().get(place).ok_or(io::ErrorKind::InvalidInput)?;
+        word.store(value, Ordering::Release);
+        Ok(())
+    }
 
     /// Its name for messages: the path of a file.
     fn name(&self) -> String;

@@ -19,6 +19,7 @@ mod problem;
 pub mod render;
 mod report;
 mod statistics;
+mod tree;
 mod walk;
 
 pub use chain::{Advice, ChainRow, SortBy};

@@ -123,7 +123,7 @@ fn follow(
     let outside =
         !fs::canonicalize(&path).is_ok_and(|real| roots.iter().any(|root| real.starts_with(root)));
     progress.files.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-    match look(path, true, outside) {
+    match probe::open(&path).and_then(|opened| look(path, &opened, outside)) {
         Ok((seen, trouble)) => {
             let number = fleet.add(&seen, options.births)?;
             if let Some((trouble, detail)) = trouble {
@@ -137,7 +137,7 @@ fn follow(
 
 /// The backing file that an image's header names.
 fn named(image: &Path) -> io::Result<Option<Backing>> {
-    let (_, kind) = probe::look(image, true)?;
+    let (_, kind) = probe::look(image)?;
     Ok(match kind {
         Kind::Qcow2(summary) => summary.backing,
         Kind::Other(_) | Kind::Broken(_) => None,

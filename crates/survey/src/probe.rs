@@ -6,9 +6,10 @@ use isobath_qcow2::probe::{Foreign, Probed, probe};
 use isobath_qcow2::{
     Extension, FormatError, FormatErrorKind, Geometry, Header, IncompatibleFeatures, ParseMode,
 };
-use std::fs::{self, File, Metadata, OpenOptions};
+use rustix::fs::{Mode, OFlags};
+use std::fs::{self, File, Metadata};
 use std::io;
-use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
@@ -100,20 +101,23 @@ pub(crate) enum Kind {
     Broken(FormatError),
 }
 
-/// Opens a file for reading; changes nothing and never blocks.
+/// Opens a file for reading; changes nothing and never blocks. Links are followed.
 ///
 /// # Errors
 /// If it cannot be opened, or is not a regular file.
-pub(crate) fn open(path: &Path, follow_link: bool) -> io::Result<(File, Metadata)> {
-    let link = if follow_link { 0 } else { libc::O_NOFOLLOW };
-    let with = |extra: i32| {
-        let mut options = OpenOptions::new();
-        options.read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY | link | extra);
-        options.open(path)
-    };
+pub(crate) fn open(path: &Path) -> io::Result<(File, Metadata)> {
+    opened(|flags| Ok(rustix::fs::open(path, flags, Mode::empty())?.into()))
+}
+
+/// Opens a file as `open` does with these flags.
+///
+/// # Errors
+/// If it cannot be opened, or is not a regular file.
+pub(crate) fn opened(open: impl Fn(OFlags) -> io::Result<File>) -> io::Result<(File, Metadata)> {
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     // Only a file's owner may suppress the update of its access time.
-    let file = match with(libc::O_NOATIME) {
-        Err(error) if error.raw_os_error() == Some(libc::EPERM) => with(0)?,
+    let file = match open(flags | OFlags::NOATIME) {
+        Err(error) if error.raw_os_error() == Some(libc::EPERM) => open(flags)?,
         other => other?,
     };
     let data = file.metadata()?;
@@ -124,9 +128,18 @@ pub(crate) fn open(path: &Path, follow_link: bool) -> io::Result<(File, Metadata
 }
 
 /// Opens and examines a file. The caller must know that it is a regular file: opening a device can have side effects.
-pub(crate) fn look(path: &Path, follow_link: bool) -> io::Result<(Facts, Kind)> {
-    let (file, data) = open(path, follow_link)?;
-    Ok((Facts::of(&data), header(&file, path, data.len())?))
+pub(crate) fn look(path: &Path) -> io::Result<(Facts, Kind)> {
+    let (file, data) = open(path)?;
+    facts_and_kind(path, &file, &data)
+}
+
+/// Examines an open file.
+pub(crate) fn facts_and_kind(
+    path: &Path,
+    file: &File,
+    data: &Metadata,
+) -> io::Result<(Facts, Kind)> {
+    Ok((Facts::of(data), header(file, path, data.len())?))
 }
 
 /// Reads the header of an open file.

@@ -4,10 +4,13 @@ use crate::fleet::{Fleet, Seen};
 use crate::name;
 use crate::probe::{self, Id, Kind};
 use crate::problem::Trouble;
+use crate::tree::{Entry, Tree, entries};
 use crate::{Options, Progress, SurveyError};
 use parking_lot::{Condvar, Mutex};
+use rustix::fs::FileType;
 use std::ffi::OsString;
-use std::fs;
+use std::fs::{self, File, Metadata};
+use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -20,9 +23,12 @@ const BATCH: usize = 128;
 /// The maximum number of waiting tasks; beyond it, the thread that finds files probes them itself.
 const MAX_WAITING: usize = 1024;
 
+/// A file that was opened, or why it was not.
+type Opened = io::Result<(File, Metadata)>;
+
 enum Task {
-    Directory { path: PathBuf, device: u64 },
-    Files { directory: Arc<Path>, names: Vec<OsString> },
+    Directory { tree: Arc<Tree>, path: PathBuf, device: u64 },
+    Files { tree: Arc<Tree>, directory: Arc<Path>, names: Vec<OsString> },
     File(PathBuf),
 }
 
@@ -48,10 +54,12 @@ pub(crate) fn walk(
 ) -> Result<Fleet, SurveyError> {
     let mut tasks = Vec::new();
     for path in paths {
-        let data = fs::metadata(path)
-            .map_err(|error| SurveyError::new(path, format_args!("cannot access it: {error}")))?;
+        let failed =
+            |error: io::Error| SurveyError::new(path, format_args!("cannot access it: {error}"));
+        let data = fs::metadata(path).map_err(failed)?;
         if data.is_dir() {
-            tasks.push(Task::Directory { path: path.clone(), device: data.dev() });
+            let tree = Arc::new(Tree::open(path).map_err(failed)?);
+            tasks.push(Task::Directory { tree, path: path.clone(), device: data.dev() });
         } else if data.is_file() {
             tasks.push(Task::File(path.clone()));
         } else {
@@ -83,9 +91,11 @@ impl Walk<'_> {
                 queue.busy += 1;
                 drop(queue);
                 match task {
-                    Task::Directory { path, device } => self.directory(&path, device),
-                    Task::Files { directory, names } => self.files(&directory, names),
-                    Task::File(path) => self.take(self.file(&path, true).into_iter().collect()),
+                    Task::Directory { tree, path, device } => self.directory(&tree, &path, device),
+                    Task::Files { tree, directory, names } => self.files(&tree, &directory, names),
+                    Task::File(path) => {
+                        self.take(self.file(&path, probe::open(&path)).into_iter().collect());
+                    }
                 }
                 queue = self.queue.lock();
                 queue.busy -= 1;
@@ -111,49 +121,63 @@ impl Walk<'_> {
         None
     }
 
-    fn directory(&self, path: &Path, device: u64) {
+    fn directory(&self, tree: &Arc<Tree>, path: &Path, device: u64) {
+        let failed = |error: &io::Error| self.problem(path, Trouble::of_image(error), error);
+        let opened = tree.directory(path);
+        let opened = opened.and_then(|directory| Ok((directory.metadata()?.dev(), directory)));
+        let (own_device, directory) = match opened {
+            Ok(opened) => opened,
+            Err(error) => {
+                self.progress.directories.fetch_add(1, Relaxed);
+                return failed(&error);
+            }
+        };
+        if self.options.one_file_system && own_device != device {
+            self.progress.mounts.fetch_add(1, Relaxed);
+            return;
+        }
         self.progress.directories.fetch_add(1, Relaxed);
         let shared: Arc<Path> = path.into();
         let mut names = Vec::new();
         let flush = |names: &mut Vec<OsString>| {
-            let task = Task::Files { directory: shared.clone(), names: std::mem::take(names) };
-            if let Some(Task::Files { directory, names }) = self.hand_on(task) {
-                self.files(&directory, names);
+            let (tree, directory) = (Arc::clone(tree), Arc::clone(&shared));
+            let task = Task::Files { tree, directory, names: std::mem::take(names) };
+            if let Some(Task::Files { tree, directory, names }) = self.hand_on(task) {
+                self.files(&tree, &directory, names);
             }
         };
-        let entries = match fs::read_dir(path) {
+        let entries = match entries(&directory) {
             Ok(entries) => entries,
-            Err(error) => return self.problem(path, Trouble::of_image(&error), &error),
+            Err(error) => return failed(&error),
         };
         for entry in entries {
             if self.progress.is_stopped() {
                 return;
             }
-            let entry = match entry {
+            let Entry { name, kind } = match entry {
                 Ok(entry) => entry,
                 Err(error) => {
-                    self.problem(path, Trouble::of_image(&error), &error);
+                    failed(&error);
                     break;
                 }
             };
-            match entry.file_type() {
-                Ok(kind) if kind.is_dir() => self.sub_directory(entry.path(), device),
-                Ok(kind) if kind.is_file() => {
-                    names.push(entry.file_name());
+            match kind {
+                FileType::Directory => {
+                    let (tree, path) = (Arc::clone(tree), path.join(name));
+                    self.hand_on(Task::Directory { tree, path, device });
+                }
+                FileType::RegularFile => {
+                    names.push(name);
                     if names.len() == BATCH {
                         flush(&mut names);
                     }
                 }
-                Ok(kind) => {
-                    let counter = if kind.is_symlink() {
-                        &self.progress.links
-                    } else {
-                        &self.progress.special
-                    };
-                    counter.fetch_add(1, Relaxed);
+                FileType::Symlink => {
+                    self.progress.links.fetch_add(1, Relaxed);
                 }
-                // It was removed meanwhile.
-                Err(_) => {}
+                _ => {
+                    self.progress.special.fetch_add(1, Relaxed);
+                }
             }
         }
         if !names.is_empty() {
@@ -161,34 +185,27 @@ impl Walk<'_> {
         }
     }
 
-    fn sub_directory(&self, path: PathBuf, device: u64) {
-        if self.options.one_file_system
-            && fs::metadata(&path).is_ok_and(|data| data.dev() != device)
-        {
-            self.progress.mounts.fetch_add(1, Relaxed);
-            return;
-        }
-        self.hand_on(Task::Directory { path, device });
-    }
-
-    fn files(&self, directory: &Path, names: Vec<OsString>) {
+    fn files(&self, tree: &Tree, directory: &Path, names: Vec<OsString>) {
         let found = names
             .into_iter()
             .take_while(|_| !self.progress.is_stopped())
-            .filter_map(|name| self.file(&directory.join(name), false))
+            .filter_map(|name| {
+                let path = directory.join(name);
+                self.file(&path, tree.file(&path))
+            })
             .collect();
         self.take(found);
     }
 
     /// Probes a file; returns it if it is an image.
-    fn file(&self, path: &Path, follow_link: bool) -> Option<(Seen, Option<(Trouble, String)>)> {
+    fn file(&self, path: &Path, opened: Opened) -> Option<(Seen, Option<(Trouble, String)>)> {
         self.progress.files.fetch_add(1, Relaxed);
-        match look(path.to_owned(), follow_link, false) {
+        match opened.and_then(|opened| look(path.to_owned(), &opened, false)) {
             Ok((seen, _)) if matches!(seen.kind, Kind::Other(_)) => None,
             Ok(found) => Some(found),
             Err(error) => {
                 // A file removed meanwhile is ignored.
-                if error.kind() != std::io::ErrorKind::NotFound {
+                if error.kind() != io::ErrorKind::NotFound {
                     self.problem(path, Trouble::of_image(&error), &error);
                 }
                 None
@@ -213,18 +230,18 @@ impl Walk<'_> {
         }
     }
 
-    fn problem(&self, path: &Path, trouble: Trouble, detail: &std::io::Error) {
+    fn problem(&self, path: &Path, trouble: Trouble, detail: &io::Error) {
         self.fleet.lock().problems.add(path.as_os_str().as_bytes(), trouble, detail);
     }
 }
 
-/// Probes a file and resolves its backing file's name.
+/// Probes a file that is open, and resolves its backing file's name.
 pub(crate) fn look(
     path: PathBuf,
-    follow_link: bool,
+    (file, data): &(File, Metadata),
     outside: bool,
-) -> std::io::Result<(Seen, Option<(Trouble, String)>)> {
-    let (facts, kind) = probe::look(&path, follow_link)?;
+) -> io::Result<(Seen, Option<(Trouble, String)>)> {
+    let (facts, kind) = probe::facts_and_kind(&path, file, data)?;
     let mut backing: Option<Id> = None;
     let trouble = match &kind {
         Kind::Other(_) => None,

@@ -1,7 +1,7 @@
 //! `isobath completions`
 
-use crate::Cli;
 use crate::failure::Outcome;
+use crate::{Cli, screen};
 use clap::CommandFactory;
 use clap_complete::Shell;
 use std::io::Write;
@@ -15,9 +15,10 @@ pub(crate) struct Args {
     shell: Shell,
 }
 
-pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut Cli::command(), "isobath", &mut script);
-    out.write_all(&script)?;
+    // A shell reads it.
+    screen::raw().write_all(&script)?;
     Ok(0)
 }

@@ -1,15 +1,21 @@
 //! A file with the process ID, locked for as long as the process lives.
 
 use crate::failure::Failure;
-use std::fs::{self, File, OpenOptions, TryLockError};
+use isobath_ring::place::{Identity, Place, identity_of};
+use rustix::fs::OFlags;
+use std::fs::{File, Permissions, TryLockError};
 use std::io::{self, Write};
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::Path;
+
+/// Whoever stops the server reads the file, maybe as another user.
+const MODE: u32 = 0o644;
 
 /// A PID file, removed on drop.
 #[derive(Debug)]
 pub(crate) struct PidFile {
-    path: PathBuf,
+    place: Place,
+    id: Identity,
     /// Holds the lock.
     _file: File,
 }
@@ -18,24 +24,42 @@ impl PidFile {
     /// Writes this process's ID. A stale file of a process that has ended is reused.
     ///
     /// # Errors
-    /// `EBUSY` while another process holds the lock; and errors of the file system.
+    /// `EBUSY` while another process holds the lock; if something else than a regular file with one name is there,
+    /// which is left as it is; and errors of the file system.
     pub(crate) fn create(path: &Path) -> io::Result<Self> {
+        let place = Place::of(path)?;
         loop {
-            let mut file =
-                OpenOptions::new().create(true).write(true).truncate(false).open(path)?;
+            let found = match place.create_new(MODE) {
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                    place.open(OFlags::RDWR)
+                }
+                created => created,
+            };
+            let mut file = match found {
+                Err(error)
+                    if error.kind() == io::ErrorKind::NotFound
+                        && place.directory()?.st_nlink > 0 =>
+                {
+                    continue;
+                }
+                found => found?,
+            };
             file.try_lock().map_err(|error| match error {
                 TryLockError::WouldBlock => io::Error::from(io::ErrorKind::ResourceBusy),
                 TryLockError::Error(error) => error,
             })?;
             // The previous holder may have removed it between the open and the lock.
-            let ours = file.metadata()?;
-            match fs::metadata(path) {
-                Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => {}
-                _ => continue,
+            let id = identity_of(&file)?;
+            if !place.holds(id) {
+                continue;
             }
+            if file.metadata()?.nlink() != 1 {
+                return Err(io::Error::other("it has another name as well (a hard link)"));
+            }
+            file.set_permissions(Permissions::from_mode(MODE))?;
             file.set_len(0)?;
             writeln!(file, "{}", std::process::id())?;
-            return Ok(Self { path: path.to_owned(), _file: file });
+            return Ok(Self { place, id, _file: file });
         }
     }
 }
@@ -54,13 +78,15 @@ pub(crate) fn create(path: &Path) -> Result<PidFile, Failure> {
 
 impl Drop for PidFile {
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.path);
+        let _ = self.place.remove(self.id);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
+    use std::os::unix::fs::symlink;
 
     #[test]
     fn one_holder_at_a_time() {
@@ -74,5 +100,35 @@ mod tests {
         drop(held);
         assert!(!path.exists());
         PidFile::create(&path).unwrap();
+    }
+
+    #[test]
+    fn what_is_not_a_file_of_its_own_is_refused_at_once_and_stays() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        fs::write(at("precious"), "precious").unwrap();
+        symlink("precious", at("link")).unwrap();
+        symlink("nothing", at("dangling")).unwrap();
+        fs::hard_link(at("precious"), at("hard")).unwrap();
+        let (kind, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::from_raw_mode(0o600));
+        rustix::fs::mknodat(rustix::fs::CWD, at("pipe"), kind, mode, 0).unwrap();
+        for name in ["link", "dangling", "hard", "pipe"] {
+            PidFile::create(&at(name)).expect_err(name);
+            assert!(fs::symlink_metadata(at(name)).is_ok());
+        }
+        assert_eq!(fs::read(at("precious")).unwrap(), b"precious");
+        assert!(!at("nothing").exists());
+    }
+
+    #[test]
+    fn only_the_file_that_was_written_is_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("pid");
+        let held = PidFile::create(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o644);
+        fs::remove_file(&path).unwrap();
+        fs::write(&path, "another's").unwrap();
+        drop(held);
+        assert_eq!(fs::read(&path).unwrap(), b"another's");
     }
 }

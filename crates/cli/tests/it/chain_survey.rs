@@ -72,6 +72,36 @@ fn what_it_cannot_do_it_says() {
 }
 
 #[test]
+fn only_an_earlier_survey_is_overwritten_and_links_are_not_followed() {
+    let directory = fleet();
+    let at = |name: &str| directory.path().join(name);
+    let written = |arguments: &[&str]| survey(directory.path(), arguments);
+    for arguments in [
+        ["fleet", "--html", "out"].as_slice(),
+        &["fleet", "--file", "out"],
+        &["fleet", "--output=json", "--file", "out"],
+        &["fleet", "--output=csv", "--file", "out"],
+    ] {
+        fs::write(at("precious"), "precious").unwrap();
+        std::os::unix::fs::symlink("precious", at("out")).unwrap();
+        let refused = written(arguments).exits(1).stderr;
+        assert!(refused.contains("'out': it is a symbolic link"), "{refused}");
+        assert_eq!(fs::read(at("precious")).unwrap(), b"precious");
+        fs::remove_file(at("out")).unwrap();
+        fs::rename(at("precious"), at("out")).unwrap();
+        let refused = written(arguments).exits(1).stderr;
+        assert!(refused.contains("no survey of this kind"), "{refused}");
+        assert_eq!(fs::read(at("out")).unwrap(), b"precious");
+        fs::write(at("out"), "").unwrap();
+        let _ = written(arguments).ok();
+        let first = fs::read(at("out")).unwrap();
+        let _ = written(arguments).ok();
+        assert!(!first.is_empty() && fs::read(at("out")).unwrap().len() > first.len() / 2);
+        fs::remove_file(at("out")).unwrap();
+    }
+}
+
+#[test]
 fn images_in_use_are_surveyed_and_left_as_they_are() {
     let directory = fleet();
     let top = directory.path().join("fleet/top");

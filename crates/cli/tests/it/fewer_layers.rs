@@ -370,6 +370,18 @@ pub(crate) fn a_layer_that_an_image_needs_under_any_name_is_kept() {
 }
 
 #[test]
+fn the_name_of_an_image_that_needs_a_layer_does_nothing_to_a_terminal() {
+    let directory = tempfile::tempdir().unwrap();
+    let work = directory.path();
+    three(work);
+    another(work, "x\x1b]0;owned\x07\u{202e}", "mid");
+    let done = isobath(work, args!["chain", "delete", "top", "mid"]).ok();
+    let said = done.text();
+    assert!(said.contains(r"x\u{1b}]0;owned\u{7}\u{202e}' needs it"), "{said:?}");
+    assert!(!said.contains(['\x1b', '\x07', '\u{202e}']), "{said:?}");
+}
+
+#[test]
 fn a_layer_whose_name_is_a_symbolic_link_is_deleted_with_it_if_the_file_is_beside_it() {
     for (needed, beside) in [(false, true), (true, true), (false, false)] {
         let directory = tempfile::tempdir().unwrap();

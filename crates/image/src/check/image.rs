@@ -183,10 +183,10 @@ mod tests {
     use crate::durability::MetadataMode;
     use crate::options::OpenOptions;
     use crate::readers::Readers;
+    use crate::restart_log::LogUse;
     use crate::tables::References;
     use futures_executor::block_on;
     use isobath_qcow2::{ClusterIndex, L2Entry};
-    use isobath_storage::MemoryUse;
 
     #[test]
     fn the_fields_of_a_header_are_in_its_first_sector() {
@@ -217,7 +217,7 @@ mod tests {
             block_on(Box::pin(opened)).map(drop)
         };
         open(Purpose::Examine).unwrap();
-        let viewed = open(Purpose::View(MemoryUse::Glance));
+        let viewed = open(Purpose::View(LogUse::Glance));
         must_violate(viewed, "a restart log is brought in before a check");
     }
 }

@@ -37,9 +37,9 @@ pub(crate) use restart::{finish, overlay};
 
 use crate::Result;
 use crate::replayed::Replayed;
-use crate::restart_log::FoundLog;
+use crate::restart_log::{FoundLog, LogUse};
 use isobath_qcow2::{Header, IncompatibleFeatures};
-use isobath_storage::{MemoryUse, Storage};
+use isobath_storage::Storage;
 use std::path::Path;
 
 /// Ranges of the file read or written at once.
@@ -53,7 +53,7 @@ pub(crate) enum Purpose {
     Examine,
     /// The disk is read, with everything that a restart log has, and the image is not changed. The memory of the log is
     /// used as given.
-    View(MemoryUse),
+    View(LogUse),
     /// The image is repaired, or opened for writing.
     Write,
 }
@@ -87,7 +87,7 @@ pub(crate) async fn recover<S: Storage>(
     let found = match purpose {
         Purpose::Examine => None,
         Purpose::View(how) => FoundLog::find(storage, name, header, how).await?,
-        Purpose::Write => FoundLog::find(storage, name, header, MemoryUse::Take).await?,
+        Purpose::Write => FoundLog::find(storage, name, header, LogUse::Take).await?,
     };
     let examined = records::examine(storage, name, header).await?;
     let mut restart_log = found;
@@ -115,7 +115,7 @@ pub(crate) async fn recover<S: Storage>(
     match &restart_log {
         Some(found) => {
             // The record that empties the journal comes next.
-            found.goes_on_behind(examined.last);
+            found.goes_on_behind(name, examined.last)?;
             place::empty(storage, name, header, &examined).await?;
         }
         None => place::close(storage, name, header, examined).await?,

@@ -55,7 +55,7 @@ pub(crate) async fn finish<S: Storage>(metadata: &Metadata<S>, found_log: &Found
                 pieces = found_log.writes.len(),
                 "replaying the writes acknowledged by a killed process"
             );
-            found_log.set_unclean();
+            found_log.set_unclean(metadata.layer.name())?;
             apply(metadata, plan).await?;
         }
         Err(reason) => {

@@ -1,6 +1,6 @@
 //! Reading a restart log that a process left.
 
-use super::{CAPACITY, ENTRY, KEPT, MAGIC, at, load, sum};
+use super::{CAPACITY, ENTRY, KEPT, at, load, mark, sum};
 use crate::pieces::JournaledWrite;
 use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result};
@@ -20,6 +20,17 @@ pub struct FoundLog {
     memory: Arc<dyn RestartMemory>,
 }
 
+/// What a found log is wanted for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogUse {
+    /// To be applied, and removed.
+    Take,
+    /// To be read, beside others that do.
+    Look,
+    /// To be read without locks: none while somebody writes to the image.
+    Glance,
+}
+
 impl FoundLog {
     /// The restart log for the image with this header, whose journal is in use; `None` if there is none.
     ///
@@ -30,9 +41,19 @@ impl FoundLog {
         storage: &S,
         name: &Path,
         header: &Header,
-        how: MemoryUse,
+        how: LogUse,
     ) -> Result<Option<Self>> {
         let refused = |reason: String| DiskError::Refused { image: name.to_owned(), reason };
+        let (Some(journal), Ok(geometry)) = (header.journal(), header.geometry()) else {
+            return Ok(None);
+        };
+        let id = journal.id;
+        let mark = mark(id);
+        let how = match how {
+            LogUse::Take => MemoryUse::Take(mark),
+            LogUse::Look => MemoryUse::Look(mark),
+            LogUse::Glance => MemoryUse::Glance(mark),
+        };
         let memory = storage.restart_memory(how).await;
         if memory.is_err() && sabotage::is(Sabotage::IgnoredLog) {
             return Ok(None);
@@ -44,12 +65,7 @@ impl FoundLog {
             ))
         })?;
         let Some(memory) = memory else { return Ok(None) };
-        let (Some(journal), Ok(geometry)) = (header.journal(), header.geometry()) else {
-            return Ok(None);
-        };
-        let (id, words) = (journal.id, memory.words());
-        let belongs = load(words, at::MAGIC) == MAGIC && load(words, at::ID) == id;
-        if !belongs || load(words, at::SUM) != u64::from(sum(id, MAGIC, &[], &[])) {
+        if [at::MAGIC, at::ID, at::SUM].map(|place| load(memory.words(), place)) != mark {
             return Ok(None);
         }
         let mut found = Self { entries: BTreeMap::new(), writes: Vec::new(), memory };
@@ -75,10 +91,17 @@ impl FoundLog {
     }
 
     /// From now on the log continues after the record with this LSN.
-    pub fn goes_on_behind(&self, last: Lsn) {
-        if let Some(word) = self.memory.words().get(at::LAST) {
-            word.store(last.get(), Ordering::Release);
-        }
+    ///
+    /// # Errors
+    /// If the log cannot be changed.
+    pub fn goes_on_behind(&self, name: &Path, last: Lsn) -> Result<()> {
+        self.store(name, at::LAST, last.get())
+    }
+
+    fn store(&self, name: &Path, place: usize, value: u64) -> Result<()> {
+        let stored = self.memory.store(place, value);
+        let stored = stored.map_err(|error| StorageError::new(Operation::Write, name, error));
+        Ok(stored?)
     }
 
     /// Reads all items; `None` if any is damaged.
@@ -143,11 +166,12 @@ impl FoundLog {
         load(self.memory.words(), at::UNCLEAN) != 0
     }
 
-    /// Notes the start of a change that may leave refcounts too high.
-    pub fn set_unclean(&self) {
-        if let Some(word) = self.memory.words().get(at::UNCLEAN) {
-            word.store(1, Ordering::Release);
-        }
+    /// Notes the start of a change of the image `name` that may leave refcounts too high.
+    ///
+    /// # Errors
+    /// If the log cannot be changed.
+    pub fn set_unclean(&self, name: &Path) -> Result<()> {
+        self.store(name, at::UNCLEAN, 1)
     }
 
     /// Sets the log aside, for this `reason`: it cannot be applied to the image `name`, and may hold somebody's writes.

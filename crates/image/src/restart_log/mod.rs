@@ -17,12 +17,12 @@
 
 mod found;
 
-pub(crate) use found::FoundLog;
+pub(crate) use found::{FoundLog, LogUse};
 
 use crate::sabotage::{self, Sabotage};
 use crate::{lock_order, violated};
 use isobath_qcow2::{Crc32c, Lsn};
-use isobath_storage::restart_memory::RESTART_MEMORY_BYTES;
+use isobath_storage::restart_memory::{Mark, RESTART_MEMORY_BYTES};
 use isobath_storage::{MemoryUse, RestartMemory, Storage};
 use isobath_sync::order::Rank;
 use isobath_sync::{CheckedMutex, Invariants};
@@ -69,6 +69,11 @@ fn sum(id: u64, position: u64, numbers: &[u64], bytes: &[u8]) -> u32 {
     }
     sum.update(bytes);
     sum.finish()
+}
+
+/// How the log of the journal with this id begins: the words at [`at::MAGIC`], [`at::ID`] and [`at::SUM`].
+fn mark(id: u64) -> Mark {
+    [MAGIC, id, sum(id, MAGIC, &[], &[]).into()]
 }
 
 /// Up to eight bytes as a number.
@@ -352,7 +357,7 @@ impl RestartLog {
         }
         state.set(at::LAST, last.get());
         state.set(at::MAGIC, MAGIC);
-        state.set(at::SUM, u64::from(sum(id, MAGIC, &[], &[])));
+        state.set(at::SUM, sum(id, MAGIC, &[], &[]).into());
         state.set(at::ID, id);
         state.begun = state.memory.is_some();
         let complete = state.is_usable() && state.lost == state.paid;

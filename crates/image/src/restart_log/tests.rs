@@ -68,7 +68,7 @@ fn entry(cluster: u64) -> [u8; 16] {
 
 impl World {
     fn found(&self) -> Option<FoundLog> {
-        let found = FoundLog::find(&self.file, Path::new("image"), &self.header, MemoryUse::Take);
+        let found = FoundLog::find(&self.file, Path::new("image"), &self.header, LogUse::Take);
         // A damaged log is refused.
         futures_executor::block_on(found).ok().flatten()
     }
@@ -219,7 +219,7 @@ fn a_damaged_or_foreign_log_is_not_used() {
     let other = World { header: header(ID + 1), ..self::world() };
     assert!(other.found().is_none());
     let memory =
-        futures_executor::block_on(world.file.restart_memory(MemoryUse::Take)).unwrap().unwrap();
+        futures_executor::block_on(world.file.restart_memory(MemoryUse::Stale)).unwrap().unwrap();
     let used = at::ITEMS + world.log.state.lock().end as usize;
     for place in 0..used {
         // Numbers that do not describe the contents.

@@ -28,7 +28,7 @@ use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::fs::Permissions;
 use std::ops::Range;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -344,7 +344,7 @@ fn history(rng: &mut StdRng) {
 fn has_survivor(memory: &MemoryHost, name: &Path) -> bool {
     // At once: the memory is never busy.
     let file = run(memory.open(name, OpenMode::default()), 1).unwrap().unwrap();
-    run(file.restart_memory(MemoryUse::Take), 1).unwrap().unwrap().is_some()
+    run(file.restart_memory(MemoryUse::Stale), 1).unwrap().unwrap().is_some()
 }
 
 #[test]
@@ -675,6 +675,58 @@ fn a_log_is_not_applied_to_an_image_that_was_put_back() {
     });
 }
 
+/// The file of an image's log.
+fn log_of(image: &Path) -> PathBuf {
+    let (image, user) =
+        (std::fs::metadata(image).unwrap(), std::fs::metadata("/proc/self").unwrap().uid());
+    format!("/dev/shm/isobath-{user}/{:x}-{:x}", image.dev(), image.ino()).into()
+}
+
+/// The log that a killed server of a version before these directories left.
+fn log_of_before(image: &Path) -> PathBuf {
+    let image = std::fs::metadata(image).unwrap();
+    format!("/dev/shm/isobath-{:x}-{:x}", image.dev(), image.ino()).into()
+}
+
+#[test]
+fn a_killed_server_of_an_earlier_version_has_left_its_log_elsewhere() {
+    isobath_ring::block_on(async {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join(NAME);
+        qemu::create(&image, "qcow2", 64 << 20, "");
+        let disk = Disk::open(FileHost.any(), &image, &logged()).await.unwrap();
+        write(&disk, 0, 7, 4096).await;
+        drop(disk);
+        std::fs::rename(log_of(&image), log_of_before(&image)).unwrap();
+        let read = Disk::open(FileHost.any(), &image, &OpenOptions::new()).await.unwrap();
+        assert_reads(&read, 0, 7, 4096).await;
+        drop(read);
+        let disk = Disk::open(FileHost.any(), &image, &logged()).await.unwrap();
+        assert_reads(&disk, 0, 7, 4096).await;
+        disk.close().await.unwrap();
+        assert!(!log_of_before(&image).exists() && !log_of(&image).exists());
+    });
+}
+
+#[test]
+fn an_image_whose_log_is_truncated_is_not_opened() {
+    isobath_ring::block_on(async {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join(NAME);
+        qemu::create(&image, "qcow2", 64 << 20, "");
+        let disk = Disk::open(FileHost.any(), &image, &logged()).await.unwrap();
+        write(&disk, 0, 7, 4096).await;
+        drop(disk);
+        let log = std::fs::OpenOptions::new().write(true).open(log_of(&image)).unwrap();
+        log.set_len(4096).unwrap();
+        for options in [OpenOptions::new(), logged()] {
+            let refused = Disk::open(FileHost.any(), &image, &options).await.err().unwrap();
+            assert!(refused.to_string().contains("it is damaged: it is too short"), "{refused}");
+        }
+        std::fs::remove_file(log_of(&image)).unwrap();
+    });
+}
+
 #[test]
 fn an_image_whose_log_cannot_be_used_is_not_opened() {
     isobath_ring::block_on(async {
@@ -686,8 +738,7 @@ fn an_image_whose_log_cannot_be_used_is_not_opened() {
         let disk = Disk::open(FileHost.any(), &image, &logged()).await.unwrap();
         write(&disk, 0, 7, 4096).await;
         drop(disk);
-        let id = FileHost.open(&image, OpenMode::default()).await.unwrap().id();
-        let log = format!("/dev/shm/isobath-{:x}-{:x}", id.device, id.inode);
+        let log = log_of(&image).display().to_string();
         let before = std::fs::read(&image).unwrap();
         std::fs::set_permissions(&log, Permissions::from_mode(0o666)).unwrap();
         let repair = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
@@ -774,7 +825,7 @@ fn files_have_it_too() {
         drop(disk);
         qemu::assert_clean(&image);
         let file = FileHost.open(&image, OpenMode::default()).await.unwrap();
-        assert!(file.restart_memory(MemoryUse::Take).await.unwrap().is_none());
+        assert!(file.restart_memory(MemoryUse::Stale).await.unwrap().is_none());
     });
 }
 
@@ -926,8 +977,7 @@ fn a_log_that_does_not_match_is_set_aside_and_nothing_is_written_above_it() {
         write(&disk, CLUSTER, 8, 4096).await;
         drop(disk);
         use_up(&image);
-        let id = FileHost.open(&image, OpenMode::default()).await.unwrap().id();
-        let log = PathBuf::from(format!("/dev/shm/isobath-{:x}-{:x}", id.device, id.inode));
+        let log = log_of(&image);
         let log_bytes = std::fs::read(&log).unwrap();
         let before = std::fs::read(&image).unwrap();
         for (name, writable) in [(&image, false), (&top, false)] {

@@ -10,11 +10,16 @@ use crate::error::QmpError;
 use crate::json;
 use crate::tables::SCHEMA;
 use isobath_disk::{Layer, Trust};
-use isobath_storage::{Host, StorageExt};
+use isobath_ring::place::{self, Identity, Place};
+use isobath_storage::{Host, Storage, StorageExt};
+use rustix::fs::OFlags;
 use serde_json::{Map, Value, json};
+use std::cell::RefCell;
 use std::ffi::OsString;
 use std::fs;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
+use std::iter;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -37,6 +42,8 @@ pub(super) struct JobRequest {
     arguments: Map<String, Value>,
     /// The file that it is saved in; `None`: it is not saved.
     file: Option<PathBuf>,
+    /// The file that was written or read, and where.
+    saved: RefCell<Option<(Place, Identity)>>,
 }
 
 impl JobRequest {
@@ -66,6 +73,7 @@ impl JobRequest {
             base: path(&layers.base),
             arguments: rest,
             file: image.map(|image| beside(&image)),
+            saved: RefCell::default(),
         }
     }
 
@@ -84,23 +92,20 @@ impl JobRequest {
             "base": self.base,
             "arguments": self.arguments,
         });
-        let mut unfinished = file.clone().into_os_string();
-        unfinished.push(".new");
-        let kept = fs::write(&unfinished, json::to_line(&content))
-            .and_then(|()| fs::rename(&unfinished, file));
-        if let Err(error) = kept {
-            let file = file.display();
-            tracing::warn!(%file, %error, "cannot save a job's request");
+        match write(file, &json::to_line(&content)) {
+            Ok(saved) => *self.saved.borrow_mut() = Some(saved),
+            Err(error) => {
+                let file = file.display();
+                tracing::warn!(%file, %error, "cannot save a job's request");
+            }
         }
     }
 
-    /// Removes the file.
+    /// Removes the file, if it is still the one that was saved.
     pub(super) fn remove(&self) {
-        let Some(file) = &self.file else { return };
-        if let Err(error) = fs::remove_file(file)
-            && error.kind() != io::ErrorKind::NotFound
-        {
-            let file = file.display();
+        let Some((place, id)) = self.saved.borrow_mut().take() else { return };
+        if let Err(error) = place.remove(id) {
+            let file = place.path().display();
             tracing::warn!(%file, %error, "cannot remove a job's saved request");
         }
     }
@@ -122,10 +127,18 @@ impl JobRequest {
         })
     }
 
-    /// Reads the saved request of a device's job.
-    fn read(file: PathBuf, device: &str) -> std::result::Result<Self, String> {
+    /// Reads the saved request of a device's job, if it belongs to one of these users.
+    fn read(place: Place, device: &str, users: &[u32]) -> std::result::Result<Self, String> {
         let mut content = Vec::new();
-        let opened = fs::File::open(&file).map_err(|error| error.to_string())?;
+        let opened = place.open(OFlags::RDONLY).map_err(|error| error.to_string())?;
+        let found = opened.metadata().map_err(|error| error.to_string())?;
+        // Who may write to the directory cannot always write to the image.
+        let user = found.uid();
+        if !users.contains(&user) {
+            return Err(format!(
+                "it belongs to the user {user}, not to the image's owner or the user of this server"
+            ));
+        }
         opened.take(LONGEST + 1).read_to_end(&mut content).map_err(|error| error.to_string())?;
         if content.len() as u64 > LONGEST {
             return Err(format!("the file is longer than {LONGEST} bytes"));
@@ -140,7 +153,11 @@ impl JobRequest {
             }
         };
         let path = |name: &str| content.get(name).and_then(Value::as_str).map(PathBuf::from);
-        let arguments = content.get("arguments").and_then(Value::as_object).cloned();
+        let mut arguments = content.get("arguments").and_then(Value::as_object).cloned();
+        // It would be written into a header as it is.
+        if let Some(arguments) = &mut arguments {
+            arguments.shift_remove("backing-file");
+        }
         Ok(Self {
             command,
             id: text(content, "id").to_owned(),
@@ -148,7 +165,8 @@ impl JobRequest {
             top: path("top"),
             base: path("base"),
             arguments: arguments.unwrap_or_default(),
-            file: Some(file),
+            file: Some(place.path().to_owned()),
+            saved: RefCell::new(Some((place, (found.dev(), found.ino())))),
         })
     }
 
@@ -168,6 +186,29 @@ fn beside(image: &Path) -> PathBuf {
     name.into()
 }
 
+/// Writes a file, which replaces an existing one. Returns where it is, and which one it is.
+fn write(path: &Path, line: &[u8]) -> io::Result<(Place, Identity)> {
+    let place = Place::of(path)?;
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".new");
+    let unfinished = place.beside(&name);
+    // A killed server has left it, or somebody has put it there.
+    if let Ok(found) = unfinished.stat() {
+        unfinished.remove(place::identity(&found))?;
+    }
+    let mut file = unfinished.create_new(0o600)?;
+    file.write_all(line)?;
+    unfinished.replace(&place)?;
+    let id = place::identity_of(&file)?;
+    Ok((place, id))
+}
+
+/// The user to whom a layer's image belongs. `None` if the image is no longer under its name.
+fn owner<F: Storage>(layer: &Layer<F>) -> Option<u32> {
+    let found = fs::metadata(layer.name()).ok()?;
+    (found.ino() == layer.storage().id().inode).then(|| found.uid())
+}
+
 /// The jobs that an earlier server was running on a disk. Untrusted images are not examined.
 pub(super) fn interrupted<H: Host>(drive: &Drive<H>) -> Vec<JobRequest> {
     if drive.disk().options().trust != Trust::Full {
@@ -176,10 +217,13 @@ pub(super) fn interrupted<H: Host>(drive: &Drive<H>) -> Vec<JobRequest> {
     let mut found = Vec::new();
     for layer in drive.layers() {
         let file = beside(layer.name());
-        if !fs::symlink_metadata(&file).is_ok_and(|metadata| metadata.is_file()) {
+        let Ok(place) = Place::of(&file) else { continue };
+        if !place.stat().is_ok_and(|found| place::is_regular(&found)) {
             continue;
         }
-        match JobRequest::read(file.clone(), drive.device()) {
+        let server = rustix::process::geteuid().as_raw();
+        let users: Vec<u32> = iter::once(server).chain(owner(&layer)).collect();
+        match JobRequest::read(place, drive.device(), &users) {
             Ok(request) => {
                 tracing::info!(job = request.id, "a job was interrupted; it can be resumed");
                 found.push(request);
@@ -233,5 +277,65 @@ impl<H: Host + Clone> Monitor<H> {
         request.remove();
         self.interrupted.borrow_mut().retain(|other| other.id != request.id);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    fn request() -> JobRequest {
+        JobRequest {
+            command: "block-commit",
+            id: "j".into(),
+            device: "d".into(),
+            top: None,
+            base: None,
+            arguments: Map::new(),
+            file: None,
+            saved: RefCell::default(),
+        }
+    }
+
+    #[test]
+    fn a_saved_request_goes_neither_into_nor_over_what_is_planted_in_its_way() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        for planted in ["top.isobath-job.json.new", "top.isobath-job.json"] {
+            fs::write(at("victim"), "precious").unwrap();
+            symlink("victim", at(planted)).unwrap();
+            let request = JobRequest { file: Some(beside(&at("top"))), ..request() };
+            request.keep();
+            assert_eq!(fs::read(at("victim")).unwrap(), b"precious", "{planted}");
+            let saved = fs::symlink_metadata(at("top.isobath-job.json")).unwrap();
+            assert!(saved.is_file() && saved.permissions().mode() & 0o777 == 0o600);
+            assert!(fs::symlink_metadata(at("top.isobath-job.json.new")).is_err());
+            // What has replaced it since stays.
+            fs::rename(at("top.isobath-job.json"), at("elsewhere")).unwrap();
+            fs::write(at("top.isobath-job.json"), "another's").unwrap();
+            request.remove();
+            assert!(at("top.isobath-job.json").exists());
+            fs::remove_file(at("top.isobath-job.json")).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_saved_request_of_another_user_is_not_used() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = beside(&directory.path().join("top"));
+        let mut request = JobRequest { file: Some(file.clone()), ..request() };
+        request.arguments.insert("backing-file".into(), "/etc/shadow".into());
+        request.arguments.insert("speed".into(), 7.into());
+        request.keep();
+        let place = || Place::of(&file).unwrap();
+        let user = fs::metadata(&file).unwrap().uid();
+        let error = JobRequest::read(place(), "d", &[user + 1]).unwrap_err();
+        assert!(error.contains(&format!("the user {user}")), "{error}");
+        let read = JobRequest::read(place(), "d", &[user + 1, user]).unwrap();
+        let kept: Vec<_> = read.arguments.keys().collect();
+        assert_eq!(kept, ["speed"], "a name for a header is not taken from the file");
+        read.remove();
+        assert!(!file.exists());
     }
 }

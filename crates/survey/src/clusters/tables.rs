@@ -69,7 +69,7 @@ pub(super) fn read(
     each: &mut dyn FnMut(&Cluster),
 ) -> Result<u32, Error> {
     let path = fleet.path(number);
-    let (file, data) = probe::open(&path, true)?;
+    let (file, data) = probe::open(&path)?;
     let Kind::Qcow2(summary) = probe::header(&file, &path, data.len())? else {
         return Err(Error::Corrupt("the image changed while it was read".into()));
     };

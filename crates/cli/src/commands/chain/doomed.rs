@@ -5,10 +5,12 @@ use super::users::{Identity, Users, header, identity};
 use crate::failure::Failure;
 use crate::host;
 use isobath_image::sabotage::{self, Sabotage};
+use isobath_ring::place::{self, Place};
 use isobath_storage::{FileId, Host, Locking, OpenMode, StorageExt};
 use isobath_storage_file::{FileHost, FileStorage};
-use std::fs;
-use std::io::ErrorKind;
+use rustix::fs::{FileType, OFlags};
+use std::fs::{self, File};
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -17,6 +19,10 @@ use std::path::{Path, PathBuf};
 /// and none can create an overlay that names it. QEMU's `create -b` takes no locks.
 pub(super) struct Doomed {
     path: PathBuf,
+    /// Where the file is, whatever becomes of the path.
+    place: Place,
+    /// A symbolic link to it beside it, by which it was named.
+    link: Option<(Place, Identity)>,
     locked: FileStorage,
 }
 
@@ -28,14 +34,19 @@ impl Doomed {
     /// symbolic link to another directory; or if it has internal snapshots.
     pub(super) async fn lock(path: &Path) -> Result<Self, Failure> {
         host::only_files(path, "the deletion of a layer")?;
+        let named = Place::of(path).map_err(|error| kept(path, &error))?;
         let locked = open(path).await?;
-        // Other images may refer to a link's target through other links, which are not searched for.
-        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-        let directory = fs::canonicalize(parent.unwrap_or(Path::new(".")));
-        let directory = directory.map_err(|error| kept(path, &error))?;
-        let real = fs::canonicalize(path).map_err(|error| kept(path, &error))?;
-        if path.is_symlink() && real.parent() != Some(&directory) {
-            return Err(kept(path, &format_args!("it is a symbolic link to '{}'", real.display())));
+        let found = named.stat().map_err(|error| kept(path, &error))?;
+        let (place, link) = match FileType::from_raw_mode(found.st_mode) {
+            FileType::Symlink => {
+                // Other images may refer to it through other links, which are not searched for.
+                let file = target(path, &named).map_err(|error| kept(path, &error))?;
+                (file, Some((named, place::identity(&found))))
+            }
+            _ => (named, None),
+        };
+        if !place.holds(identity_of(&locked)) {
+            return Err(kept(path, &"another program has replaced it, or it is a device"));
         }
         let snapshots = header(path)?.map_or(0, |header| header.nb_snapshots);
         if snapshots > 0 {
@@ -45,7 +56,7 @@ impl Doomed {
                 path.display()
             )));
         }
-        Ok(Self { path: path.to_owned(), locked })
+        Ok(Self { path: path.to_owned(), place, link, locked })
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -79,8 +90,8 @@ impl Doomed {
         Ok(Self { locked, ..self })
     }
 
-    /// Deletes the file, and its name if that is a symbolic link. If an image other than `overlay` needs the file,
-    /// returns that image instead. `users` must have been found while the file was locked.
+    /// Deletes the file, and the symbolic link beside it by which it was named, if any. If an image other than
+    /// `overlay` needs the file, returns that image instead. `users` must have been found while the file was locked.
     ///
     /// # Errors
     /// If it cannot be deleted, or its name now refers to another file.
@@ -92,9 +103,9 @@ impl Doomed {
         let failed = |error: &dyn std::fmt::Display| {
             Failure::new(format_args!("cannot delete '{}': {error}", self.path.display()))
         };
-        let locked = self.locked.id();
-        let now = identity(&self.path).map_err(|error| failed(&error))?;
-        if now != (locked.device, locked.inode) {
+        let own = identity_of(&self.locked);
+        let now = self.place.stat().map_err(|error| failed(&error))?;
+        if place::identity(&now) != own {
             return Err(failed(&"another program has replaced it"));
         }
         // An image that no longer exists was merged as well.
@@ -102,19 +113,50 @@ impl Doomed {
             Ok(id) => Some(id) != overlay,
             Err(error) => error.kind() != ErrorKind::NotFound,
         };
-        if let Some(user) = users.of(now).iter().find(needs) {
+        if let Some(user) = users.of(own).iter().find(needs) {
             return Ok(Some(user.clone()));
         }
-        let real = fs::canonicalize(&self.path).map_err(|error| failed(&error))?;
-        if fs::metadata(&real).map_err(|error| failed(&error))?.nlink() > 1 {
-            note::forget(&real);
+        if now.st_nlink > 1
+            && let Some(file) = self.file()
+        {
+            note::forget_in(&file);
         }
-        if self.path.is_symlink() {
-            fs::remove_file(&self.path).map_err(|error| failed(&error))?;
+        if let Some((link, id)) = &self.link {
+            link.remove(*id).map_err(|error| failed(&error))?;
         }
-        fs::remove_file(real).map_err(|error| failed(&error))?;
-        Ok(None)
+        match self.place.remove(own) {
+            Ok(true) => Ok(None),
+            Ok(false) => Err(failed(&"another program has replaced it")),
+            Err(error) => Err(failed(&error)),
+        }
     }
+
+    /// The file, to be read; `None` if it is not at its place, or cannot be opened.
+    pub(super) fn file(&self) -> Option<File> {
+        let file = self.place.open(OFlags::RDONLY).ok()?;
+        let same = place::identity_of(&file).is_ok_and(|id| id == identity_of(&self.locked));
+        same.then_some(file)
+    }
+}
+
+fn identity_of(file: &FileStorage) -> Identity {
+    (file.id().device, file.id().inode)
+}
+
+/// The place of the file that the link at a place leads to.
+///
+/// # Errors
+/// If that is in another directory.
+fn target(path: &Path, link: &Place) -> io::Result<Place> {
+    let real = fs::canonicalize(path)?;
+    let there = real.parent().map(fs::metadata).transpose()?;
+    let there = there.map(|there| (there.dev(), there.ino()));
+    if let Some(name) = real.file_name()
+        && there == Some(place::identity(&link.directory()?))
+    {
+        return Ok(link.beside(name));
+    }
+    Err(io::Error::other(format!("it is a symbolic link to '{}'", real.display())))
 }
 
 async fn open(path: &Path) -> Result<FileStorage, Failure> {

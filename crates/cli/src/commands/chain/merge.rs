@@ -232,7 +232,9 @@ pub(super) async fn merge_away(
         )));
     }
     for layer in &readable {
-        note::leave(layer.path(), format, image);
+        if let Some(file) = layer.file() {
+            note::leave(&file, layer.path(), format, image);
+        }
     }
     let done = run(&overlay, base, args, &mut signals).await;
     let closed = overlay.close().await;
@@ -242,7 +244,8 @@ pub(super) async fn merge_away(
             let chain: Vec<_> = chain.iter().filter_map(|file| identity(file).ok()).collect();
             let is_left =
                 |layer: &&Doomed| identity(layer.path()).is_ok_and(|id| chain.contains(&id));
-            readable.iter().filter(is_left).for_each(|layer| note::forget(layer.path()));
+            let left = readable.iter().filter(is_left).filter_map(Doomed::file);
+            left.for_each(|file| note::forget_in(&file));
         }
         return Err(failure);
     }

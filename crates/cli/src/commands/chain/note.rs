@@ -2,24 +2,24 @@
 
 use super::users::identity;
 use isobath_disk::ImageFormat;
-use rustix::fs::{XattrFlags, getxattr, removexattr, setxattr};
-use std::fs::{self, File};
+use rustix::fs::{XattrFlags, fremovexattr, fsetxattr, getxattr, removexattr};
+use std::fs::{self, File, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 const ATTRIBUTE: &str = "user.isobath.merge";
 
-/// Durably records in the layer's file that the overlay is taking its data. On a file system without extended
+/// Durably records in a layer's open file that the overlay is taking its data. On a file system without extended
 /// attributes, a killed command leaves the file behind.
-pub(super) fn leave(layer: &Path, format: ImageFormat, overlay: &Path) {
+pub(super) fn leave(layer: &File, name: &Path, format: ImageFormat, overlay: &Path) {
     let noted = || {
-        let (own, above) = (fingerprint(layer)?, of_overlay(overlay)?);
+        let (own, above) = (fingerprint_of(&layer.metadata()?), of_overlay(overlay)?);
         let value = format!("{} {own} {above}", format.name());
-        setxattr(layer, ATTRIBUTE, value.as_bytes(), XattrFlags::empty())?;
-        File::open(layer)?.sync_all()
+        fsetxattr(layer, ATTRIBUTE, value.as_bytes(), XattrFlags::empty())?;
+        layer.sync_all()
     };
     if let Err(error) = noted() {
-        let (layer, error): (_, std::io::Error) = (layer.display(), error);
+        let (layer, error): (_, std::io::Error) = (name.display(), error);
         tracing::debug!("cannot record in '{layer}' that it is being merged: {error}");
     }
 }
@@ -30,11 +30,19 @@ pub(super) fn forget(layer: &Path) {
     let _ = removexattr(layer, ATTRIBUTE);
 }
 
+/// Removes the note from an open file.
+pub(super) fn forget_in(layer: &File) {
+    let _ = fremovexattr(layer, ATTRIBUTE);
+}
+
 /// Identifies the file in its current state: it differs for other files, and for this file after a write.
 pub(super) fn fingerprint(layer: &Path) -> std::io::Result<String> {
-    let file = fs::metadata(layer)?;
+    fs::metadata(layer).map(|file| fingerprint_of(&file))
+}
+
+fn fingerprint_of(file: &Metadata) -> String {
     let written = (file.mtime(), file.mtime_nsec());
-    Ok(format!("{}:{}:{}:{}.{}", file.dev(), file.ino(), file.len(), written.0, written.1))
+    format!("{}:{}:{}:{}.{}", file.dev(), file.ino(), file.len(), written.0, written.1)
 }
 
 pub(super) fn of_overlay(overlay: &Path) -> std::io::Result<String> {

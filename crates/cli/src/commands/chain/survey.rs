@@ -1,17 +1,20 @@
 //! `isobath chain survey`
 
 use crate::failure::{Failure, Outcome};
-use crate::json;
+use crate::{json, screen};
 use clap::ValueEnum;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use isobath_qcow2::is_qcow2;
+use isobath_ring::place::Place;
 use isobath_survey::render::{self, Listing};
 use isobath_survey::{Options, Phase, Progress, SortBy, Survey, cost, shown, survey};
+use rustix::fs::OFlags;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::fs::File;
-use std::io::{self, BufWriter, Read, Write};
+use std::io::{self, BufWriter, Write};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
@@ -99,6 +102,29 @@ enum Times {
     Modified,
 }
 
+/// Bytes of an existing file that are looked at.
+const START: usize = 1024;
+
+/// What begins a page.
+const PAGE: &[&str] = &["<!DOCTYPE html>", "<title>Chain survey</title>"];
+
+impl Output {
+    /// What begins it.
+    fn beginning(self) -> &'static [&'static str] {
+        match self {
+            Self::Human => &[" files in ", " directories, "],
+            Self::Json => &["{", "\"paths\": ["],
+            Self::Csv => &["image,length,"],
+            Self::Parquet => &["PAR1"],
+        }
+    }
+
+    /// Whether it must be as it is, even where a person may read it.
+    fn is_for_programs(self) -> bool {
+        matches!(self, Self::Csv | Self::Parquet) && !io::IsTerminal::is_terminal(&io::stdout())
+    }
+}
+
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if args.output == Output::Parquet && !render::HAS_PARQUET {
         return Err(Failure::new("this build of isobath writes no Parquet; use --output csv"));
@@ -127,7 +153,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     };
     if let Some(path) = &args.html {
         let page = render::html(&surveyed, &report, listing);
-        to_file(path, |file| file.write_all(page.as_bytes()))?;
+        to_file(path, PAGE, |file| file.write_all(page.as_bytes()))?;
     }
     let print = |out: &mut dyn Write| match args.output {
         Output::Human => render::text(&surveyed, &report, listing, out),
@@ -141,7 +167,8 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
     };
     match &args.file {
-        Some(path) => to_file(path, |file| print(file))?,
+        Some(path) => to_file(path, args.output.beginning(), |file| print(file))?,
+        None if args.output.is_for_programs() => print(&mut screen::raw())?,
         None => print(out)?,
     }
     Ok(if surveyed.is_interrupted() { INTERRUPTED } else { 0 })
@@ -214,13 +241,24 @@ fn show(bar: &ProgressBar, progress: &Progress) {
     bar.tick();
 }
 
+/// Writes a file. An existing one is overwritten only if it is empty, or begins with all of these words.
 fn to_file(
     path: &Path,
+    beginning: &[&str],
     print: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
 ) -> Result<(), Failure> {
     let write = || {
-        refuse_image(path)?;
-        let mut file = BufWriter::new(File::create(path)?);
+        let place = Place::of(path)?;
+        let file = match place.create_new(0o666) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                let file = place.open(OFlags::RDWR)?;
+                refuse_others(&file, beginning)?;
+                file.set_len(0)?;
+                file
+            }
+            created => created?,
+        };
+        let mut file = BufWriter::new(file);
         print(&mut file)?;
         file.flush()
     };
@@ -230,15 +268,24 @@ fn to_file(
     })
 }
 
-/// Refuses to overwrite an image: a misplaced image name among the arguments must do no harm.
-fn refuse_image(path: &Path) -> io::Result<()> {
-    let mut start = [0; 8];
-    let is_file = path.metadata().is_ok_and(|data| data.is_file());
-    if is_file && File::open(path)?.read_exact(&mut start).is_ok() && is_qcow2(&start) {
-        return Err(io::Error::new(
-            io::ErrorKind::AlreadyExists,
-            "refusing to overwrite a qcow2 image",
-        ));
+/// Refuses to overwrite what no survey has written: a misplaced name among the arguments must do no harm.
+fn refuse_others(file: &File, beginning: &[&str]) -> io::Result<()> {
+    let mut start = vec![0; START];
+    let length = file.read_at(&mut start, 0)?;
+    start.truncate(length);
+    if start.is_empty() {
+        return Ok(());
     }
-    Ok(())
+    let what = if is_qcow2(&start) {
+        "a qcow2 image"
+    } else if beginning.iter().all(|word| contains(&start, word.as_bytes())) {
+        return Ok(());
+    } else {
+        "what is no survey of this kind; remove it first"
+    };
+    Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("refusing to overwrite {what}")))
+}
+
+fn contains(text: &[u8], part: &[u8]) -> bool {
+    text.windows(part.len()).any(|window| window == part)
 }

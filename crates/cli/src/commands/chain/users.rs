@@ -5,9 +5,10 @@ use crate::host::images;
 use isobath_image::name::plain_file_name;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_qcow2::Header;
+use isobath_ring::place::open_regular;
 use isobath_storage::Host;
 use std::collections::{HashMap, HashSet};
-use std::fs::{self, File};
+use std::fs;
 use std::io::{ErrorKind, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -133,7 +134,7 @@ fn names(image: &Path) -> Result<Vec<(&'static str, String)>, Failure> {
 pub(super) fn header(image: &Path) -> Result<Option<Header>, Failure> {
     let read = || {
         let mut bytes = Vec::new();
-        let mut file = File::open(image)?;
+        let mut file = open_regular(image)?;
         let mut magic = [0; 4];
         if file.read(&mut magic)? < magic.len() || magic != *b"QFI\xfb" {
             return Ok(bytes);

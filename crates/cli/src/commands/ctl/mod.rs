@@ -9,7 +9,7 @@ mod start;
 mod stats;
 
 use crate::failure::{Failure, Outcome};
-use crate::{json, options, size};
+use crate::{json, options, screen, size};
 use disk::{Chain, Events, Query, Resize, Snapshot};
 use isobath_qmp::client::{Address, Client, ClientError};
 use job::{Verb, VerbOfJob};
@@ -264,7 +264,9 @@ fn watch(
     while !stop.load(Ordering::Relaxed) {
         let shown = show(session)?;
         if terminal {
-            write!(session.out, "\x1b[H\x1b[2J{shown}")?;
+            session.out.flush()?;
+            write!(screen::raw(), "\x1b[H\x1b[2J")?;
+            write!(session.out, "{shown}")?;
         } else {
             writeln!(session.out, "{shown}")?;
         }

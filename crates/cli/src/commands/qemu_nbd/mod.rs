@@ -418,9 +418,6 @@ impl Args {
         let served = server.serve(listener, &handles).await;
         drop(workers);
         drop(pid_file);
-        if let Endpoint::Unix(path) = endpoint {
-            let _ = std::fs::remove_file(path);
-        }
         served.map_err(|error| Failure::new(error).context("the listener failed"))
     }
 }

@@ -7,6 +7,7 @@
 
 mod beside;
 mod judge;
+mod renamed;
 mod ring;
 mod scenes;
 mod tracer;

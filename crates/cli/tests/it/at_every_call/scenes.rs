@@ -40,8 +40,10 @@ pub(super) fn state(directory: &Path) -> State {
 pub(super) fn clear(directory: &Path) {
     for entry in fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();
-        let file = fs::metadata(&path).unwrap();
-        let _ = fs::remove_file(format!("/dev/shm/isobath-{:x}-{:x}", file.dev(), file.ino()));
+        let (file, user) =
+            (fs::metadata(&path).unwrap(), fs::metadata("/proc/self").unwrap().uid());
+        let log = format!("/dev/shm/isobath-{user}/{:x}-{:x}", file.dev(), file.ino());
+        let _ = fs::remove_file(log);
         fs::remove_file(path).unwrap();
     }
 }

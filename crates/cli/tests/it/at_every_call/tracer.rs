@@ -377,12 +377,20 @@ impl Tracer<'_> {
         let user = registers;
         let on = |descriptor: u64| self.path_of(descriptor);
         let named = |address: u64| self.own(Path::new(&text_at(thread, address)?));
+        // In the directory that a descriptor stands for.
+        let within = |directory: u64, address: u64| {
+            let name = text_at(thread, address)?;
+            let link = format!("/proc/{}/fd/{}", self.leader, directory as i32);
+            let here = directory as i32 == libc::AT_FDCWD || Path::new(&name).is_absolute();
+            let directory = if here { PathBuf::new() } else { fs::read_link(link).ok()? };
+            self.own(&directory.join(name))
+        };
         let call = |kind, length, what: &str, name: Option<String>| {
             name.map(|name| Call { kind, length, text: format!("{what} {name}") })
         };
         match registers.orig_rax as i64 {
             libc::SYS_openat => {
-                call(Kind::Open, 0, &format!("openat {:#x}", user.rdx), named(user.rsi))
+                call(Kind::Open, 0, &format!("openat {:#x}", user.rdx), within(user.rdi, user.rsi))
             }
             libc::SYS_open => {
                 call(Kind::Open, 0, &format!("open {:#x}", user.rsi), named(user.rdi))
@@ -414,13 +422,13 @@ impl Tracer<'_> {
                 call(Kind::Name, 0, "rename or link", named(user.rdi))
             }
             libc::SYS_renameat | libc::SYS_renameat2 => {
-                call(Kind::Name, 0, "renameat", named(user.rsi))
+                call(Kind::Name, 0, "renameat", within(user.rdi, user.rsi))
             }
             libc::SYS_linkat | libc::SYS_symlink => call(Kind::Name, 0, "linkat", named(user.r10)),
             libc::SYS_unlink | libc::SYS_mkdir => {
                 call(Kind::Name, 0, "unlink or mkdir", named(user.rdi))
             }
-            libc::SYS_unlinkat => call(Kind::Name, 0, "unlinkat", named(user.rsi)),
+            libc::SYS_unlinkat => call(Kind::Name, 0, "unlinkat", within(user.rdi, user.rsi)),
             libc::SYS_fsetxattr | libc::SYS_fremovexattr => {
                 call(Kind::Attribute, 0, "fsetxattr", on(user.rdi))
             }

@@ -1,0 +1,301 @@
+//! Names in directories that are held open.
+
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, Stat};
+use rustix::fs::{fstat, mkdirat, openat, renameat_with, statat, unlinkat};
+use std::ffi::{OsStr, OsString};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A file's device and inode number.
+pub type Identity = (u64, u64);
+
+/// A name in a directory that is held open. Whoever renames a directory on the path, or puts a link there, does not
+/// lead it elsewhere. Links under the name itself are not followed.
+#[derive(Clone, Debug)]
+pub struct Place {
+    directory: Arc<OwnedFd>,
+    name: OsString,
+    path: PathBuf,
+}
+
+impl Place {
+    /// The place that a path names now.
+    ///
+    /// # Errors
+    /// The directory cannot be opened, or the path ends with `..`.
+    pub fn of(path: &Path) -> io::Result<Self> {
+        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let name = path.file_name().ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = rustix::fs::open(parent.unwrap_or(Path::new(".")), flags, Mode::empty())?;
+        Ok(Self { directory: Arc::new(directory), name: name.to_owned(), path: path.to_owned() })
+    }
+
+    /// Another name in the same directory.
+    #[must_use]
+    pub fn beside(&self, name: &OsStr) -> Self {
+        let path = self.path.with_file_name(name);
+        Self { directory: Arc::clone(&self.directory), name: name.to_owned(), path }
+    }
+
+    /// A name in the directory that is here.
+    ///
+    /// # Errors
+    /// There is no directory here; a link to one is none.
+    pub fn below(&self, name: &OsStr) -> io::Result<Self> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let directory = openat(&self.directory, &self.name, flags, Mode::empty())?;
+        let path = self.path.join(name);
+        Ok(Self { directory: Arc::new(directory), name: name.to_owned(), path })
+    }
+
+    /// The path that led here, for messages.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What is known of the directory.
+    ///
+    /// # Errors
+    /// As `fstat(2)`.
+    pub fn directory(&self) -> io::Result<Stat> {
+        Ok(fstat(&self.directory)?)
+    }
+
+    /// Changes the mode of the directory.
+    ///
+    /// # Errors
+    /// As `chmod(2)`; also without `/proc`.
+    pub fn set_directory_mode(&self, mode: u32) -> io::Result<()> {
+        let directory = format!("/proc/self/fd/{}", self.directory.as_raw_fd());
+        Ok(rustix::fs::chmod(directory, Mode::from_raw_mode(mode))?)
+    }
+
+    /// What is known of the file here, which may be a link.
+    ///
+    /// # Errors
+    /// As `fstatat(2)`: `NotFound` if there is none.
+    pub fn stat(&self) -> io::Result<Stat> {
+        Ok(statat(&self.directory, &self.name, AtFlags::SYMLINK_NOFOLLOW)?)
+    }
+
+    /// Whether this file is here.
+    pub fn holds(&self, file: Identity) -> bool {
+        self.stat().is_ok_and(|found| identity(&found) == file)
+    }
+
+    /// Opens the regular file that is here, without waiting for anything.
+    ///
+    /// # Errors
+    /// There is none, or something else is here.
+    pub fn open(&self, access: OFlags) -> io::Result<File> {
+        let flags = access | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        check_regular(&self.stat()?)?;
+        let file = openat(&self.directory, &self.name, flags, Mode::empty())?;
+        check_regular(&fstat(&file)?)?;
+        Ok(file.into())
+    }
+
+    /// Creates a file with this mode, less the umask, and opens it for reading and writing.
+    ///
+    /// # Errors
+    /// `AlreadyExists` if anything is here.
+    pub fn create_new(&self, mode: u32) -> io::Result<File> {
+        let flags =
+            OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let mode = Mode::from_raw_mode(mode);
+        Ok(openat(&self.directory, &self.name, flags, mode)?.into())
+    }
+
+    /// Creates a directory with this mode, less the umask.
+    ///
+    /// # Errors
+    /// `AlreadyExists` if anything is here.
+    pub fn create_directory(&self, mode: u32) -> io::Result<()> {
+        Ok(mkdirat(&self.directory, &self.name, Mode::from_raw_mode(mode))?)
+    }
+
+    /// Removes this file's name. Returns whether it was here.
+    ///
+    /// # Errors
+    /// As `unlinkat(2)`.
+    pub fn remove(&self, file: Identity) -> io::Result<bool> {
+        match self.stat() {
+            Ok(found) if identity(&found) == file => {}
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => return Ok(false),
+        }
+        match unlinkat(&self.directory, &self.name, AtFlags::empty()) {
+            Err(error) if error == rustix::io::Errno::NOENT => Ok(false),
+            removed => Ok(removed.map(|()| true)?),
+        }
+    }
+
+    /// Removes the directory that is here, if it is empty.
+    ///
+    /// # Errors
+    /// As `unlinkat(2)`.
+    pub fn remove_directory(&self) -> io::Result<()> {
+        Ok(unlinkat(&self.directory, &self.name, AtFlags::REMOVEDIR)?)
+    }
+
+    /// Moves the file here to another place in the same file system, and replaces what is there.
+    ///
+    /// # Errors
+    /// As `renameat(2)`.
+    pub fn replace(&self, other: &Self) -> io::Result<()> {
+        let (from, to) = (&self.directory, &other.directory);
+        Ok(renameat_with(from, &self.name, to, &other.name, RenameFlags::empty())?)
+    }
+
+    /// Moves the file here to another place in the same file system.
+    ///
+    /// # Errors
+    /// `AlreadyExists` if anything is there.
+    pub fn move_to(&self, other: &Self) -> io::Result<()> {
+        let (from, to) = (&self.directory, &other.directory);
+        Ok(renameat_with(from, &self.name, to, &other.name, RenameFlags::NOREPLACE)?)
+    }
+}
+
+/// Opens what a path leads to, once `check` has seen what that is: nothing else is opened, and nothing before, since
+/// an open may wait, or have side effects, as of a device. Links are followed.
+///
+/// # Errors
+/// If it cannot be opened, or `check` refuses it.
+pub fn open_checked(
+    path: &Path,
+    options: &OpenOptions,
+    check: impl FnOnce(&Stat) -> io::Result<()>,
+) -> io::Result<File> {
+    let found = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+    let seen = fstat(&found)?;
+    check(&seen)?;
+    match options.open(format!("/proc/self/fd/{}", found.as_raw_fd())) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound && seen.st_nlink > 0 => {}
+        opened => return opened,
+    }
+    // There is no /proc.
+    let file = options.open(path)?;
+    if identity_of(&file)? != identity(&seen) {
+        return Err(io::ErrorKind::ResourceBusy.into());
+    }
+    Ok(file)
+}
+
+/// Opens the regular file that a path leads to, for reading. Links are followed, and nothing is waited for.
+///
+/// # Errors
+/// If it is no regular file, or cannot be opened.
+pub fn open_regular(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY);
+    open_checked(path, &options, check_regular)
+}
+
+/// The identity of an open file.
+///
+/// # Errors
+/// As `fstat(2)`.
+pub fn identity_of(file: impl AsFd) -> io::Result<Identity> {
+    Ok(identity(&fstat(file)?))
+}
+
+/// The identity of a file of which this is known.
+pub fn identity(found: &Stat) -> Identity {
+    (found.st_dev, found.st_ino)
+}
+
+/// Whether it is a regular file.
+pub fn is_regular(found: &Stat) -> bool {
+    FileType::from_raw_mode(found.st_mode) == FileType::RegularFile
+}
+
+fn check_regular(found: &Stat) -> io::Result<()> {
+    if is_regular(found) {
+        return Ok(());
+    }
+    let what = match FileType::from_raw_mode(found.st_mode) {
+        FileType::Directory => return Err(io::ErrorKind::IsADirectory.into()),
+        FileType::Symlink => "a symbolic link",
+        FileType::Fifo => "a named pipe",
+        FileType::Socket => "a socket",
+        _ => "a device",
+    };
+    Err(io::Error::new(io::ErrorKind::InvalidInput, format!("it is {what}, not a regular file")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::os::unix::fs::symlink;
+    use std::os::unix::net::UnixListener;
+
+    #[test]
+    fn a_place_stays_when_its_directory_is_renamed() {
+        let root = tempfile::tempdir().unwrap();
+        let [directory, moved, other] = ["d", "moved", "other"].map(|name| root.path().join(name));
+        fs::create_dir(&directory).unwrap();
+        fs::create_dir(&other).unwrap();
+        let place = Place::of(&directory.join("file")).unwrap();
+        let id = identity_of(place.create_new(0o640).unwrap()).unwrap();
+        fs::rename(&directory, &moved).unwrap();
+        fs::hard_link(moved.join("file"), other.join("file")).unwrap();
+        symlink(&other, &directory).unwrap();
+        assert!(place.holds(id));
+        assert!(place.remove(id).unwrap() && !place.remove(id).unwrap());
+        assert!(!moved.join("file").exists() && other.join("file").exists());
+    }
+
+    #[test]
+    fn what_has_taken_the_place_of_a_file_is_not_removed() {
+        let root = tempfile::tempdir().unwrap();
+        let place = Place::of(&root.path().join("file")).unwrap();
+        let held = place.create_new(0o600).unwrap();
+        let id = identity_of(&held).unwrap();
+        place.move_to(&place.beside(OsStr::new("away"))).unwrap();
+        symlink("away", place.path()).unwrap();
+        assert!(!place.holds(id) && !place.remove(id).unwrap());
+        assert!(place.path().is_symlink());
+        let taken = place.beside(OsStr::new("away")).move_to(&place).unwrap_err();
+        assert_eq!(taken.kind(), io::ErrorKind::AlreadyExists);
+    }
+
+    #[test]
+    fn only_a_regular_file_is_opened_and_nothing_is_waited_for() {
+        let root = tempfile::tempdir().unwrap();
+        let place = |name: &str| Place::of(&root.path().join(name)).unwrap();
+        let mode = Mode::from_raw_mode(0o600);
+        rustix::fs::mknodat(rustix::fs::CWD, place("pipe").path(), FileType::Fifo, mode, 0)
+            .unwrap();
+        fs::create_dir(place("directory").path()).unwrap();
+        fs::write(place("file").path(), "x").unwrap();
+        symlink("file", place("link").path()).unwrap();
+        let _socket = UnixListener::bind(place("socket").path()).unwrap();
+        for name in ["pipe", "directory", "link", "socket"] {
+            place(name).open(OFlags::RDWR).unwrap_err();
+        }
+        place("file").open(OFlags::RDWR).unwrap();
+    }
+
+    #[test]
+    fn what_was_looked_at_is_what_is_opened() {
+        let root = tempfile::tempdir().unwrap();
+        let [file, moved, other] = ["file", "moved", "other"].map(|name| root.path().join(name));
+        fs::write(&file, "looked at").unwrap();
+        fs::write(&other, "not looked at").unwrap();
+        let exchange = |_: &Stat| {
+            fs::rename(&file, &moved)?;
+            symlink(&other, &file)
+        };
+        let opened = open_checked(&file, OpenOptions::new().read(true), exchange).unwrap();
+        assert_eq!(io::read_to_string(opened).unwrap(), "looked at");
+        assert_eq!(io::read_to_string(open_regular(&file).unwrap()).unwrap(), "not looked at");
+        open_regular(root.path()).unwrap_err();
+    }
+}

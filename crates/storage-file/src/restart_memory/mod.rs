@@ -1,0 +1,72 @@
+//! Restart memory of files: for each, a file in a directory of the user's own in `/dev/shm`.
+//!
+//! Everybody may write to `/dev/shm`. So whatever another user puts there is only ever looked at: it is never waited
+//! for, and memory is mapped only if this process has created it. What a killed process left is read into memory of
+//! this process's own, since the owner of its file may truncate it at any moment.
+
+mod found;
+mod mapped;
+mod shelf;
+
+#[cfg(test)]
+mod tests;
+
+use super::pause::pause;
+use super::sys;
+use isobath_storage::error::{Operation, StorageError};
+use isobath_storage::restart_memory::{MemoryUse, RestartMemory};
+use isobath_storage::{FileId, Result};
+use shelf::Shelf;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Where the kernel keeps files in memory.
+const DIRECTORY: &str = "/dev/shm";
+
+/// A killed process holds the lock of its memory until the last user of its address space, such as a reader of
+/// `/proc/PID/smaps`, is gone: longer than its image locks. These are the numbers of attempts to find existing memory,
+/// and to create new memory.
+const FIND_STEPS: u32 = 3000;
+const CREATE_STEPS: u32 = 100;
+const STEP: Duration = Duration::from_millis(10);
+
+/// The restart memory of the file `id`, which is open under `name` as `image`.
+pub(super) async fn restart_memory(
+    name: &Path,
+    image: Option<&OwnedFd>,
+    id: FileId,
+    how: MemoryUse,
+) -> Result<Option<Arc<dyn RestartMemory>>> {
+    // The image's owner could change the image anyway.
+    let owner = image.and_then(|image| sys::stat(image).ok()).map(|image| image.st_uid);
+    let shelf = Shelf::new(Path::new(DIRECTORY), sys::effective_user(), owner, id);
+    let mut steps = match how {
+        MemoryUse::Create => CREATE_STEPS,
+        MemoryUse::Take(_) | MemoryUse::Look(_) | MemoryUse::Glance(_) => FIND_STEPS,
+        MemoryUse::Stale => 0,
+    };
+    loop {
+        match open(&shelf, how) {
+            Ok(memory) => return Ok(memory),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && steps > 0 => {
+                steps -= 1;
+                pause(STEP).await;
+            }
+            Err(error) => return Err(StorageError::new(Operation::Open, name, error)),
+        }
+    }
+}
+
+fn open(shelf: &Shelf, how: MemoryUse) -> io::Result<Option<Arc<dyn RestartMemory>>> {
+    Ok(match how {
+        MemoryUse::Create => Some(Arc::new(mapped::create(shelf)?)),
+        MemoryUse::Stale => found::stale(shelf)?.map(|found| Arc::new(found) as _),
+        MemoryUse::Take(mark) => found::find(shelf, mark, true)?.map(|found| Arc::new(found) as _),
+        MemoryUse::Look(mark) | MemoryUse::Glance(mark) => {
+            found::find(shelf, mark, false)?.map(|found| Arc::new(found) as _)
+        }
+    })
+}

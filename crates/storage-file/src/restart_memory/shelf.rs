@@ -1,0 +1,223 @@
+//! The places where restart memory of a file may be.
+
+use isobath_ring::place::{Place, is_regular};
+use isobath_storage::{FileId, shown};
+use std::collections::hash_map::RandomState;
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::hash::BuildHasher;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// How the names of all directories with restart memory begin, and those of memory of earlier versions, which is not in
+/// a directory.
+const PREFIX: &str = "isobath-";
+
+/// Nobody else may write to a directory, or list it. But who opens another user's image must see that there is a log of
+/// that user, although it cannot be read.
+const DIRECTORY_MODE: u32 = 0o711;
+
+/// How often a directory is made that somebody removes at once.
+const MOST_REMOVED: u32 = 100;
+
+/// Who has left something, by what this process may do with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Whose {
+    /// This process's user.
+    Own,
+    /// The owner of the image, who could change the image anyway.
+    Owner,
+    /// Others.
+    Others,
+}
+
+/// The places for memory of one file.
+pub(super) struct Shelf {
+    memory: PathBuf,
+    user: u32,
+    owner: Option<u32>,
+    file: FileId,
+}
+
+/// A place where there is something.
+pub(super) struct Spot {
+    pub(super) whose: Whose,
+    pub(super) place: Place,
+    /// The user who left it.
+    pub(super) user: u32,
+}
+
+impl Shelf {
+    /// For a file of `owner`, as seen by `user`; `memory` is a directory that all users share.
+    pub(super) fn new(memory: &Path, user: u32, owner: Option<u32>, file: FileId) -> Self {
+        Self { memory: memory.to_owned(), user, owner, file }
+    }
+
+    fn whose(&self, user: u32) -> Whose {
+        match user {
+            user if user == self.user => Whose::Own,
+            user if Some(user) == self.owner => Whose::Owner,
+            _ => Whose::Others,
+        }
+    }
+
+    /// The file's name in a directory.
+    pub(super) fn name(&self) -> OsString {
+        format!("{:x}-{:x}", self.file.device, self.file.inode).into()
+    }
+
+    /// The regular files with the file's name, those of this user first.
+    ///
+    /// # Errors
+    /// If there may be one in a directory of this user or of the image's owner, but cannot be looked for.
+    pub(super) fn spots(&self) -> io::Result<Vec<Spot>> {
+        let mut spots = Vec::new();
+        let former = OsString::from(format!("{PREFIX}{}", self.name().display()));
+        let entries = self.entries(PREFIX)?;
+        if entries.is_empty() {
+            return Ok(spots);
+        }
+        let root = self.root()?;
+        for entry in entries {
+            if entry == former {
+                spots.extend(self.spot(root.beside(&entry), Whose::Own)?);
+                continue;
+            }
+            let Some((user, place)) = self.directory(&root.beside(&entry))? else { continue };
+            let whose = self.whose(user);
+            match self.spot(place, whose) {
+                Ok(spot) => spots.extend(spot),
+                Err(error) if whose == Whose::Others => {
+                    tracing::debug!(uid = user, %error, "another user's restart logs are not seen");
+                }
+                Err(error) => {
+                    let directory = self.memory.join(entry);
+                    let text = format!(
+                        "'{}', where the restart memory may be, cannot be searched: {error}; open \
+                         the image as the user who owns it",
+                        shown(&directory)
+                    );
+                    return Err(io::Error::new(error.kind(), text));
+                }
+            }
+        }
+        spots.sort_by_key(|spot| spot.whose);
+        Ok(spots)
+    }
+
+    /// A regular file at a place in a directory of this kind.
+    fn spot(&self, place: Place, directory: Whose) -> io::Result<Option<Spot>> {
+        match place.stat() {
+            Ok(found) if is_regular(&found) => {
+                let whose = self.whose(found.st_uid).max(directory);
+                Ok(Some(Spot { whose, place, user: found.st_uid }))
+            }
+            Ok(_) => Ok(None),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The names in the shared directory that begin like this.
+    fn entries(&self, prefix: &str) -> io::Result<Vec<OsString>> {
+        let entries = match fs::read_dir(&self.memory) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries?,
+        };
+        let mut names = Vec::new();
+        for entry in entries {
+            names.push(entry?.file_name());
+        }
+        names.retain(|name| begins(name, prefix));
+        names.sort();
+        Ok(names)
+    }
+
+    /// A place in the shared directory.
+    fn root(&self) -> io::Result<Place> {
+        Place::of(&self.memory.join(PREFIX))
+    }
+
+    /// The file's place in this directory, and the user who made that. `None` if there is no directory.
+    fn directory(&self, directory: &Place) -> io::Result<Option<(u32, Place)>> {
+        let place = match directory.below(&self.name()) {
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+                ) =>
+            {
+                return Ok(None);
+            }
+            place => place?,
+        };
+        Ok(Some((place.directory()?.st_uid, place)))
+    }
+
+    /// A directory of this user's own, which is made if there is none.
+    ///
+    /// # Errors
+    /// If it cannot be made.
+    pub(super) fn own(&self) -> io::Result<Place> {
+        let plain = format!("{PREFIX}{}", self.user);
+        let root = self.root()?;
+        for _ in 0..MOST_REMOVED {
+            if let Some(place) = self.made(&root.beside(OsStr::new(&plain)))? {
+                return Ok(place);
+            }
+            // Another user has taken the name. This user may have found another one before.
+            for entry in self.entries(&format!("{plain}."))? {
+                if let Some(place) = self.usable(&root.beside(&entry))? {
+                    return Ok(place);
+                }
+            }
+            let random = RandomState::new().hash_one(self.file.inode);
+            let other = format!("{plain}.{random:x}");
+            if let Some(place) = self.made(&root.beside(OsStr::new(&other)))? {
+                tracing::warn!(
+                    "another user has made '{}', so restart logs go to '{}'",
+                    shown(&self.memory.join(&plain)),
+                    shown(place.path().parent().unwrap_or(place.path()))
+                );
+                return Ok(place);
+            }
+        }
+        Err(io::ErrorKind::ResourceBusy.into())
+    }
+
+    /// The place in this user's own directory, which is made if there is nothing; `None` if there is something else.
+    fn made(&self, directory: &Place) -> io::Result<Option<Place>> {
+        match directory.create_directory(DIRECTORY_MODE) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
+            _ => self.usable(directory),
+        }
+    }
+
+    /// The place in a directory, if that belongs to this user. From now on nobody else may write there.
+    fn usable(&self, directory: &Place) -> io::Result<Option<Place>> {
+        let Some((user, place)) = self.directory(directory)? else { return Ok(None) };
+        if user != self.user {
+            return Ok(None);
+        }
+        if place.directory()?.st_mode & 0o7777 != DIRECTORY_MODE {
+            place.set_directory_mode(DIRECTORY_MODE)?;
+        }
+        Ok(Some(place))
+    }
+
+    /// Removes the directory of a place if it is empty, and one of those for memory.
+    pub(super) fn tidy(place: &Place) {
+        let directory = place
+            .path()
+            .parent()
+            .filter(|directory| directory.file_name().is_some_and(|name| begins(name, PREFIX)));
+        if let Some(directory) = directory.and_then(|directory| Place::of(directory).ok()) {
+            // Others may use it.
+            let _ = directory.remove_directory();
+        }
+    }
+}
+
+fn begins(name: &OsStr, prefix: &str) -> bool {
+    name.as_encoded_bytes().starts_with(prefix.as_bytes())
+}
