@@ -5,6 +5,7 @@ mod changes;
 mod damaged;
 mod fields;
 mod images;
+mod journals;
 mod memory;
 mod moved;
 mod names;
