@@ -2,7 +2,6 @@
 
 use isobath_chain::chain::Chain;
 use isobath_image::violated;
-use isobath_qcow2::L1Entry;
 use isobath_storage::Storage;
 
 /// The parts of a disk for which any layer has an L2 table.
@@ -35,11 +34,9 @@ impl Touched {
                 continue;
             };
             let span = qcow2.geometry.l1_entry_span();
-            for (index, entry) in qcow2.l1.read().iter().enumerate() {
-                if *entry != L1Entry::unallocated() {
-                    let start = (index as u64).saturating_mul(span);
-                    touched.touch(start, start.saturating_add(span).min(visible));
-                }
+            for (index, _) in qcow2.l1.read().allocated() {
+                let start = (index as u64).saturating_mul(span);
+                touched.touch(start, start.saturating_add(span).min(visible));
             }
         }
         touched.check(size);

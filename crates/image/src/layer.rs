@@ -1,6 +1,7 @@
 //! One image of a chain.
 
 use crate::encryption::{Key, Protection, locked, read_through};
+use crate::l1_table::L1Table;
 use crate::replayed::Replayed;
 use crate::restart_log::FoundLog;
 use crate::sabotage::{self, Sabotage};
@@ -217,7 +218,7 @@ pub struct Qcow2 {
     /// Bytes in the image's file when it was opened, or when its writer finished.
     pub opened_length: AtomicU64,
     /// The active L1 table as it is in the file; the writer holds changes that are not there yet.
-    pub l1: RwLock<Vec<L1Entry>>,
+    pub l1: RwLock<L1Table>,
 }
 
 impl<S: Storage> Layer<S> {
@@ -686,7 +687,7 @@ impl Qcow2 {
 
     /// The entry of the L1 table in the file; unallocated past its end.
     pub fn l1_entry(&self, index: u64) -> L1Entry {
-        self.l1.read().get(index as usize).copied().unwrap_or(L1Entry::unallocated())
+        self.l1.read().get(index as usize).unwrap_or(L1Entry::unallocated())
     }
 }
 
@@ -705,7 +706,7 @@ mod tests {
             header: opened.header.read().clone().into(),
             geometry: opened.geometry,
             opened_length: 0.into(),
-            l1: Vec::new().into(),
+            l1: L1Table::default().into(),
         };
         let (name, storage) = (layer.name().to_owned(), Arc::clone(layer.storage()));
         let of = || Layer::qcow2(name, storage, None, 0, qcow2, None, Protection::None);

@@ -28,6 +28,7 @@ pub mod guest_io;
 pub mod ids;
 pub mod index_area;
 pub mod keys;
+pub mod l1_table;
 pub mod layer;
 pub mod lock_order;
 mod lsn;

@@ -2,6 +2,7 @@
 
 use crate::check::repair_dirty;
 use crate::encryption::{Key, unlock};
+use crate::l1_table::L1Table;
 use crate::layer::{ImageFormat, Layer, OpeningId, Qcow2, ShownLog};
 use crate::luks;
 use crate::name::name_in_header;
@@ -14,6 +15,7 @@ use crate::sabotage::{self, Sabotage};
 use crate::snapshot_table::read_snapshots;
 use crate::{DiskError, Result};
 use isobath_formats::{Format, Image};
+use isobath_qcow2::l1::L1_ENTRY_SIZE;
 use isobath_qcow2::{Extension, Header, IncompatibleFeatures, L1Entry};
 use isobath_storage::{Access, Host, IoBuf, Storage, StorageExt};
 use std::path::{Path, PathBuf};
@@ -287,6 +289,9 @@ pub async fn read_header<S: Storage>(
     Header::parse(bytes.get(..head).unwrap_or(&bytes)).map_err(error)
 }
 
+/// Bytes of an L1 table that are read at once.
+const L1_PIECE: u64 = 1 << 20;
+
 /// Reads the active L1 table.
 async fn read_l1<S: Storage>(
     storage: &S,
@@ -294,7 +299,7 @@ async fn read_l1<S: Storage>(
     header: &Header,
     file_length: u64,
     replayed: Option<&Replayed>,
-) -> Result<Vec<L1Entry>> {
+) -> Result<L1Table> {
     let bytes = u64::from(header.l1_size) * 8;
     let offset = header.l1_table_offset;
     if offset.get().checked_add(bytes).is_none_or(|end| end > file_length) {
@@ -307,11 +312,18 @@ async fn read_l1<S: Storage>(
             ),
         });
     }
-    let mut table = storage.read_at(offset.get(), IoBuf::zeroed(bytes as usize)).await?;
-    if let Some(replayed) = replayed {
-        replayed.put_over(offset.get(), &mut table);
+    let mut table = L1Table::default();
+    let mut at = 0;
+    while at < bytes {
+        let length = L1_PIECE.min(bytes - at) as usize;
+        let mut piece = storage.read_at(offset.get() + at, IoBuf::zeroed(length)).await?;
+        if let Some(replayed) = replayed {
+            replayed.put_over(offset.get() + at, &mut piece);
+        }
+        let entries = (0..length / L1_ENTRY_SIZE).map(|index| L1Entry::read(&piece, index));
+        let entries: Vec<_> = entries.map(Option::unwrap_or_default).collect();
+        table.extend(&entries);
+        at += length as u64;
     }
-    Ok((0..header.l1_size as usize)
-        .map(|index| L1Entry::read(&table, index).unwrap_or(L1Entry::unallocated()))
-        .collect())
+    Ok(table)
 }

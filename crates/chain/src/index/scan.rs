@@ -23,9 +23,9 @@ pub(super) struct Scan {
 /// Bytes of L2 tables that a layer has.
 pub(super) fn table_bytes<S: Storage>(layer: &Layer<S>) -> u64 {
     layer.as_qcow2().map_or(0, |qcow2| {
-        let tables =
-            qcow2.l1.read().iter().filter(|e| matches!(qcow2.l2_table(**e), Ok(Some(_)))).count();
-        tables as u64 * qcow2.geometry.cluster_size()
+        let l1 = qcow2.l1.read();
+        let tables = l1.allocated().filter(|(_, e)| matches!(qcow2.l2_table(*e), Ok(Some(_))));
+        tables.count() as u64 * qcow2.geometry.cluster_size()
     })
 }
 
@@ -47,7 +47,7 @@ pub(super) async fn scan<S: Storage>(layer: &Layer<S>, page_bits: u32, limit: u6
     for (index, entry) in l1.iter().enumerate() {
         hasher.update(&entry.raw().to_be_bytes());
         let start = (index as u64).saturating_mul(geometry.l1_entry_span());
-        match qcow2.l2_table(*entry) {
+        match qcow2.l2_table(entry) {
             Ok(None) => {}
             Ok(Some(offset)) => tables.push((start, offset)),
             Err(_) => {

@@ -17,7 +17,6 @@ use isobath_image::layer::{ImageFormat, Layer, Qcow2Layer};
 use isobath_image::open::open_layer;
 use isobath_image::writer::Writer;
 use isobath_image::{DiskError, Result, always, invariant};
-use isobath_qcow2::L1Entry;
 use isobath_storage::{Host, Locking, OpenMode, Storage, StorageExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -204,7 +203,7 @@ fn check_put_on<S: Storage>(next: &Chain<S>, before: &Chain<S>) -> Result<()> {
 fn map_for<H: Host>(disk: &Disk<H>, chain: &Chain<H::File>) -> Arc<Map> {
     let empty = chain.active().as_qcow2().is_some_and(|qcow2| {
         let l1 = qcow2.l1.read();
-        l1.iter().all(|entry| *entry == L1Entry::unallocated())
+        l1.allocated().next().is_none()
     });
     let bits = chain.unit_bits().min(disk.map.unit_bits());
     if empty && bits == disk.map.unit_bits() {

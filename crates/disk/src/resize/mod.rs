@@ -199,7 +199,7 @@ impl<H: Host> Disk<H> {
                 .take(l1.len().saturating_sub(first as usize))
                 .filter(|index| {
                     let entry = l1.get(*index as usize);
-                    *index == first || entry.is_some_and(|e| *e != L1Entry::unallocated())
+                    *index == first || entry.is_some_and(|e| e != L1Entry::unallocated())
                 })
                 .collect()
         };

@@ -139,8 +139,8 @@ pub(super) async fn own_clusters<S: Storage>(
     if let Some((offset, length)) = header.encryption() {
         own.add("the encryption header", offset.get(), length)?;
     }
-    let tables: Vec<_> = qcow2.l1.read().clone();
-    for (index, entry) in tables.iter().enumerate() {
+    let tables: Vec<_> = qcow2.l1.read().allocated().collect();
+    for (index, entry) in tables {
         match entry.offset(geometry) {
             Ok(Some(offset)) => {
                 own.add(&format!("the L2 table of L1 entry {index}"), offset.get(), size)?;

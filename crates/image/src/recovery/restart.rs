@@ -173,8 +173,7 @@ async fn shown<S: Storage>(
     for (index, table) in made {
         let entry = L1Entry::new(HostOffset::new(table), true, &geometry);
         let entry = entry.map_err(|error| layer.format_error(error))?;
-        let slot = l1.get_mut(index as usize);
-        *always(slot, name, "an L1 table covers the disk")? = entry;
+        always(l1.set(index as usize, entry), name, "an L1 table covers the disk")?;
     }
     Ok(Ok((overlay, free)))
 }

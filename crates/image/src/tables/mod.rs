@@ -369,13 +369,14 @@ impl<S: Storage> Tables<S> {
         let chunk_bytes = |chunk: u64| {
             let first = chunk * L1_CHUNK;
             let last = (first + L1_CHUNK).min(table.len() as u64);
-            let Some(sector) = table.get(first as usize..last as usize) else {
+            if first >= last {
                 violated("an L1 entry that changed lies in the L1 table");
-            };
-            let mut bytes = Vec::with_capacity(sector.len() * 8);
-            for (index, entry) in (first..).zip(sector) {
-                let newer = batch.and_then(|batch| batch.l1.get(&index));
-                bytes.extend_from_slice(&newer.unwrap_or(entry).raw().to_be_bytes());
+            }
+            let mut bytes = Vec::with_capacity((last - first) as usize * 8);
+            for index in first..last {
+                let newer = batch.and_then(|batch| batch.l1.get(&index)).copied();
+                let entry = newer.or_else(|| table.get(index as usize)).unwrap_or_default();
+                bytes.extend_from_slice(&entry.raw().to_be_bytes());
             }
             (offset + first * 8, IoBuf::copy_of(&bytes))
         };
@@ -396,9 +397,8 @@ impl<S: Storage> Tables<S> {
     fn finish(&self, state: &mut TableState, batch: Batch) -> Released {
         let mut table = self.layer.qcow2().l1.write();
         for (index, entry) in batch.l1 {
-            match table.get_mut(index as usize) {
-                Some(slot) => *slot = entry,
-                None => violated("a table is made for a cluster of the disk"),
+            if table.set(index as usize, entry).is_none() {
+                violated("a table is made for a cluster of the disk");
             }
         }
         drop(table);

@@ -20,8 +20,8 @@ impl<S: Storage> Writer<S> {
     pub async fn open(layer: &Qcow2Layer<S>, options: &OpenOptions, alone: bool) -> Result<Self> {
         let qcow2 = layer.qcow2();
         let header = qcow2.header.read().clone();
-        for entry in qcow2.l1.read().iter() {
-            qcow2.l2_table(*entry).map_err(|error| layer.format_error(error))?;
+        for (_, entry) in qcow2.l1.read().allocated() {
+            qcow2.l2_table(entry).map_err(|error| layer.format_error(error))?;
         }
         let alloc = Allocator::open(layer.clone()).await?;
         if let Some(area) = header.index().and_then(|index| index_area::clusters(qcow2, index))

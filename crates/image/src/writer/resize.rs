@@ -2,6 +2,7 @@
 
 use super::Writer;
 use crate::alloc::TailCut;
+use crate::l1_table::L1Table;
 use crate::readers::Readers;
 use crate::references::referenced;
 use crate::tables::References;
@@ -60,7 +61,7 @@ impl<S: Storage> Writer<S> {
             check_stayed(&replaced, &(old_size, old_offset), name)?;
             header.l1_size = entries as u32;
             header.l1_table_offset = offset;
-            image.l1.write().resize(entries as usize, L1Entry::unallocated());
+            image.l1.write().grow(entries as usize);
             Ok(())
         })
         .await?;
@@ -141,7 +142,7 @@ impl<S: Storage> Writer<S> {
 }
 
 /// The bytes of an L1 table in a place of `length` bytes.
-fn table_of(entries: &[L1Entry], length: usize, name: &Path) -> Result<IoBuf> {
+fn table_of(entries: &L1Table, length: usize, name: &Path) -> Result<IoBuf> {
     let mut table = IoBuf::zeroed(length);
     for (index, entry) in entries.iter().enumerate() {
         let written = entry.write(&mut table, index);
@@ -151,10 +152,10 @@ fn table_of(entries: &[L1Entry], length: usize, name: &Path) -> Result<IoBuf> {
 }
 
 /// Checks that a longer L1 table has the entries that are in use now.
-fn check_same(entries: &[L1Entry], table: &[u8], name: &Path) -> Result<()> {
+fn check_same(entries: &L1Table, table: &[u8], name: &Path) -> Result<()> {
     if cfg!(debug_assertions) {
         let mut now = entries.iter().enumerate();
-        let same = now.all(|(index, entry)| L1Entry::read(table, index) == Some(*entry));
+        let same = now.all(|(index, entry)| L1Entry::read(table, index) == Some(entry));
         invariant(same, name, "the L1 table does not change while a longer one is written")?;
     }
     Ok(())
@@ -179,24 +180,28 @@ mod tests {
     use crate::sabotage::Sabotage;
     use futures_executor::block_on;
 
+    fn table_with(entries: &[L1Entry]) -> L1Table {
+        entries.iter().copied().collect()
+    }
+
     #[test]
     fn a_longer_table_has_every_entry() {
         let name = Path::new("disk");
         let entries = [L1Entry::from_raw(1 << 16), L1Entry::from_raw(2 << 16)];
-        let table = table_of(&entries, 24, name).unwrap();
-        check_same(&entries, &table, name).unwrap();
+        let table = table_of(&table_with(&entries), 24, name).unwrap();
+        check_same(&table_with(&entries), &table, name).unwrap();
         let place = "a longer L1 table has a place for each entry";
-        must_violate(table_of(&entries, 8, name).map(drop), place);
+        must_violate(table_of(&table_with(&entries), 8, name).map(drop), place);
     }
 
     #[test]
     #[cfg(debug_assertions)]
     fn a_table_that_changes_meanwhile_is_found() {
         let (name, entry) = (Path::new("disk"), L1Entry::from_raw(1 << 16));
-        let table = table_of(&[entry], 16, name).unwrap();
+        let table = table_of(&table_with(&[entry]), 16, name).unwrap();
         let same = "the L1 table does not change while a longer one is written";
-        must_violate(check_same(&[L1Entry::unallocated()], &table, name), same);
-        must_violate(check_same(&[entry, entry], &table, name), same);
+        must_violate(check_same(&table_with(&[L1Entry::unallocated()]), &table, name), same);
+        must_violate(check_same(&table_with(&[entry, entry]), &table, name), same);
     }
 
     #[test]

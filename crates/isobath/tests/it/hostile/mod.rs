@@ -3,6 +3,7 @@
 
 mod changes;
 mod damaged;
+mod deep;
 mod fields;
 mod images;
 mod journals;

@@ -1,0 +1,183 @@
+//! An L1 table in memory.
+
+use isobath_qcow2::L1Entry;
+use std::iter::repeat_n;
+
+/// Entries of a page.
+const PAGE: usize = 512;
+
+/// The entries of an L1 table. Pages of unallocated entries take no memory: a table may have 32 MiB, there may be
+/// thousands of layers, and who makes such a chain must not fill the memory with what a sparse file holds.
+#[derive(Clone, Debug, Default)]
+pub struct L1Table {
+    /// The pages; shorter ones, and those that are missing, end with unallocated entries.
+    pages: Vec<Option<Box<[L1Entry]>>>,
+    length: usize,
+}
+
+impl L1Table {
+    /// The number of entries.
+    pub const fn len(&self) -> usize {
+        self.length
+    }
+
+    /// Whether there are none.
+    pub const fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+
+    /// An entry; `None` past the end.
+    pub fn get(&self, index: usize) -> Option<L1Entry> {
+        let page = self.pages.get(index / PAGE).filter(|_| index < self.length)?;
+        let entry = page.as_ref().and_then(|page| page.get(index % PAGE)).copied();
+        Some(entry.unwrap_or(L1Entry::unallocated()))
+    }
+
+    /// Changes an entry; `None` past the end.
+    pub fn set(&mut self, index: usize, entry: L1Entry) -> Option<()> {
+        let length = self.page_length(index / PAGE);
+        let page = self.pages.get_mut(index / PAGE).filter(|_| index < self.length)?;
+        if page.as_ref().is_none_or(|page| page.len() < length) {
+            let mut entries = page.take().map(Vec::from).unwrap_or_default();
+            entries.resize(length, L1Entry::unallocated());
+            *page = Some(entries.into());
+        }
+        *page.as_mut()?.get_mut(index % PAGE)? = entry;
+        Some(())
+    }
+
+    /// Entries of a page of the table.
+    const fn page_length(&self, page: usize) -> usize {
+        let left = self.length.saturating_sub(page * PAGE);
+        if left < PAGE { left } else { PAGE }
+    }
+
+    /// All entries, in order.
+    pub fn iter(&self) -> impl Iterator<Item = L1Entry> {
+        self.pages.iter().enumerate().flat_map(|(number, page)| {
+            let entries = page.as_deref().unwrap_or_default();
+            let missing = self.page_length(number).saturating_sub(entries.len());
+            entries.iter().copied().chain(repeat_n(L1Entry::unallocated(), missing))
+        })
+    }
+
+    /// The entries that are not unallocated, with their indices.
+    pub fn allocated(&self) -> impl Iterator<Item = (usize, L1Entry)> {
+        self.pages.iter().enumerate().flat_map(|(number, page)| {
+            let entries = page.as_deref().unwrap_or_default().iter().copied();
+            let entries = (number * PAGE..).zip(entries);
+            entries.filter(|(_, entry)| *entry != L1Entry::unallocated())
+        })
+    }
+
+    /// Adds entries at the end.
+    pub fn extend(&mut self, entries: &[L1Entry]) {
+        let mut rest = entries;
+        while !rest.is_empty() {
+            let within = self.length % PAGE;
+            let (now, later) = rest.split_at(rest.len().min(PAGE - within));
+            let number = self.length / PAGE;
+            self.grow(self.length + now.len());
+            if now.iter().any(|entry| *entry != L1Entry::unallocated())
+                && let Some(page) = self.pages.get_mut(number)
+            {
+                let mut entries = page.take().map(Vec::from).unwrap_or_default();
+                entries.resize(within, L1Entry::unallocated());
+                entries.extend_from_slice(now);
+                *page = Some(entries.into());
+            }
+            rest = later;
+        }
+    }
+
+    /// Adds unallocated entries, up to so many in total.
+    pub fn grow(&mut self, length: usize) {
+        self.length = self.length.max(length);
+        self.pages.resize(self.length.div_ceil(PAGE), None);
+    }
+
+    /// Removes all entries.
+    pub fn clear(&mut self) {
+        *self = Self::default();
+    }
+}
+
+impl FromIterator<L1Entry> for L1Table {
+    fn from_iter<T: IntoIterator<Item = L1Entry>>(entries: T) -> Self {
+        let mut table = Self::default();
+        table.extend(&entries.into_iter().collect::<Vec<_>>());
+        table
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn entry(raw: u64) -> L1Entry {
+        L1Entry::from_raw(raw << 16)
+    }
+
+    #[test]
+    fn unallocated_entries_take_no_memory() {
+        let mut table = L1Table::default();
+        table.grow(4 << 20);
+        table.extend(&[L1Entry::unallocated(); PAGE]);
+        assert!(table.pages.iter().all(Option::is_none));
+        table.set(5 * PAGE + 7, entry(1)).unwrap();
+        assert_eq!(table.pages.iter().flatten().count(), 1);
+        assert!(table.allocated().eq([(5 * PAGE + 7, entry(1))]));
+    }
+
+    #[derive(Clone, Debug)]
+    enum Change {
+        Set(usize, u64),
+        Extend(Vec<u64>),
+        Grow(usize),
+    }
+
+    fn change() -> impl Strategy<Value = Change> {
+        prop_oneof![
+            (0..2000_usize, 0..3_u64).prop_map(|(index, raw)| Change::Set(index, raw)),
+            prop::collection::vec(0..2_u64, 0..700).prop_map(Change::Extend),
+            prop::collection::vec(Just(0), 0..700).prop_map(Change::Extend),
+            (0..2000_usize).prop_map(Change::Grow),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn a_table_has_the_entries_of_a_list(changes in prop::collection::vec(change(), 0..20)) {
+            let (mut table, mut list) = (L1Table::default(), Vec::new());
+            for change in changes {
+                match change {
+                    Change::Set(index, raw) => {
+                        let slot = list.get_mut(index);
+                        prop_assert_eq!(table.set(index, entry(raw)).is_some(), slot.is_some());
+                        if let Some(slot) = slot {
+                            *slot = entry(raw);
+                        }
+                    }
+                    Change::Extend(raw) => {
+                        let entries: Vec<_> = raw.into_iter().map(entry).collect();
+                        table.extend(&entries);
+                        list.extend(entries);
+                    }
+                    Change::Grow(length) => {
+                        table.grow(length);
+                        list.resize(list.len().max(length), L1Entry::unallocated());
+                    }
+                }
+                prop_assert_eq!(table.len(), list.len());
+                prop_assert!(table.iter().eq(list.iter().copied()));
+                let all = list.iter().copied().enumerate();
+                let allocated = all.filter(|(_, entry)| *entry != L1Entry::unallocated());
+                prop_assert!(table.allocated().eq(allocated));
+                for index in [0, 1, 511, 512, 1023, list.len()] {
+                    prop_assert_eq!(table.get(index), list.get(index).copied());
+                }
+            }
+        }
+    }
+}
