@@ -100,6 +100,15 @@ fn the_first_byte_that_begins_no_request_ends_the_session() {
 }
 
 #[test]
+fn other_users_are_turned_away() {
+    let nobody = Limits { users: Some([u32::MAX - 1; 2]), ..Limits::default() };
+    let served = Served::start(nobody);
+    assert_eq!(Raw::connect(&served.socket).line(), Value::Null);
+    let served = Served::start(Limits { users: None, ..nobody });
+    let _ = Raw::negotiated(&served.socket);
+}
+
+#[test]
 fn everybody_hears_events_before_the_reply_that_caused_them() {
     let served = Served::start(Limits::default());
     let mut one = Raw::negotiated(&served.socket);
