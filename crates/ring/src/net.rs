@@ -3,11 +3,11 @@
 use crate::place::{self, Identity, Place};
 use crate::runtime::{ops, required, sleep};
 use isobath_buf::IoBuf;
-use rustix::fs::FileType;
+use rustix::fs::{AtFlags, FileType, OFlags};
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,6 +26,22 @@ pub struct Listener {
     file: Option<(Place, Identity)>,
 }
 
+/// Who may connect to a Unix socket: the permissions of its file, whatever the process's umask.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Access {
+    /// The permission bits.
+    pub mode: u32,
+    /// The file's group; without one, the process's.
+    pub group: Option<u32>,
+}
+
+impl Default for Access {
+    /// Only the process's user.
+    fn default() -> Self {
+        Self { mode: 0o600, group: None }
+    }
+}
+
 /// Where a [`Listener`] listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
@@ -36,24 +52,39 @@ pub enum Address {
 }
 
 impl Listener {
-    /// Listens on a socket file. A stale one, left by a program that has ended, is replaced.
+    /// Listens on a socket file to which only this process's user can connect. A stale one, left by a program that has
+    /// ended, is replaced.
     ///
     /// # Errors
     /// `EADDRINUSE` if a program listens there or the path is not a socket; file system errors.
     pub fn bind_unix(path: &Path) -> io::Result<Self> {
+        Self::bind_unix_for(path, Access::default())
+    }
+
+    /// Listens on a socket file with these permissions. At no time does it have wider ones.
+    ///
+    /// # Errors
+    /// As [`bind_unix`](Self::bind_unix), and `EPERM` if the process may not give the file that group.
+    pub fn bind_unix_for(path: &Path, access: Access) -> io::Result<Self> {
         let place = Place::of(path)?;
-        let listener = match UnixListener::bind(path) {
+        let socket = match bind_private(path) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
                 let Some(stale) = stale(&place) else { return Err(error) };
                 place.remove(stale)?;
-                UnixListener::bind(path)?
+                bind_private(path)?
             }
             other => other?,
         };
-        listener.set_nonblocking(true)?;
         let bound = place::identity(&place.stat()?);
+        // From here on, the socket's file is removed on failure.
         let address = Address::Unix(path.to_owned());
-        Ok(Self { socket: Arc::new(listener.into()), address, file: Some((place, bound)) })
+        let listener =
+            Self { socket: Arc::new(socket.into()), address, file: Some((place, bound)) };
+        give_access(path, access)?;
+        let socket = socket2::SockRef::from(&listener.socket);
+        socket.listen(libc::SOMAXCONN)?;
+        socket.set_nonblocking(true)?;
+        Ok(listener)
     }
 
     /// Listens on a TCP address; port 0 picks a free one.
@@ -140,6 +171,48 @@ impl Drop for Listener {
     }
 }
 
+/// Binds a socket whose file only this process's user may use. Linux creates the file with the permissions of the socket
+/// itself, less those in the umask: other than by changing the umask, no other thread's files are affected.
+fn bind_private(path: &Path) -> io::Result<socket2::Socket> {
+    let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None)?;
+    rustix::fs::fchmod(&socket, mode(Access::default().mode))?;
+    socket.bind(&socket2::SockAddr::unix(path)?)?;
+    Ok(socket)
+}
+
+/// Sets the permissions of a socket file just created.
+fn give_access(path: &Path, access: Access) -> io::Result<()> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = rustix::fs::open(path, flags, rustix::fs::Mode::empty())?;
+    let stat = rustix::fs::fstat(&file)?;
+    let is_socket = FileType::from_raw_mode(stat.st_mode) == FileType::Socket;
+    if !is_socket || stat.st_uid != own_user() {
+        let message = "the socket was replaced by another file";
+        return Err(io::Error::other(message));
+    }
+    if let Some(group) = access.group {
+        let group = Some(rustix::fs::Gid::from_raw(group));
+        rustix::fs::chownat(&file, "", None, group, AtFlags::EMPTY_PATH)?;
+    }
+    if stat.st_mode & 0o7777 != access.mode {
+        // A descriptor of a path alone has its permissions changed only by this name.
+        let name = format!("/proc/self/fd/{}", file.as_raw_fd());
+        rustix::fs::chmod(name, mode(access.mode))?;
+    }
+    Ok(())
+}
+
+/// This process's effective user.
+pub fn own_user() -> u32 {
+    // SAFETY: the call has no preconditions and cannot fail.
+    unsafe { libc::geteuid() }
+}
+
+/// The permissions in these bits.
+const fn mode(bits: u32) -> rustix::fs::Mode {
+    rustix::fs::Mode::from_bits_truncate(bits)
+}
+
 /// The socket file at a place, if nothing listens on it.
 fn stale(place: &Place) -> Option<Identity> {
     let found = place.stat().ok()?;
@@ -207,6 +280,30 @@ impl Stream {
         let stream = Self::from(OwnedFd::from(socket));
         ops::connect(&required(), &stream.socket, address).await?;
         Ok(stream)
+    }
+
+    /// The user of the process that connected; `None` if that is not known, as over TCP.
+    ///
+    /// # Errors
+    /// As `getsockopt(2)`.
+    pub fn peer_user(&self) -> io::Result<Option<u32>> {
+        if !self.reference().local_addr()?.is_unix() {
+            return Ok(None);
+        }
+        let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+        let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+        let descriptor = self.socket.as_raw_fd();
+        // SAFETY: the descriptor is open; the call writes at most `length` bytes to `peer`.
+        let result = unsafe {
+            libc::getsockopt(
+                descriptor,
+                libc::SOL_SOCKET,
+                libc::SO_PEERCRED,
+                (&raw mut peer).cast(),
+                &raw mut length,
+            )
+        };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(Some(peer.uid)) }
     }
 
     /// Waits for data and receives available bytes, up to the buffer's length. 0 bytes means that the peer has shut

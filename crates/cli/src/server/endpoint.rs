@@ -1,6 +1,6 @@
 //! The addresses that a server listens on, and how they are written.
 
-use isobath_ring::net::{Address, Listener};
+use isobath_ring::net::{Access, Address, Listener};
 use std::io;
 use std::net::{Ipv4Addr, ToSocketAddrs};
 use std::path::PathBuf;
@@ -67,10 +67,10 @@ impl FromStr for Endpoint {
 }
 
 impl Endpoint {
-    /// Listens on it; for a host name, on the first of its addresses that can be bound.
-    pub(crate) fn bind(&self) -> io::Result<Listener> {
+    /// Listens on it, for a socket file with these permissions; for a host name, on the first of its addresses that can be bound.
+    pub(crate) fn bind(&self, access: Access) -> io::Result<Listener> {
         let (host, port) = match self {
-            Self::Unix(path) => return Listener::bind_unix(path),
+            Self::Unix(path) => return Listener::bind_unix_for(path, access),
             Self::Tcp { host, port } => (host.as_str(), *port),
         };
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the host has no address");

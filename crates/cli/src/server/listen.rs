@@ -2,7 +2,7 @@
 
 use super::endpoint::{Endpoint, is_public};
 use crate::failure::Failure;
-use isobath_ring::net::Listener;
+use isobath_ring::net::{Access, Listener};
 use std::time::{Duration, Instant};
 use std::{io, thread};
 
@@ -11,9 +11,13 @@ use std::{io, thread};
 const BIND_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Binds the endpoints of an option.
-pub(crate) fn listen(endpoints: &[Endpoint], option: &str) -> Result<Vec<Listener>, Failure> {
+pub(crate) fn listen(
+    endpoints: &[Endpoint],
+    option: &str,
+    access: Access,
+) -> Result<Vec<Listener>, Failure> {
     let bind = |endpoint: &Endpoint| {
-        let listener = bind(endpoint, option)?;
+        let listener = bind(endpoint, option, access)?;
         if is_public(listener.address()) {
             tracing::warn!(
                 "{endpoint} may be reachable from other machines, without authentication or \
@@ -26,8 +30,8 @@ pub(crate) fn listen(endpoints: &[Endpoint], option: &str) -> Result<Vec<Listene
 }
 
 /// Binds the endpoint of an option.
-pub(crate) fn bind(endpoint: &Endpoint, option: &str) -> Result<Listener, Failure> {
-    bind_soon(endpoint).map_err(|error| {
+pub(crate) fn bind(endpoint: &Endpoint, option: &str, access: Access) -> Result<Listener, Failure> {
+    bind_soon(endpoint, access).map_err(|error| {
         let hint = if error.kind() == io::ErrorKind::AddrInUse {
             format!("; another program already listens there; choose another address with {option}")
         } else {
@@ -40,10 +44,10 @@ pub(crate) fn bind(endpoint: &Endpoint, option: &str) -> Result<Listener, Failur
 
 /// Binds an endpoint, and retries while a killed server still holds it: the kernel closes its sockets a moment after
 /// the process is gone.
-fn bind_soon(endpoint: &Endpoint) -> io::Result<Listener> {
+fn bind_soon(endpoint: &Endpoint, access: Access) -> io::Result<Listener> {
     let until = Instant::now() + BIND_PATIENCE;
     loop {
-        match endpoint.bind() {
+        match endpoint.bind(access) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < until => {
                 thread::sleep(Duration::from_millis(10));
             }

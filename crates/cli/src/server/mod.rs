@@ -2,7 +2,9 @@
 
 pub(crate) mod daemon;
 pub(crate) mod endpoint;
+pub(crate) mod group;
 pub(crate) mod listen;
 pub(crate) mod pid_file;
+pub(crate) mod runtime_directory;
 pub(crate) mod signals;
 pub(crate) mod threads;

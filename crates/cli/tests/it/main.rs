@@ -44,6 +44,7 @@ mod refused_as_by_qemu;
 mod serve_clients;
 mod serve_ends;
 mod serving;
+mod sockets;
 mod sweep;
 mod two_programs;
 mod unheard;

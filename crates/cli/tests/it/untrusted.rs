@@ -1,7 +1,10 @@
 //! `--untrusted`: an image reads no file outside the directories allowed to it, and chooses none that is written to.
 
+use crate::serving::Served;
+use isobath_qmp::client::{Address, Client};
 use isobath_testkit::process::{Finished, run};
 use isobath_testkit::{args, qemu};
+use serde_json::json;
 use std::ffi::OsString;
 use std::fs;
 use std::path::Path;
@@ -107,4 +110,44 @@ fn an_untrusted_image_is_taken_in_with_what_its_directory_has() {
     let written = args!["io", "--no-backing", "-c", "write 0 512", "inside"];
     let done = isobath(&own, &written);
     assert!(done.code() != 0, "{}", done.report());
+}
+
+#[test]
+fn an_image_added_to_an_untrusted_server_is_untrusted_itself() {
+    let directory = tempfile::tempdir().unwrap();
+    let work = directory.path();
+    laid_out(work);
+    fs::create_dir(work.join("tenant")).unwrap();
+    fs::write(work.join("tenant/base"), [0x8e; 65536]).unwrap();
+    for (image, backing) in [("tenant/inside", "base"), ("tenant/over", "../own/base")] {
+        let create = args!["create", "-q", "-f", "qcow2", "-b", backing, "-F", "raw", image, "64k"];
+        let _ = run(Command::new(qemu::program("qemu-img")).args(create).current_dir(work)).ok();
+    }
+    let add = |socket: &Path, image: &str| {
+        let mut client = Client::connect(&Address::Unix(socket.to_owned())).unwrap();
+        let file = json!({"driver": "file", "filename": work.join(image)});
+        client.execute(
+            "blockdev-add",
+            json!({"driver": "qcow2", "node-name": "added", "read-only": true, "file": file}),
+        )
+    };
+    let own = work.join("own/inside");
+    let qmp = work.join("qmp");
+    let listen = format!("unix:{}", qmp.display());
+    let own_directory = work.join("own").display().to_string();
+    for (options, image, allowed) in [
+        (&[][..], "tenant/inside", true),
+        (&[], "tenant/over", false),
+        (&["--backing-dir", &own_directory], "tenant/over", true),
+        (&["--backing-dir", &own_directory], "tenant/inside", false),
+    ] {
+        let served =
+            Served::start(&[&own], &[&["--untrusted", "--qmp", &listen], options].concat());
+        let added = add(&qmp, image);
+        assert_eq!(added.is_ok(), allowed, "{options:?} {image}: {added:?}");
+        if let Err(error) = added {
+            assert!(error.to_string().contains("outside the directories"), "{error}");
+        }
+        let _ = served.server.stop().ok();
+    }
 }

@@ -28,9 +28,10 @@ pub const PROTOCOL: Protocol = Protocol {
             flag: "nbd",
             value_name: "unix:PATH|[HOST:]PORT",
             help: "Listen for NBD clients on a socket file, or on a TCP port (of the loopback \
-                   interface unless HOST is given); may be given several times [default: \
-                   127.0.0.1:10809, unless another frontend is given]",
-            default: Some("127.0.0.1:10809"),
+                   interface unless HOST is given), where every user of this machine can connect; \
+                   may be given several times [default, unless another frontend is given: a socket \
+                   file of its own in $XDG_RUNTIME_DIR/isobath or, for root, /run/isobath]",
+            default: None,
         }),
     },
     parameters: &[

@@ -59,6 +59,8 @@ enum Position {
 #[derive(Debug)]
 pub struct Splitter {
     limits: Limits,
+    /// Whether only objects may begin.
+    only_objects: bool,
     state: Position,
     depth: usize,
     value: Vec<u8>,
@@ -67,7 +69,12 @@ pub struct Splitter {
 impl Splitter {
     /// A splitter at the beginning of a stream.
     pub const fn new(limits: Limits) -> Self {
-        Self { limits, state: Position::Between, depth: 0, value: Vec::new() }
+        Self { limits, only_objects: false, state: Position::Between, depth: 0, value: Vec::new() }
+    }
+
+    /// Whether the next values must be objects: any other is then rejected at its first byte.
+    pub const fn set_only_objects(&mut self, only_objects: bool) {
+        self.only_objects = only_objects;
     }
 
     /// Consumes bytes from the front of `input` until a value is complete or rejected; `None` once all are consumed.
@@ -116,14 +123,11 @@ impl Splitter {
             }
             Position::Between => match byte {
                 b' ' | b'\t' | b'\r' | b'\n' => return Ok(false),
+                _ if self.only_objects && byte != b'{' => return Err(self.stray(byte)),
                 b'{' | b'[' | b'"' | b'\'' => {}
                 _ if is_word(byte) => self.state = Position::Word,
                 b'}' | b']' | b',' | b':' => return Err(SplitError::NoValue),
-                _ => {
-                    self.state = Position::Skipping;
-                    let shown = if byte.is_ascii() { char::from(byte) } else { '\u{fffd}' };
-                    return Err(SplitError::Stray(shown));
-                }
+                _ => return Err(self.stray(byte)),
             },
             _ => {}
         }
@@ -172,6 +176,12 @@ impl Splitter {
             _ => self.value.push(byte),
         }
         Ok(false)
+    }
+
+    /// Rejects a value at its first byte.
+    const fn stray(&mut self, byte: u8) -> SplitError {
+        self.state = Position::Skipping;
+        SplitError::Stray(if byte.is_ascii() { byte as char } else { '\u{fffd}' })
     }
 }
 

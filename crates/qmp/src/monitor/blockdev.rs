@@ -55,19 +55,17 @@ impl<H: Host + Clone> Monitor<H> {
             let cache = options.get("cache").and_then(Value::as_object);
             cache.and_then(|cache| flag(cache, "direct"))
         };
-        let options = self
-            .options
+        let usual = &self.opening.options;
+        let trust = (self.opening.trust)(&protocol.path).map_err(QmpError::new)?;
+        let options = usual
             .clone()
+            .trust(trust)
             .writable(!said("read-only").unwrap_or(false))
-            .direct(
-                cache(&protocol.options)
-                    .or_else(|| cache(&arguments))
-                    .unwrap_or(self.options.direct),
-            )
+            .direct(cache(&protocol.options).or_else(|| cache(&arguments)).unwrap_or(usual.direct))
             .locking(if said("force-share").unwrap_or(false) {
                 Locking::Present
             } else {
-                self.options.locking
+                usual.locking
             })
             .format(format)
             .backing(backing)

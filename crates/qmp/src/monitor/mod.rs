@@ -27,7 +27,7 @@ use crate::tables::SCHEMA;
 use event_listener::Event;
 use exports::ExportList;
 use isobath_disk::encryption::Secret;
-use isobath_disk::{LiveDisk, OpenOptions};
+use isobath_disk::{LiveDisk, OpenOptions, Trust};
 use isobath_export::registry::Frontends;
 use isobath_jobs::Job;
 use isobath_ring::yield_now;
@@ -38,18 +38,36 @@ use request::JobRequest;
 use serde_json::{Map, Value, json};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 
 /// The result of a command.
 type Result<T> = std::result::Result<T, QmpError>;
 
+/// How `blockdev-add` opens images.
+pub struct Opening {
+    /// The options, unless its arguments say otherwise.
+    pub options: OpenOptions,
+    /// How far the names in an image's header are trusted.
+    pub trust: Box<TrustOf>,
+}
+
+/// Decides how far an image at a path is trusted, or says why it cannot be opened.
+pub type TrustOf = dyn Fn(&Path) -> std::result::Result<Trust, String>;
+
+impl From<OpenOptions> for Opening {
+    /// Every image is trusted as in `options`.
+    fn from(options: OpenOptions) -> Self {
+        let trust = options.trust.clone();
+        Self { options, trust: Box::new(move |_| Ok(trust.clone())) }
+    }
+}
+
 /// Executes QMP commands on live disks.
 pub struct Monitor<H: Host> {
     host: H,
-    /// How `blockdev-add` opens images, unless its arguments say otherwise.
-    options: OpenOptions,
+    opening: Opening,
     drives: RefCell<Vec<Rc<Drive<H>>>>,
     /// Nodes of the driver `file` that were added and that no image uses yet.
     files: RefCell<Vec<FileNode>>,
@@ -84,7 +102,7 @@ impl<H: Host + Clone> Monitor<H> {
     /// earlier server was running.
     pub fn new(
         host: H,
-        options: OpenOptions,
+        opening: impl Into<Opening>,
         drives: Vec<Drive<H>>,
         frontends: Frontends<LiveDisk<H>>,
         events: Events,
@@ -96,7 +114,7 @@ impl<H: Host + Clone> Monitor<H> {
         let interrupted = drives.iter().flat_map(request::interrupted).collect();
         Self {
             host,
-            options,
+            opening: opening.into(),
             drives: RefCell::new(drives.into_iter().map(Rc::new).collect()),
             files: RefCell::default(),
             names: RefCell::default(),

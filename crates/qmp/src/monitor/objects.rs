@@ -49,7 +49,7 @@ impl<H: Host + Clone> Monitor<H> {
     /// The server's secrets; if `encrypt` names one, it replaces that of the active image.
     pub(super) fn secrets_for(&self, encryption: Option<&Value>) -> Result<Secrets> {
         let named = encryption.and_then(|value| value.get("key-secret")).and_then(Value::as_str);
-        let mut secrets = self.options.secrets.clone();
+        let mut secrets = self.opening.options.secrets.clone();
         if let Some(id) = named {
             secrets.set(0, self.secret(id)?);
         }

@@ -16,7 +16,7 @@ use crate::error::QmpError;
 use crate::json;
 use crate::schema::{Command, Member, Object, Schema, Type, object, opt, req};
 use event_listener::Event;
-use isobath_ring::net::{Listener, Stream, after_failed_accept};
+use isobath_ring::net::{Listener, Stream, after_failed_accept, own_user};
 use isobath_ring::{first, spawn};
 use outbox::Outbox;
 use serde_json::{Map, Value, json};
@@ -26,6 +26,9 @@ use std::future::Future;
 use std::io;
 use std::rc::Rc;
 use std::time::Duration;
+
+/// The user who may do everything anyway.
+const ROOT: u32 = 0;
 
 /// Executes the commands.
 pub trait Service: 'static {
@@ -53,11 +56,13 @@ pub struct Limits {
     pub events: usize,
     /// How long a client may take to receive its last replies when its session ends.
     pub drain: Duration,
+    /// The users whose processes may connect to a Unix socket, whatever its permissions; `None`: any.
+    pub users: Option<[u32; 2]>,
 }
 
 impl Default for Limits {
     /// 64 sessions, requests as [`json::Limits::default`], 1 MiB of replies, 8 MiB with events, 2 s to
-    /// drain.
+    /// drain; only this process's user and root.
     fn default() -> Self {
         Self {
             sessions: 64,
@@ -65,6 +70,7 @@ impl Default for Limits {
             replies: 1 << 20,
             events: 8 << 20,
             drain: Duration::from_secs(2),
+            users: Some([own_user(), ROOT]),
         }
     }
 }
@@ -116,7 +122,8 @@ impl<S: Service> Server<S> {
     pub async fn serve(self: &Rc<Self>, listener: Listener) -> io::Result<()> {
         while let Some(accepted) = self.unless_stopped(listener.accept()).await {
             match accepted {
-                Ok(stream) => self.begin(stream),
+                Ok(stream) if self.is_admitted(&stream) => self.begin(stream),
+                Ok(_) => {}
                 Err(error) => {
                     let recovered = after_failed_accept(error, |error| {
                         tracing::warn!(%error, "cannot accept a QMP client; retrying");
@@ -154,6 +161,26 @@ impl<S: Service> Server<S> {
             drop(connected);
             drop(counted);
         }));
+    }
+
+    /// Whether a client's user may give commands.
+    fn is_admitted(&self, stream: &Stream) -> bool {
+        let Some(users) = self.limits.users else { return true };
+        match stream.peer_user() {
+            Ok(None) => true,
+            Ok(Some(user)) if users.contains(&user) => true,
+            Ok(Some(user)) => {
+                tracing::warn!(
+                    user,
+                    "a QMP client belongs to another user; closing its connection"
+                );
+                false
+            }
+            Err(error) => {
+                tracing::warn!(%error, "cannot determine a QMP client's user; closing its connection");
+                false
+            }
+        }
     }
 
     async fn unless_stopped<F: Future>(&self, future: F) -> Option<F::Output> {

@@ -3,7 +3,7 @@
 use super::outbox::Outbox;
 use super::{Server, Service};
 use crate::error::{ErrorClass, QmpError};
-use crate::json::{self, Splitter, to_line};
+use crate::json::{self, SplitError, Splitter, to_line};
 use crate::schema;
 use isobath_ring::{spawn, timeout};
 use isobath_storage::IoBuf;
@@ -12,6 +12,10 @@ use std::rc::Rc;
 
 /// Bytes received at a time.
 const RECEIVE: usize = 16 << 10;
+/// The methods of HTTP. A web page can make its visitor's browser send a request to any TCP port, with a body that
+/// contains QMP commands.
+const HTTP_METHODS: [&str; 9] =
+    ["CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"];
 
 /// A session, from the greeting to the end.
 pub(super) struct Session<'a, S> {
@@ -38,7 +42,7 @@ impl<'a, S: Service> Session<'a, S> {
         }
     }
 
-    /// Receives requests until the client leaves or the server stops.
+    /// Receives requests until the client leaves, the server stops, or the client turns out not to speak QMP.
     async fn receive(&mut self) {
         let mut splitter = Splitter::new(self.server.limits.request);
         let mut buf = IoBuf::zeroed(RECEIVE);
@@ -56,17 +60,38 @@ impl<'a, S: Service> Session<'a, S> {
             buf = back;
             let received = buf.get(..count).unwrap_or_default().to_vec();
             let mut input = received.as_slice();
-            while let Some(value) = splitter.next(&mut input) {
+            loop {
+                splitter.set_only_objects(!self.negotiated);
+                let Some(value) = splitter.next(&mut input) else { break };
+                let foreign = self.is_foreign(&value);
                 let reply = match value {
+                    Ok(text) if is_http(&text) => {
+                        to_reply(None, Err(QmpError::new("QMP is not HTTP")))
+                    }
                     Ok(text) => self.reply(&text).await,
                     Err(error) => to_reply(None, Err(QmpError::new(error))),
                 };
                 self.outbox.push(&to_line(&reply));
+                if foreign {
+                    tracing::warn!(
+                        "a client of the control socket does not speak QMP; disconnecting it"
+                    );
+                    return;
+                }
                 let room = self.outbox.below(self.server.limits.replies);
                 if self.server.unless_stopped(room).await.is_none() || self.outbox.is_broken() {
                     return;
                 }
             }
+        }
+    }
+
+    /// Whether what a client sent shows that it does not speak QMP: it began an HTTP request, or what it sent before
+    /// the negotiation is not JSON.
+    fn is_foreign(&self, value: &Result<Vec<u8>, SplitError>) -> bool {
+        match value {
+            Ok(text) => is_http(text) || !self.negotiated && json::parse(text).is_err(),
+            Err(_) => !self.negotiated,
         }
     }
 
@@ -138,6 +163,11 @@ impl<S: Service> Server<S> {
         }
         result
     }
+}
+
+/// Whether a value is the first word of an HTTP request.
+fn is_http(text: &[u8]) -> bool {
+    HTTP_METHODS.iter().any(|method| text.eq_ignore_ascii_case(method.as_bytes()))
 }
 
 /// A reply in QEMU's order: an error's id comes first, a result's last.

@@ -53,6 +53,62 @@ fn nothing_is_done_before_the_negotiation() {
 }
 
 #[test]
+fn who_does_not_speak_qmp_is_not_heard_out() {
+    let served = Served::start(Limits::default());
+    let negotiate = r#"{"execute":"qmp_capabilities"}{"execute":"emit"}"#;
+    let mut other = Raw::negotiated(&served.socket);
+    for before in [
+        "POST / HTTP/1.1\r\nContent-Type: text/plain\r\n\r\n",
+        "pOsT / HTTP/1.1\r\n\r\n",
+        "@\n",
+        "]",
+        "\n 3 ",
+        "\"x\"",
+        "[]",
+        "\u{16}\u{3}\u{1}\n",
+        "{,}\n",
+        "{\"a\":1,\"a\":2}\n",
+        "{\"execute\":\"query-version\"}GET /\n",
+    ] {
+        let mut raw = Raw::connect(&served.socket);
+        raw.line();
+        raw.send(format!("{before}{negotiate}").as_bytes());
+        let mut replies = Vec::new();
+        while let reply @ Value::Object(_) = raw.line() {
+            replies.push(reply);
+        }
+        assert!(!replies.is_empty(), "{before}: it is told why");
+        assert!(replies.iter().all(|reply| reply["error"].is_object()), "{before}: {replies:?}");
+    }
+    assert_eq!(
+        other.ask(r#"{"execute":"fail"}"#)["error"]["desc"],
+        "it fails",
+        "nothing was emitted"
+    );
+    other.send(b"post / HTTP/1.1\r\n\r\n{\"execute\":\"emit\"}");
+    assert_eq!(other.line()["error"]["desc"], "QMP is not HTTP");
+    assert_eq!(other.line(), Value::Null);
+}
+
+#[test]
+fn the_first_byte_that_begins_no_request_ends_the_session() {
+    let served = Served::start(Limits::default());
+    let mut raw = Raw::connect(&served.socket);
+    raw.line();
+    assert!(raw.ask("\r\n P")["error"].is_object());
+    assert_eq!(raw.line(), Value::Null);
+}
+
+#[test]
+fn other_users_are_turned_away() {
+    let nobody = Limits { users: Some([u32::MAX - 1; 2]), ..Limits::default() };
+    let served = Served::start(nobody);
+    assert_eq!(Raw::connect(&served.socket).line(), Value::Null);
+    let served = Served::start(Limits { users: None, ..nobody });
+    let _ = Raw::negotiated(&served.socket);
+}
+
+#[test]
 fn everybody_hears_events_before_the_reply_that_caused_them() {
     let served = Served::start(Limits::default());
     let mut one = Raw::negotiated(&served.socket);

@@ -1,7 +1,7 @@
 //! The executor: tasks, wake-ups, timers, threads, signals and sockets.
 
 use isobath_buf::IoBuf;
-use isobath_ring::net::{Address, Listener, Stream};
+use isobath_ring::net::{Access, Address, Listener, Stream, own_user};
 use isobath_ring::{
     Config, Elapsed, Executor, Readiness, Signals, Worker, sleep, sleep_until, spawn, timeout,
     yield_now,
@@ -11,6 +11,7 @@ use std::future::{pending, poll_fn};
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -370,6 +371,39 @@ fn a_socket_file_left_over_is_replaced_and_other_files_are_not() {
     std::fs::write(&path, "precious").unwrap();
     assert!(Listener::bind_unix(&path).is_err());
     assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+}
+
+#[test]
+fn a_socket_file_has_the_permissions_asked_for() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("socket");
+    let mode = || path.metadata().unwrap().permissions().mode() & 0o7777;
+    let own = Listener::bind_unix(&path).unwrap();
+    assert_eq!(mode(), 0o600);
+    drop(own);
+    let group = directory.path().metadata().unwrap().gid();
+    for access in [0o666, 0o660, 0o400].map(|mode| Access { mode, group: Some(group) }) {
+        let _listener = Listener::bind_unix_for(&path, access).unwrap();
+        assert_eq!((mode(), path.metadata().unwrap().gid()), (access.mode, group));
+    }
+    assert!(!path.exists());
+}
+
+#[test]
+fn a_client_of_a_socket_file_has_a_user() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("socket");
+    executor().block_on(async {
+        let listener = Listener::bind_unix(&path).unwrap();
+        let (accepted, connected) =
+            futures_pair(listener.accept(), Stream::connect_unix(&path)).await;
+        assert_eq!(accepted.unwrap().peer_user().unwrap(), Some(own_user()));
+        let tcp = Listener::bind_tcp("127.0.0.1:0".parse().unwrap()).unwrap();
+        let Address::Tcp(address) = *tcp.address() else { unreachable!() };
+        let (accepted, other) = futures_pair(tcp.accept(), Stream::connect_tcp(address)).await;
+        assert_eq!(accepted.unwrap().peer_user().unwrap(), None);
+        drop((connected, other));
+    });
 }
 
 #[test]

@@ -18,6 +18,7 @@ use isobath_disk::{
 };
 use isobath_export::nbd::wire::MAX_STRING;
 use isobath_export::nbd::{Export, ExportError, ExportedBitmap, Limits, Server, WhenFull};
+use isobath_ring::net::Access;
 use isobath_ring::{Handle, spawn};
 use isobath_storage::Locking;
 use std::io::Write;
@@ -388,7 +389,8 @@ impl Args {
         let connections = if self.shared == 0 { usize::MAX } else { self.shared };
         let limits = Limits { connections, when_full: WhenFull::Wait, ..Limits::default() };
         let server = Arc::new(Server::new(vec![export], limits).map_err(Failure::new)?);
-        let mut listeners = listen::listen(std::slice::from_ref(endpoint), "--port")?;
+        let mut listeners =
+            listen::listen(std::slice::from_ref(endpoint), "--port", Access::default())?;
         let Some(listener) = listeners.pop() else { return Ok(()) };
         let workers = threads::start(None)?;
         let handles: Vec<Handle> = workers.iter().map(|worker| worker.handle().clone()).collect();

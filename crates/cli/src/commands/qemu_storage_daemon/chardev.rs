@@ -5,6 +5,7 @@ use crate::failure::Failure;
 use crate::options::{on_off, printable};
 use crate::server::endpoint::{Endpoint, PORT};
 use crate::server::listen;
+use isobath_ring::net::Access;
 use isobath_ring::net::{Listener, Stream};
 use isobath_ring::{JoinHandle, sleep, spawn};
 use std::fs::File;
@@ -151,7 +152,7 @@ impl Monitors {
             match &chardev.kind {
                 Kind::Stdio => bound.stdio = true,
                 Kind::Socket(endpoint) => {
-                    let listener = listen::bind(endpoint, "--chardev")?;
+                    let listener = listen::bind(endpoint, "--chardev", Access::default())?;
                     bound.listeners.push(listener);
                 }
             }

@@ -16,6 +16,7 @@ use isobath_export::registry::{Frontends, Listeners};
 use isobath_qmp::monitor::Monitor;
 use isobath_qmp::schema::{Object, check, from_text};
 use isobath_qmp::server::{self as qmp, Events, Service};
+use isobath_ring::net::Access;
 use isobath_ring::{Handle, Signals, spawn};
 use serde_json::{Map, Value};
 use std::io::Write;
@@ -101,7 +102,8 @@ pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
         let signals = signals::receive()?;
         let mut listeners = Listeners::new();
         if let Some(endpoint) = &nbd {
-            let bound = listen::listen(std::slice::from_ref(endpoint), "--nbd-server")?;
+            let bound =
+                listen::listen(std::slice::from_ref(endpoint), "--nbd-server", Access::default())?;
             listeners.insert("nbd", bound);
         }
         let monitors = args.monitor.iter().map(|text| pairs(text, "chardev"));
@@ -126,7 +128,9 @@ impl Args {
         let opening = OpenOptions::new().writable(true).metadata(MetadataMode::Ordered);
         let monitor =
             Monitor::new(images().clone(), opening, Vec::new(), frontends.clone(), events.clone());
-        let control = qmp::Server::new(monitor, events, qmp::Limits::default());
+        // As in QEMU, whoever the socket's permissions let connect.
+        let limits = qmp::Limits { users: None, ..qmp::Limits::default() };
+        let control = qmp::Server::new(monitor, events, limits);
         let listening = frontends.serve();
         let mut controlling = None;
         let mut result = match Box::pin(self.begin(&control)).await {

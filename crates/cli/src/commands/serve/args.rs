@@ -7,11 +7,14 @@ use crate::cache::Cache;
 use crate::failure::Failure;
 use crate::image_name::SecretFile;
 use crate::server::endpoint::Endpoint;
+use crate::server::group;
 use crate::trust::Trusting;
 use crate::{options, size};
 use isobath_disk::{ImageFormat, MetadataMode, SnapshotChoice};
 use isobath_export::nbd::ExportError;
 use isobath_export::nbd::wire::MAX_STRING;
+use isobath_qmp::server as qmp;
+use isobath_ring::net::Access;
 #[cfg(feature = "slow-disk")]
 use isobath_storage_test::slow::SlowDisk;
 use std::num::NonZeroUsize;
@@ -25,7 +28,7 @@ use std::path::PathBuf;
 /// a second is ignored.
 ///
 /// Connections are neither authenticated nor encrypted: anyone who can connect can read the disk and, unless
-/// --read-only is given, write to it. Restrict access to a Unix socket with the permissions of its directory.
+/// --read-only is given, write to it. To a socket file only this user can connect, unless --socket-mode says otherwise.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -34,10 +37,21 @@ pub(crate) struct Args {
     /// the loopback interface unless HOST is given); can be repeated
     #[arg(long, value_name = "unix:PATH|HOST:PORT")]
     pub(super) qmp: Vec<Endpoint>,
+    /// Accept QMP clients of every user whom the permissions of the socket file let connect, not only of this server's
+    /// user and root
+    #[arg(long)]
+    pub(super) qmp_any_user: bool,
     /// Serve Prometheus metrics over HTTP at /metrics, on a socket file or a TCP port (of the loopback interface unless
     /// HOST is given); can be repeated
     #[arg(long, value_name = "[HOST:]PORT|unix:PATH")]
     pub(super) metrics: Vec<Endpoint>,
+    /// The permissions of the server's socket files, in octal, whatever the umask
+    #[arg(long, value_name = "MODE", default_value = "0600", value_parser = socket_mode)]
+    pub(super) socket_mode: u32,
+    /// The group of the server's socket files, by name or number; it can connect with --socket-mode 0660 [default: the
+    /// user's]
+    #[arg(long, value_name = "GROUP", value_parser = group::parse)]
+    pub(super) socket_group: Option<u32>,
     /// The export's name; with several images, repeat the option, one per image in order [default: the image's file
     /// name without its extension]. The empty name also selects the first export
     #[arg(long, value_name = "NAME")]
@@ -100,7 +114,23 @@ fn metadata(name: &str) -> Result<MetadataMode, String> {
     })
 }
 
+fn socket_mode(text: &str) -> Result<u32, String> {
+    let mode = u32::from_str_radix(text, 8).ok().filter(|mode| *mode <= 0o777);
+    mode.ok_or_else(|| "expected permissions in octal, such as 0660".into())
+}
+
 impl Args {
+    /// Who may connect to the socket files.
+    pub(super) fn access(&self) -> Access {
+        Access { mode: self.socket_mode, group: self.socket_group }
+    }
+
+    /// The limits for QMP clients.
+    pub(super) fn qmp_limits(&self) -> qmp::Limits {
+        let limits = qmp::Limits::default();
+        qmp::Limits { users: limits.users.filter(|_| !self.qmp_any_user), ..limits }
+    }
+
     /// Whether writes are refused.
     pub(super) fn is_read_only(&self) -> bool {
         self.read_only || self.snapshot.is_some()
@@ -148,6 +178,14 @@ fn export_names(images: &[PathBuf], given: &[String]) -> Result<Vec<String>, Fai
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn permissions_are_octal() {
+        assert_eq!(["0600", "660", "0"].map(|text| socket_mode(text).unwrap()), [0o600, 0o660, 0]);
+        for text in ["", "-1", "0o600", "u=rw", "1777", "668"] {
+            assert!(socket_mode(text).is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn every_export_has_a_name_of_its_own() {

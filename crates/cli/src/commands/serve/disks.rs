@@ -3,10 +3,12 @@
 use super::args::Args;
 use crate::cache::Cache;
 use crate::failure::Failure;
-use isobath_disk::{ImageFormat, LiveDisk, OpenOptions, Trust};
+use isobath_disk::{ImageFormat, LiveDisk, OpenOptions};
+use isobath_qmp::monitor::Opening;
 use isobath_ring::spawn;
 use isobath_storage::Host;
 use isobath_storage_file as file;
+use std::path::Path;
 use std::sync::Arc;
 
 /// Opens every image.
@@ -47,10 +49,13 @@ fn options(args: &Args) -> Result<OpenOptions, Failure> {
     Ok(options)
 }
 
-/// The options for images that clients add: like the first image's, but with the format that the client specifies.
-pub(super) fn options_of_added(args: &Args) -> Result<OpenOptions, Failure> {
-    let trust = args.images.first().map_or(Ok(Trust::Full), |image| args.trusting.of(image))?;
-    Ok(options(args)?.format(None).snapshot(None).writable(true).trust(trust))
+/// How images that clients add are opened: like those of the command line, but with the format that the client specifies.
+/// Each is trusted as it would be there.
+pub(super) fn opening_of_added(args: &Args) -> Result<Opening, Failure> {
+    let options = options(args)?.format(None).snapshot(None).writable(true);
+    let trusting = args.trusting.clone();
+    let trust = move |image: &Path| trusting.of(image).map_err(|failure| failure.to_string());
+    Ok(Opening { options, trust: Box::new(trust) })
 }
 
 /// Runs each disk's background work.

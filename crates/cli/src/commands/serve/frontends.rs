@@ -3,6 +3,7 @@
 use crate::failure::Failure;
 use crate::server::endpoint::Endpoint;
 use crate::server::listen::{bind, listen};
+use crate::server::runtime_directory;
 use clap::builder::{
     BoolValueParser, PathBufValueParser, RangedU64ValueParser, TypedValueParser, ValueParser,
 };
@@ -11,8 +12,10 @@ use isobath_disk::LiveDisk;
 use isobath_export::frontend::{Parameter, Protocol, Setting, Settings, Takes};
 use isobath_export::registry::{Frontends, Listeners, PROTOCOLS};
 use isobath_qmp::monitor::{Drive, Monitor};
+use isobath_ring::net::Access;
 use isobath_storage::Host;
 use std::path::PathBuf;
+use std::process;
 use std::rc::Rc;
 
 /// The options of each frontend.
@@ -34,17 +37,20 @@ enum Value {
     Number(u64),
     Path(PathBuf),
     Endpoint(Endpoint),
+    /// A socket file of this server's own, if no frontend was requested.
+    OwnSocket,
 }
 
 impl Value {
     /// The setting for an export; binds a socket at once.
-    fn setting(&self, option: &str) -> Result<Setting, Failure> {
+    fn setting(&self, option: &str, access: Access) -> Result<Setting, Failure> {
         Ok(match self {
             Self::Text(text) => Setting::Text(text.clone()),
             Self::Flag(flag) => Setting::Flag(*flag),
             Self::Number(number) => Setting::Number(*number),
             Self::Path(path) => Setting::Path(path.clone()),
-            Self::Endpoint(endpoint) => Setting::Listener(bind(endpoint, option)?),
+            Self::Endpoint(endpoint) => Setting::Listener(bind(endpoint, option, access)?),
+            Self::OwnSocket => Setting::Listener(bind(&own_socket(option)?, option, access)?),
         })
     }
 }
@@ -151,9 +157,8 @@ impl FromArgMatches for FrontendArgs {
         });
         let mut given: Vec<_> = given.collect();
         if given.iter().all(|given| given.locations.is_empty()) {
-            for Given { protocol, locations, .. } in &mut given {
-                let default = protocol.location.option.as_ref().and_then(|option| option.default);
-                locations.extend(default.map(default_location).transpose()?);
+            if let Some(shared) = given.iter_mut().find(|given| given.protocol.shared) {
+                shared.locations.push(Value::OwnSocket);
             }
         }
         Ok(Self(given))
@@ -165,14 +170,6 @@ impl FromArgMatches for FrontendArgs {
     }
 }
 
-/// The default location, if no frontend was requested.
-fn default_location(text: &str) -> Result<Value, clap::Error> {
-    let endpoint = text.parse::<Endpoint>();
-    let endpoint =
-        endpoint.map_err(|error| clap::Error::raw(clap::error::ErrorKind::InvalidValue, error))?;
-    Ok(Value::Endpoint(endpoint))
-}
-
 impl Given {
     /// The option that requests an export or names an address.
     fn option(&self) -> String {
@@ -181,7 +178,7 @@ impl Given {
     }
 
     /// The settings of the export at `location`; without one, of an export of a shared server.
-    fn settings(&self, location: Option<&Value>) -> Result<Settings, Failure> {
+    fn settings(&self, location: Option<&Value>, access: Access) -> Result<Settings, Failure> {
         let mut settings = Settings::default();
         // Through QMP it is offered only on request, as in QEMU. It costs nothing.
         let depth = |parameter: &&Parameter| parameter.name == "allocation-depth";
@@ -189,13 +186,21 @@ impl Given {
             settings.set(parameter, Setting::Flag(true));
         }
         for (parameter, value) in &self.others {
-            settings.set(parameter, value.setting(&self.option())?);
+            settings.set(parameter, value.setting(&self.option(), access)?);
         }
         if let Some(location) = location {
-            settings.set(&self.protocol.location, location.setting(&self.option())?);
+            settings.set(&self.protocol.location, location.setting(&self.option(), access)?);
         }
         Ok(settings)
     }
+}
+
+/// A socket file of this server's own, instead of the option's.
+fn own_socket(option: &str) -> Result<Endpoint, Failure> {
+    let directory = runtime_directory::create().map_err(|error| {
+        Failure::new(format_args!("no place for a socket: {error}; choose one with {option}"))
+    })?;
+    Ok(Endpoint::Unix(directory.join(format!("nbd-{}.sock", process::id()))))
 }
 
 impl FrontendArgs {
@@ -224,15 +229,17 @@ impl FrontendArgs {
     }
 
     /// Listens for clients of shared servers.
-    pub(super) fn listen(&self) -> Result<Listeners, Failure> {
+    pub(super) fn listen(&self, access: Access) -> Result<Listeners, Failure> {
         let mut listeners = Listeners::new();
         for given in self.0.iter().filter(|given| given.protocol.shared) {
+            let option = given.option();
             let endpoints = given.locations.iter().filter_map(|location| match location {
-                Value::Endpoint(endpoint) => Some(endpoint.clone()),
+                Value::Endpoint(endpoint) => Some(Ok(endpoint.clone())),
+                Value::OwnSocket => Some(own_socket(&option)),
                 _ => None,
             });
-            let endpoints: Vec<_> = endpoints.collect();
-            listeners.insert(given.protocol.name, listen(&endpoints, &given.option())?);
+            let endpoints = endpoints.collect::<Result<Vec<_>, _>>()?;
+            listeners.insert(given.protocol.name, listen(&endpoints, &option, access)?);
         }
         Ok(listeners)
     }
@@ -242,6 +249,7 @@ impl FrontendArgs {
         &self,
         monitor: &Monitor<H>,
         frontends: &Frontends<LiveDisk<H>>,
+        access: Access,
     ) -> Result<(), Failure> {
         let drives = monitor.drives();
         for given in self.0.iter().filter(|given| !given.locations.is_empty()) {
@@ -253,7 +261,8 @@ impl FrontendArgs {
                         protocol.name
                     )));
                 };
-                let exported = monitor.export(frontend, id, drive, given.settings(location)?);
+                let exported =
+                    monitor.export(frontend, id, drive, given.settings(location, access)?);
                 exported.map_err(|error| Failure::new(error).context(given.option()))
             };
             if protocol.shared {
@@ -304,7 +313,7 @@ mod tests {
         assert_eq!(count(&["--fuse", "/a", "--fuse", "/b"]), [0, 0, 2]);
         assert_eq!(count(&["--nbd", "1", "--vhost-user-blk", "unix:/a"]), [1, 1, 0]);
         let default = &parse(&[]).unwrap().0[0].locations[0];
-        assert_eq!(*default, Value::Endpoint(Endpoint::default()));
+        assert_eq!(*default, Value::OwnSocket);
     }
 
     #[test]

@@ -79,20 +79,21 @@ async fn serve<H: Host + Clone>(
     out: &mut dyn Write,
     daemon: Option<Daemon>,
 ) -> Result<(), Failure> {
-    let listeners = args.frontends.listen()?;
-    let controls = listen::listen(&args.qmp, "--qmp")?;
-    let scraped = listen::listen(&args.metrics, "--metrics")?;
+    let access = args.access();
+    let listeners = args.frontends.listen(access)?;
+    let controls = listen::listen(&args.qmp, "--qmp", access)?;
+    let scraped = listen::listen(&args.metrics, "--metrics", access)?;
     let workers = threads::start(args.threads)?;
     let handles: Vec<Handle> = workers.iter().map(|worker| worker.handle().clone()).collect();
     let frontends = Frontends::start(&handles, listeners).map_err(Failure::new)?;
 
     let drives = names.into_iter().zip(disks).map(|(name, disk)| Drive::new(name, disk.clone()));
     let events = Events::default();
-    let opening = disks::options_of_added(args)?;
+    let opening = disks::opening_of_added(args)?;
     let monitor = Monitor::new(host, opening, drives.collect(), frontends.clone(), events.clone());
-    let control = qmp::Server::new(monitor, events, qmp::Limits::default());
+    let control = qmp::Server::new(monitor, events, args.qmp_limits());
     let monitor = control.service();
-    if let Err(failure) = args.frontends.export(monitor, &frontends) {
+    if let Err(failure) = args.frontends.export(monitor, &frontends, access) {
         monitor.end().await;
         return Err(failure);
     }

@@ -211,7 +211,9 @@ fn every_documented_server_starts_and_ends() {
         // In the foreground, so that the test can end it.
         let words = line.words.iter().skip(1);
         let words = words.filter(|word| !["--fork", "--daemonize"].contains(&word.as_str()));
-        let words: Vec<String> = words.map(|word| word.replace("/run/", &below)).collect();
+        let here = directory.path().display().to_string();
+        let words = words.map(|word| word.replace("/run/", &below).replace("/srv/golden", &here));
+        let words: Vec<String> = words.collect();
         let socket = |word: &String| {
             let name = word.split_once(below.as_str())?.1.split(',').next()?;
             Some(run.join(name)).filter(|path| path.extension().is_some_and(|end| end == "sock"))
