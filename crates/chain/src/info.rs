@@ -1,7 +1,7 @@
 //! Image information.
 
 use crate::index::{IndexInfo, IndexState, examine};
-use crate::open::open_layers;
+use crate::open::{open_layers, unnamed_format};
 use isobath_formats::VmdkInfo;
 use isobath_image::encryption::{self, Secrets};
 use isobath_image::index_area::read_root;
@@ -199,6 +199,7 @@ pub async fn backing_chain_info<H: Host>(
                         reason: format!("Unknown driver '{}'", format.escape_debug()),
                     })?)
                 }
+                None if options.trust != Trust::Full => return Err(unnamed_format(name)),
                 None => None,
             };
             next = Some((backing, InfoOptions { format, named: true, ..options }));

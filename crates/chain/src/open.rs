@@ -283,6 +283,16 @@ fn given<S: Storage>(
     Ok((file.name.clone(), file.format))
 }
 
+/// The error for an untrusted image that does not name its backing file's format.
+pub(crate) fn unnamed_format(image: PathBuf) -> DiskError {
+    DiskError::Refused {
+        image,
+        reason: "it does not name its backing file's format, and an untrusted image's backing file is not probed; name \
+                 it with 'qemu-img rebase -u -F FORMAT'"
+            .into(),
+    }
+}
+
 /// The name and format of a layer's backing file.
 fn backing_of<H: Host>(
     host: &H,
@@ -305,12 +315,7 @@ fn backing_of<H: Host>(
             })?)
         }
         None if *trust != Trust::Full => {
-            return Err(DiskError::Refused {
-                image: layer.name().to_owned(),
-                reason: "it does not name its backing file's format, and an untrusted image's \
-                         backing file is not probed; name it with 'qemu-img rebase -u -F FORMAT'"
-                    .into(),
-            });
+            return Err(unnamed_format(layer.name().to_owned()));
         }
         None => None,
     };

@@ -172,7 +172,12 @@ impl Naming {
 
     /// Like [`image`](Self::image), but the error is only the reason.
     pub(crate) fn parse(&self, name: &Path, format: Option<ImageFormat>) -> Result<Image, String> {
-        let mut image = self.trusted(self.parse_name(name, format)?)?;
+        self.as_told(self.parse_name(name, format)?)
+    }
+
+    /// The same image, trusted as far as the command says, and with its other files.
+    fn as_told(&self, mut image: Image) -> Result<Image, String> {
+        image.trust = self.trusting.of(&image.path).map_err(|failure| failure.to_string())?;
         if self.data_file.is_some() {
             image.data_file.clone_from(&self.data_file);
         }
@@ -183,10 +188,17 @@ impl Naming {
         Ok(image)
     }
 
-    /// The same image, trusted as far as the command says.
-    fn trusted(&self, image: Image) -> Result<Image, String> {
-        let trust = self.trusting.of(&image.path).map_err(|failure| failure.to_string())?;
-        Ok(Image { trust, ..image })
+    /// Refuses a data file for several images.
+    ///
+    /// # Errors
+    /// If there is one.
+    pub(crate) fn check_for_several(&self) -> Result<(), Failure> {
+        match self.data_file {
+            Some(_) => Err(Failure::usage(
+                "--data-file is for one image; with several, use --image-opts and data-file.filename=FILE",
+            )),
+            None => Ok(()),
+        }
     }
 
     fn parse_name(&self, name: &Path, format: Option<ImageFormat>) -> Result<Image, String> {
@@ -263,7 +275,7 @@ impl Naming {
         let shown = name.unwrap_or_default().to_owned();
         let secrets = self.secret_file.load()?;
         let plain = Image { secrets, ..Image::plain(shown, PathBuf::new(), None) };
-        self.trusted(self.described(plain, options)?)
+        self.as_told(self.described(plain, options)?)
     }
 
     /// Refuses a name under which no image is created, in QEMU's words.
@@ -351,6 +363,11 @@ impl Image {
             .backing_files(self.backing_files.clone())
             .secrets(self.secrets.clone())
             .trust(self.trust.clone())
+    }
+
+    /// Whether it is opened with its backing files.
+    pub(crate) const fn has_backing(&self) -> bool {
+        self.backing
     }
 
     /// How to look at it.

@@ -14,7 +14,8 @@ pub(crate) struct Trusting {
     /// guess a backing file's format
     #[arg(long)]
     pub(crate) untrusted: bool,
-    /// A directory whose files an untrusted image may refer to; can be repeated [default: the image's own directory]
+    /// A directory whose files an untrusted image may refer to; can be repeated [default: the image's own directory;
+    /// none for a block device]
     #[arg(long, value_name = "DIR", requires = "untrusted")]
     backing_dir: Vec<PathBuf>,
 }
@@ -41,11 +42,11 @@ impl Trusting {
     }
 }
 
-/// The directory of an image's file; an export has none.
+/// The directory of an image's file. An export has none, and beside a device are others, of other users.
 fn directory_of(image: &Path) -> Option<PathBuf> {
     let part = Part::of_name(image).map(|part| part.file);
     let file = part.as_deref().unwrap_or(image);
-    if host::is_export(file) {
+    if host::is_export(file) || fs::metadata(file).is_ok_and(|found| !found.is_file()) {
         return None;
     }
     Some(match file.parent() {
@@ -68,6 +69,7 @@ mod tests {
         assert_eq!(own.of(&image).unwrap(), Trust::Within(vec![real.clone()]));
         let here = std::env::current_dir().unwrap().canonicalize().unwrap();
         assert_eq!(own.of(Path::new("image")).unwrap(), Trust::Within(vec![here]));
+        assert_eq!(own.of(Path::new("/dev/null")).unwrap(), Trust::Within(Vec::new()));
         let export = Path::new("nbd+unix:///export?socket=/run/socket");
         assert_eq!(own.of(export).unwrap(), Trust::Within(Vec::new()));
         let given = Trusting { backing_dir: vec![real.clone()], ..own.clone() };

@@ -58,11 +58,25 @@ pub async fn open_layer<H: Host>(
     if options.named {
         options.trust.check_place(&file).await?;
     }
+    let layer = load(host, name, format, writable, options, key, file).await?;
+    Ok(if format.is_none() { layer.detected() } else { layer })
+}
+
+/// Reads what a layer is from its open file.
+async fn load<H: Host>(
+    host: &H,
+    name: &Path,
+    format: Option<ImageFormat>,
+    writable: bool,
+    options: &OpenOptions,
+    key: &Key,
+    file: H::File,
+) -> Result<Layer<H::File>> {
     // A header here, a table there: nothing else of thousands of layers is needed yet.
     file.advise(Access::Random).await;
     let layer = Box::pin(load_layer(host, name, format, writable, options, key, file)).await?;
     layer.storage().advise(Access::Normal).await;
-    Ok(if format.is_none() { layer.detected() } else { layer })
+    Ok(layer)
 }
 
 /// Opens once more, for writing, an image that is open as `layer`: with the format that it was taken for, however it
@@ -74,13 +88,16 @@ pub async fn open_again<H: Host>(
 ) -> Result<Layer<H::File>> {
     let format = Some(layer.format());
     let options = &options.clone().data_file(layer.given_data_file().map(Path::to_owned));
-    let again = open_layer(host, layer.name(), format, true, options, &layer.key()).await?;
-    if again.storage().id() != layer.storage().id() {
+    let name = layer.name();
+    let file = host.open(name, options.mode(true)).await?;
+    // Before anything is read of it: what is read may have to be recovered first.
+    if file.id() != layer.storage().id() {
         return Err(DiskError::Refused {
-            image: layer.name().to_owned(),
+            image: name.to_owned(),
             reason: "its name has come to mean another file since it was opened".into(),
         });
     }
+    let again = load(host, name, format, true, options, &layer.key(), file).await?;
     Ok(if layer.is_detected_raw() { again.detected() } else { again })
 }
 
@@ -176,7 +193,7 @@ async fn load_layer<H: Host>(
                     image: name.to_owned(),
                     reason: format!(
                         "it keeps its data in an external file, '{}', which an untrusted image \
-                         does not choose; name the file with --data-file",
+                         does not choose; 'isobath convert' takes the file's name as --data-file",
                         file.escape_debug()
                     ),
                 });

@@ -145,8 +145,8 @@ pub struct OpenOptions {
     pub backing_files: Vec<Below>,
     /// How far names in headers are trusted.
     pub trust: Trust,
-    /// The image itself is named by another's header, so that it must lie where `trust` allows. A chain sets this for the
-    /// images below its active one, except for those that were given.
+    /// The image itself is named by another's header, so that it must lie where `trust` allows. A chain sets this for
+    /// the images below its active one, except for those that were given.
     pub named: bool,
     /// How changes of metadata reach the file.
     pub metadata: MetadataMode,

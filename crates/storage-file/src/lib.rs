@@ -266,9 +266,8 @@ impl RestartMemories for FileStorage {
                     return Ok(None);
                 }
             }
-            let kept = self.kept().ok();
-            let image = kept.as_ref().map(|target| &*target.file);
-            restart_memory::restart_memory(&self.file.name, image, self.file.id, how).await
+            let target = self.target().await?;
+            restart_memory::restart_memory(&self.file.name, &target.file, self.file.id, how).await
         })
     }
 }

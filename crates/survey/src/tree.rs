@@ -55,7 +55,9 @@ impl Tree {
             match openat2(&self.root, below, flags, Mode::empty(), no_links) {
                 Err(Errno::AGAIN) => {}
                 // The kernel is older than Linux 5.6, or the call is forbidden.
-                Err(Errno::NOSYS) => return Ok(rustix::fs::open(path, flags, Mode::empty())?),
+                Err(Errno::NOSYS | Errno::PERM) => {
+                    return Ok(rustix::fs::open(path, flags, Mode::empty())?);
+                }
                 opened => return Ok(opened?),
             }
         }

@@ -126,7 +126,10 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     }
     let bitmap = bitmap.to_str().ok_or_else(|| Failure::new("Bitmap name is not valid UTF-8"))?;
     let image = args.naming.image(Path::new(image), args.format)?;
-    let base = args.base.as_deref().map(|base| Naming::default().image(base, args.base_format));
+    let base = args.base.as_deref().map(|base| {
+        let naming = Naming { trusting: args.naming.trusting.clone(), ..Naming::default() };
+        naming.image(base, args.base_format)
+    });
     let base = base.transpose()?;
     let options = image.writable(false)?;
     runtime::block_on(async || {

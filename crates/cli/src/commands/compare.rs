@@ -62,6 +62,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let [first, second] = args.images.as_slice() else {
         return Err(Failure::usage("Expecting two image file names"));
     };
+    args.naming.check_for_several().map_err(|failure| failure.with_code(2))?;
     let mut say = |text: &str| if args.quiet { Ok(()) } else { writeln!(out, "{text}") };
     runtime::block_on(async || {
         let one = open(args, cache, first, args.format).await?;

@@ -56,7 +56,11 @@ impl PidFile {
             if file.metadata()?.nlink() != 1 {
                 return Err(io::Error::other("it has another name as well (a hard link)"));
             }
-            file.set_permissions(Permissions::from_mode(MODE))?;
+            match file.set_permissions(Permissions::from_mode(MODE)) {
+                // Another user has made it for this one to write to.
+                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
+                changed => changed?,
+            }
             file.set_len(0)?;
             writeln!(file, "{}", std::process::id())?;
             return Ok(Self { place, id, _file: file });

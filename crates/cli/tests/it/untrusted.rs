@@ -12,25 +12,25 @@ use std::process::Command;
 
 const ISOBATH: &str = env!("CARGO_BIN_EXE_isobath");
 
-fn isobath(directory: &Path, arguments: &[OsString]) -> Finished {
-    run(Command::new(ISOBATH).args(arguments).current_dir(directory))
+fn isobath(directory: &Path, arguments: impl AsRef<[OsString]>) -> Finished {
+    run(Command::new(ISOBATH).args(arguments.as_ref()).current_dir(directory))
 }
 
 /// A directory for the images, and beside it a secret of raw bytes and one in qcow2.
 fn laid_out(work: &Path) {
     fs::create_dir(work.join("own")).unwrap();
-    fs::write(work.join("secret"), [0x5e; 65536]).unwrap();
+    fs::write(work.join("secret"), vec![0x5e; 65536]).unwrap();
     let own = work.join("own");
-    let img = |arguments: &[OsString]| {
+    let img = |arguments: Vec<OsString>| {
         let _ = run(Command::new(qemu::program("qemu-img")).args(arguments).current_dir(&own)).ok();
     };
-    img(&args!["create", "-q", "-f", "qcow2", "-u", "-b", "../secret", "-F", "raw", "over", "64k"]);
+    img(args!["create", "-q", "-f", "qcow2", "-u", "-b", "../secret", "-F", "raw", "over", "64k"]);
     let data = ["-o", "data_file=neighbour", "data", "64k"];
-    img(&[&args!["create", "-q", "-f", "qcow2"][..], &data.map(OsString::from)].concat());
-    fs::write(own.join("neighbour"), [0x6e; 65536]).unwrap();
-    fs::write(own.join("base"), [0x7e; 65536]).unwrap();
-    img(&args!["create", "-q", "-f", "qcow2", "-b", "base", "-F", "raw", "inside", "64k"]);
-    img(&args!["create", "-q", "-f", "raw", "plain", "64k"]);
+    img([&args!["create", "-q", "-f", "qcow2"][..], &data.map(OsString::from)].concat());
+    fs::write(own.join("neighbour"), vec![0x6e; 65536]).unwrap();
+    fs::write(own.join("base"), vec![0x7e; 65536]).unwrap();
+    img(args!["create", "-q", "-f", "qcow2", "-b", "base", "-F", "raw", "inside", "64k"]);
+    img(args!["create", "-q", "-f", "raw", "plain", "64k"]);
 }
 
 /// Commands that open the image and what it names.
@@ -67,7 +67,7 @@ fn no_command_follows_an_untrusted_image_out_of_its_directory() {
     let allowed =
         args!["convert", "--untrusted", "--backing-dir", work, "-O", "raw", "over", "copy"];
     let _ = isobath(&own, &allowed).ok();
-    assert!(fs::read(own.join("copy")).unwrap() == [0x5e; 65536]);
+    assert!(fs::read(own.join("copy")).unwrap() == vec![0x5e; 65536]);
 }
 
 #[test]
@@ -86,11 +86,11 @@ fn no_command_opens_a_data_file_that_an_untrusted_image_names() {
         let done = isobath(&own, &command);
         assert!(done.code() != 0, "{command:?}: {}", done.report());
         assert!(done.stderr.contains("does not choose"), "{command:?}: {}", done.report());
-        assert!(fs::read(own.join("neighbour")).unwrap() == [0x6e; 65536], "{command:?}");
+        assert!(fs::read(own.join("neighbour")).unwrap() == vec![0x6e; 65536], "{command:?}");
     }
     let given = args!["convert", "--untrusted", "--data-file", "base", "-O", "raw", "data", "copy"];
     let _ = isobath(&own, &given).ok();
-    assert!(fs::read(own.join("neighbour")).unwrap() == [0x6e; 65536]);
+    assert!(fs::read(own.join("neighbour")).unwrap() == vec![0x6e; 65536]);
 }
 
 #[test]
@@ -98,18 +98,59 @@ fn an_untrusted_image_is_taken_in_with_what_its_directory_has() {
     let directory = tempfile::tempdir().unwrap();
     laid_out(directory.path());
     let own = directory.path().join("own");
-    let _ = isobath(&own, &args!["convert", "--untrusted", "-O", "raw", "inside", "copy"]).ok();
-    assert!(fs::read(own.join("copy")).unwrap() == [0x7e; 65536]);
+    let _ = isobath(&own, args!["convert", "--untrusted", "-O", "raw", "inside", "copy"]).ok();
+    assert!(fs::read(own.join("copy")).unwrap() == vec![0x7e; 65536]);
     let alone = args!["convert", "--untrusted", "--no-backing", "-O", "raw", "inside", "alone"];
     let _ = isobath(&own, &alone).ok();
-    assert!(fs::read(own.join("alone")).unwrap() == [0; 65536]);
+    assert!(fs::read(own.join("alone")).unwrap() == vec![0; 65536]);
     // What is below is not changed on an untrusted image's word.
-    let done = isobath(&own, &args!["commit", "--untrusted", "inside"]);
+    let done = isobath(&own, args!["commit", "--untrusted", "inside"]);
     assert!(done.code() != 0 && done.stderr.contains("--untrusted"), "{}", done.report());
-    assert!(fs::read(own.join("base")).unwrap() == [0x7e; 65536]);
-    let written = args!["io", "--no-backing", "-c", "write 0 512", "inside"];
-    let done = isobath(&own, &written);
-    assert!(done.code() != 0, "{}", done.report());
+    assert!(fs::read(own.join("base")).unwrap() == vec![0x7e; 65536]);
+    for written in [
+        args!["io", "--no-backing", "-c", "write 0 512", "inside"],
+        args!["io", "--no-backing", "-c", "open -o cache.direct=off inside", "-c", "write 0 512"],
+    ] {
+        let done = isobath(&own, &written);
+        assert!(done.code() != 0, "{}", done.report());
+    }
+    let chain = args!["info", "--no-backing", "--backing-chain", "inside"];
+    assert_eq!(isobath(&own, &chain).text().matches("image: ").count(), 1);
+}
+
+#[test]
+fn a_data_file_is_given_for_one_image() {
+    let directory = tempfile::tempdir().unwrap();
+    laid_out(directory.path());
+    let own = directory.path().join("own");
+    for command in [
+        args!["compare", "--data-file", "base", "data", "data"],
+        args!["convert", "--data-file", "base", "-O", "raw", "data", "data", "copy"],
+    ] {
+        let done = isobath(&own, &command);
+        assert!(done.stderr.contains("for one image"), "{}", done.report());
+        assert!(!own.join("copy").exists());
+    }
+}
+
+#[test]
+fn an_untrusted_images_chain_is_not_guessed() {
+    let directory = tempfile::tempdir().unwrap();
+    laid_out(directory.path());
+    let own = directory.path().join("own");
+    let create = ["create", "-q", "-f", "qcow2", "-u", "-b", "inside", "-F", "qcow2", "top", "64k"];
+    let img = |arguments: &[&str]| {
+        let mut command = Command::new(qemu::program("qemu-img"));
+        let _ = run(command.args(arguments).current_dir(&own)).ok();
+    };
+    img(&create);
+    // Programs before QEMU 6.1 named no format.
+    let mut bytes = fs::read(own.join("inside")).unwrap();
+    let place = bytes.windows(4).position(|four| four == [0xe2, 0x79, 0x2a, 0xca]).unwrap();
+    bytes[place..place + 4].copy_from_slice(b"none");
+    fs::write(own.join("inside"), bytes).unwrap();
+    let done = isobath(&own, args!["info", "--untrusted", "--backing-chain", "top"]);
+    assert!(done.code() != 0 && done.stderr.contains("not probed"), "{}", done.report());
 }
 
 #[test]
@@ -118,7 +159,7 @@ fn an_image_added_to_an_untrusted_server_is_untrusted_itself() {
     let work = directory.path();
     laid_out(work);
     fs::create_dir(work.join("tenant")).unwrap();
-    fs::write(work.join("tenant/base"), [0x8e; 65536]).unwrap();
+    fs::write(work.join("tenant/base"), vec![0x8e; 65536]).unwrap();
     for (image, backing) in [("tenant/inside", "base"), ("tenant/over", "../own/base")] {
         let create = args!["create", "-q", "-f", "qcow2", "-b", backing, "-F", "raw", image, "64k"];
         let _ = run(Command::new(qemu::program("qemu-img")).args(create).current_dir(work)).ok();

@@ -105,7 +105,7 @@ fn refused(reason: &str) -> io::Error {
 }
 
 /// Memory of a user who is neither this one nor the image's owner is not used. One that fits the image is not passed
-/// over either: who left it could read the image, and was maybe its server.
+/// over either, nor one that cannot be read: who left it may write to the image, and was maybe its server.
 fn refuse_match(spot: &Spot, mark: Mark) -> io::Result<()> {
     let begins = spot.place.open(OFlags::RDONLY).and_then(|file| begins(&file, mark));
     let user = spot.user;
@@ -119,19 +119,18 @@ fn refuse_match(spot: &Spot, mark: Mark) -> io::Result<()> {
             tracing::error!(%file, user, %error, "what another user has left is no restart log");
             Ok(())
         }
+        // Only that user can say how long that lasts.
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(refused(&format!(
+            "the user {user}, who does not own the image, keeps it from being opened"
+        ))),
         Err(error) => Err(error),
     }
 }
 
-/// Whether another user can bring about this error.
-fn is_theirs(error: &io::Error) -> bool {
-    let kinds = [
-        io::ErrorKind::NotFound,
-        io::ErrorKind::PermissionDenied,
-        io::ErrorKind::InvalidInput,
-        io::ErrorKind::IsADirectory,
-    ];
-    kinds.contains(&error.kind()) || error.raw_os_error() == Some(libc::ELOOP)
+/// Whether an error says that it is not a log.
+pub(super) fn is_theirs(error: &io::Error) -> bool {
+    let kinds = [io::ErrorKind::NotFound, io::ErrorKind::InvalidInput, io::ErrorKind::IsADirectory];
+    kinds.contains(&error.kind()) || matches!(error.raw_os_error(), Some(libc::ELOOP | libc::ENXIO))
 }
 
 fn found(spot: &Spot, mark: Mark, change: bool) -> io::Result<Option<Found>> {

@@ -74,8 +74,9 @@ impl RestartMemory for Mapped {
     }
 
     fn is_there(&self) -> bool {
-        // If it cannot be determined, it is considered gone.
-        self.held.place.holds(self.held.id)
+        // If it cannot be determined, it is considered gone. Who looks for it goes by its path.
+        let found = Place::of(self.held.place.path());
+        found.is_ok_and(|found| found.holds(self.held.id))
     }
 
     fn set_aside(&self) -> io::Result<Option<String>> {

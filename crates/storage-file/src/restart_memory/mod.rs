@@ -16,7 +16,7 @@ use super::sys;
 use isobath_storage::error::{Operation, StorageError};
 use isobath_storage::restart_memory::{MemoryUse, RestartMemory};
 use isobath_storage::{FileId, Result};
-use shelf::Shelf;
+use shelf::{Image, Shelf};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -33,16 +33,16 @@ const FIND_STEPS: u32 = 3000;
 const CREATE_STEPS: u32 = 100;
 const STEP: Duration = Duration::from_millis(10);
 
-/// The restart memory of the file `id`, which is open under `name` as `image`.
+/// The restart memory of the file `id`, which is open under `name` as `file`.
 pub(super) async fn restart_memory(
     name: &Path,
-    image: Option<&OwnedFd>,
+    file: &OwnedFd,
     id: FileId,
     how: MemoryUse,
 ) -> Result<Option<Arc<dyn RestartMemory>>> {
-    // The image's owner could change the image anyway.
-    let owner = image.and_then(|image| sys::stat(image).ok()).map(|image| image.st_uid);
-    let shelf = Shelf::new(Path::new(DIRECTORY), sys::effective_user(), owner, id);
+    let stat = sys::stat(file).map_err(|error| StorageError::new(Operation::Query, name, error))?;
+    let image = Image { owner: stat.st_uid, mode: stat.st_mode };
+    let shelf = Shelf::new(Path::new(DIRECTORY), sys::effective_user(), image, id);
     let mut steps = match how {
         MemoryUse::Create => CREATE_STEPS,
         MemoryUse::Take(_) | MemoryUse::Look(_) | MemoryUse::Glance(_) => FIND_STEPS,

@@ -31,11 +31,26 @@ pub(super) enum Whose {
     Others,
 }
 
+/// Whose image it is, and its permissions.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Image {
+    pub(super) owner: u32,
+    pub(super) mode: u32,
+}
+
+impl Image {
+    /// Whether a user may have written to it, so that a log of his may be its log. Who belongs to its group is not
+    /// known.
+    fn may_be_written_by(self, user: u32) -> bool {
+        user == 0 || user == self.owner || self.mode & 0o022 != 0
+    }
+}
+
 /// The places for memory of one file.
 pub(super) struct Shelf {
     memory: PathBuf,
     user: u32,
-    owner: Option<u32>,
+    image: Image,
     file: FileId,
 }
 
@@ -48,15 +63,15 @@ pub(super) struct Spot {
 }
 
 impl Shelf {
-    /// For a file of `owner`, as seen by `user`; `memory` is a directory that all users share.
-    pub(super) fn new(memory: &Path, user: u32, owner: Option<u32>, file: FileId) -> Self {
-        Self { memory: memory.to_owned(), user, owner, file }
+    /// For a file, as seen by `user`; `memory` is a directory that all users share.
+    pub(super) fn new(memory: &Path, user: u32, image: Image, file: FileId) -> Self {
+        Self { memory: memory.to_owned(), user, image, file }
     }
 
     fn whose(&self, user: u32) -> Whose {
         match user {
             user if user == self.user => Whose::Own,
-            user if Some(user) == self.owner => Whose::Owner,
+            user if user == self.image.owner => Whose::Owner,
             _ => Whose::Others,
         }
     }
@@ -66,7 +81,8 @@ impl Shelf {
         format!("{:x}-{:x}", self.file.device, self.file.inode).into()
     }
 
-    /// The regular files with the file's name, those of this user first.
+    /// The regular files with the file's name, those of this user first, and none of users who may not write to the
+    /// image.
     ///
     /// # Errors
     /// If there may be one in a directory of this user or of the image's owner, but cannot be looked for.
@@ -101,6 +117,7 @@ impl Shelf {
                 }
             }
         }
+        spots.retain(|spot| spot.whose != Whose::Others || self.image.may_be_written_by(spot.user));
         spots.sort_by_key(|spot| spot.whose);
         Ok(spots)
     }
@@ -140,18 +157,12 @@ impl Shelf {
 
     /// The file's place in this directory, and the user who made that. `None` if there is no directory.
     fn directory(&self, directory: &Place) -> io::Result<Option<(u32, Place)>> {
-        let place = match directory.below(&self.name()) {
-            Err(error)
-                if matches!(
-                    error.kind(),
-                    io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
-                ) =>
-            {
-                return Ok(None);
-            }
-            place => place?,
-        };
-        Ok(Some((place.directory()?.st_uid, place)))
+        let found = directory.below(&self.name());
+        match found.and_then(|place| Ok((place.directory()?.st_uid, place))) {
+            Ok(found) => Ok(Some(found)),
+            Err(error) if is_no_directory(&error) => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     /// A directory of this user's own, which is made if there is none.
@@ -216,6 +227,18 @@ impl Shelf {
             let _ = directory.remove_directory();
         }
     }
+}
+
+/// Whether an error says that there is no directory for memory. Only another file system, which a user has mounted
+/// there, denies a look at its root.
+fn is_no_directory(error: &io::Error) -> bool {
+    let kinds = [
+        io::ErrorKind::NotFound,
+        io::ErrorKind::NotADirectory,
+        io::ErrorKind::PermissionDenied,
+        io::ErrorKind::NotConnected,
+    ];
+    kinds.contains(&error.kind())
 }
 
 fn begins(name: &OsStr, prefix: &str) -> bool {

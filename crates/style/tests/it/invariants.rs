@@ -32,8 +32,8 @@ const DEMANDS: [Demand; 4] = [
 /// The functions that check an invariant.
 const CHECKS: [&str; 3] = ["violated", "invariant", "always"];
 
-/// Methods that look a value up in another, or take it away from another.
-const LOOKUPS: [&str; 12] = [
+/// Methods that look a value up in another, take it away from another, or put it where there is room.
+const LOOKUPS: [&str; 13] = [
     "binary_search",
     "checked_sub",
     "contains",
@@ -44,6 +44,7 @@ const LOOKUPS: [&str; 12] = [
     "range",
     "remove",
     "room",
+    "set",
     "starts_with",
     "strip_prefix",
 ];

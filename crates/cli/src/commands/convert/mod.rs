@@ -207,6 +207,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if args.no_create && !args.options.is_empty() {
         return Err(Failure::new("-o has no effect when skipping image creation"));
     }
+    if inputs.len() > 1 {
+        args.naming.check_for_several()?;
+    }
     let inputs = inputs.iter().map(|input| args.naming.image(input, args.format));
     let inputs: Vec<Image> = inputs.collect::<Result<_, _>>()?;
     let target_naming = Naming {

@@ -70,7 +70,7 @@ pub(crate) fn read(
 ) -> Result<Vec<ImageInfo>, Failure> {
     let look = image.look(locking);
     runtime::block_on(async || {
-        let images = if whole_chain {
+        let images = if whole_chain && image.has_backing() {
             backing_chain_info(images(), &image.path, &look).await
         } else {
             info(images(), &image.path, &look).await.map(|info| vec![info])

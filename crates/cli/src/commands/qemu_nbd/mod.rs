@@ -14,7 +14,7 @@ use crate::{messages, options, runtime, size, temporary};
 use isobath_disk::clock::SystemClock;
 use isobath_disk::{
     BlockDevice, ImageFormat, InfoOptions, LiveDisk, MetadataMode, OpenOptions, SnapshotChoice,
-    info, read_bitmap,
+    Trust, info, read_bitmap,
 };
 use isobath_export::nbd::wire::MAX_STRING;
 use isobath_export::nbd::{Export, ExportError, ExportedBitmap, Limits, Server, WhenFull};
@@ -22,7 +22,7 @@ use isobath_ring::net::Access;
 use isobath_ring::{Handle, spawn};
 use isobath_storage::Locking;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use view::{Compressed, DetectZeroes, View};
 
@@ -296,11 +296,21 @@ impl Args {
         let layers = disk.layers();
         // The temporary overlay's file no longer has a name.
         let named = || layers.iter().skip(usize::from(self.is_overlaid()));
-        let look = InfoOptions { locking: Locking::Unlocked, ..InfoOptions::default() };
+        let trust = match named().next() {
+            Some(first) => self.naming.trusting.of(first.name())?,
+            None => Trust::Full,
+        };
+        let is_below = |layer| named().next().is_none_or(|first| !Arc::ptr_eq(first, layer));
         // In qemu-nbd's order.
         for name in self.bitmap.iter().rev() {
             let mut found = None;
             for layer in named().filter(|layer| layer.format() == ImageFormat::Qcow2) {
+                let look = InfoOptions {
+                    locking: Locking::Unlocked,
+                    trust: trust.clone(),
+                    named: is_below(layer),
+                    ..InfoOptions::default()
+                };
                 let info = info(images(), layer.name(), &look).await?.qcow2;
                 let bitmap =
                     info.and_then(|info| info.bitmaps.into_iter().find(|one| one.name == *name));
@@ -319,7 +329,12 @@ impl Args {
                      disk; use --read-only, or disable it with 'isobath bitmap --disable'"
                 )));
             }
-            let options = OpenOptions::new().locking(Locking::Unlocked).format(ImageFormat::Qcow2);
+            let options = OpenOptions::new()
+                .locking(Locking::Unlocked)
+                .format(ImageFormat::Qcow2)
+                .data_file(layer.given_data_file().map(Path::to_owned))
+                .trust(trust.clone())
+                .named(is_below(layer));
             let bits = read_bitmap(images(), layer.name(), &options, name).await;
             let bits = bits.map_err(|error| Failure::new(reason(&error)))?;
             let from = |at: u64| at.saturating_sub(self.offset);

@@ -156,10 +156,10 @@ impl FromArgMatches for FrontendArgs {
                 .collect(),
         });
         let mut given: Vec<_> = given.collect();
-        if given.iter().all(|given| given.locations.is_empty()) {
-            if let Some(shared) = given.iter_mut().find(|given| given.protocol.shared) {
-                shared.locations.push(Value::OwnSocket);
-            }
+        if given.iter().all(|given| given.locations.is_empty())
+            && let Some(shared) = given.iter_mut().find(|given| given.protocol.shared)
+        {
+            shared.locations.push(Value::OwnSocket);
         }
         Ok(Self(given))
     }

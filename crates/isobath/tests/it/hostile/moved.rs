@@ -2,7 +2,7 @@
 
 use super::names::{naming, within};
 use futures_util::future::join;
-use isobath_disk::{Disk, LiveDisk, NewDisk, OpenOptions, create};
+use isobath_disk::{Disk, LiveDisk, MetadataMode, NewDisk, OpenOptions, create};
 use isobath_jobs::{CommitOptions, JobOptions};
 use isobath_ring::block_on;
 use isobath_storage::{Host, IoBuf, OpenMode, Result, StorageExt};
@@ -87,6 +87,12 @@ fn a_commit_does_not_write_to_a_file_that_has_taken_its_bases_name() {
         let options = OpenOptions::new().writable(true);
         let live = LiveDisk::open(FileHost, &top, &options).await.unwrap();
         live.write(0, IoBuf::copy_of(&[1; 4096])).await.unwrap();
+        // One that was not closed: who opens it for writing recovers it.
+        let crashed = OpenOptions::new().writable(true).metadata(MetadataMode::Journal);
+        let disk = Disk::open(FileHost, &other, &crashed).await.unwrap();
+        disk.write(0, IoBuf::copy_of(&[2; 4096])).await.unwrap();
+        disk.flush().await.unwrap();
+        drop(disk);
         let before = fs::read(&other).unwrap();
         fs::rename(&base, path("moved")).unwrap();
         fs::rename(&other, &base).unwrap();
