@@ -171,8 +171,8 @@ impl Drop for Listener {
     }
 }
 
-/// Binds a socket whose file only this process's user may use. Linux creates the file with the permissions of the socket
-/// itself, less those in the umask: other than by changing the umask, no other thread's files are affected.
+/// Binds a socket whose file only this process's user may use. Linux creates the file with the permissions of the
+/// socket itself, less those in the umask: other than by changing the umask, no other thread's files are affected.
 fn bind_private(path: &Path) -> io::Result<socket2::Socket> {
     let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None)?;
     rustix::fs::fchmod(&socket, mode(Access::default().mode))?;

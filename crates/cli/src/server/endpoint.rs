@@ -67,7 +67,8 @@ impl FromStr for Endpoint {
 }
 
 impl Endpoint {
-    /// Listens on it, for a socket file with these permissions; for a host name, on the first of its addresses that can be bound.
+    /// Listens on it, for a socket file with these permissions; for a host name, on the first of its addresses that can
+    /// be bound.
     pub(crate) fn bind(&self, access: Access) -> io::Result<Listener> {
         let (host, port) = match self {
             Self::Unix(path) => return Listener::bind_unix_for(path, access),

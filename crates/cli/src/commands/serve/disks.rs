@@ -49,7 +49,8 @@ fn options(args: &Args) -> Result<OpenOptions, Failure> {
     Ok(options)
 }
 
-/// How images that clients add are opened: like those of the command line, but with the format that the client specifies.
+/// How images that clients add are opened: like those of the command line, but with the format that the client
+/// specifies.
 /// Each is trusted as it would be there.
 pub(super) fn opening_of_added(args: &Args) -> Result<Opening, Failure> {
     let options = options(args)?.format(None).snapshot(None).writable(true);
