@@ -84,6 +84,7 @@ const IMAGES: &[(&str, &str, &[&str])] = &[
         &["create -f qcow2 vm.qcow2 1M", "create -f qcow2 data.qcow2 1M"],
     ),
     ("docs/commands/snapshot.md", "", &[DISK]),
+    ("docs/untrusted.md", "", &["create -f qcow2 upload.qcow2 1M"]),
 ];
 const DISK: &str = "create -f qcow2 disk.qcow2 2G";
 const ON_A: &str = "create -f qcow2 -b a.qcow2 -F qcow2 disk.qcow2";
