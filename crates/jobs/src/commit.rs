@@ -2,7 +2,7 @@
 
 use super::follow::{Follow, From};
 use super::job::{Job, JobKind, JobOptions};
-use super::run::{Task, run};
+use super::run::{Task, begun, run};
 use isobath_chain::chain::{Chain, LayerIndex};
 use isobath_chain::create::Preallocation;
 use isobath_chain::map::Unit;
@@ -177,7 +177,7 @@ impl<H: Host> Task for Commit<H> {
         }
         let live = Arc::clone(&self.live);
         let _graph = live.hold_graph().await;
-        let Some(follow) = self.follow.take() else { return Ok(()) };
+        let follow = begun(self.follow.take());
         if self.options.keep_chain {
             follow.to.flush().await?;
             self.follow = Some(follow);

@@ -313,6 +313,9 @@ impl Invariants for JobState {
             violated("a job that has not started has done nothing");
         }
         if let Some(recorder) = &self.recorder {
+            if recorder.job_bytes() > self.copied + self.cloned {
+                violated("a record has no more than its job moved");
+            }
             recorder.check_invariants();
         }
     }
@@ -692,7 +695,7 @@ mod tests {
     #[cfg(debug_assertions)]
     fn what_a_job_notes_goes_with_its_state() {
         type Change = fn(&mut JobState);
-        let cases: [(&str, Change); 9] = [
+        let cases: [(&str, Change); 10] = [
             ("a job is completed once it is ready", |state| state.complete = true),
             ("a job leaves the chain as it is once it is ready", |state| state.leave = true),
             ("a job is finalized once it is pending", |state| state.finalize = true),
@@ -703,6 +706,12 @@ mod tests {
             }),
             ("a job has done no more than there is to do", |state| state.current = 1),
             ("a job that has not started has done nothing", |state| state.copied = 1),
+            ("a record has no more than its job moved", |state| {
+                state.status = JobStatus::Running;
+                let mut recorder = Recorder::new(Duration::ZERO, 0);
+                recorder.tell(Duration::from_secs(1), 0, 1, true);
+                state.recorder = Some(recorder);
+            }),
             ("a record's intervals are in order", |state| {
                 state.status = JobStatus::Running;
                 let mut recorder = Recorder::new(Duration::ZERO, 0);

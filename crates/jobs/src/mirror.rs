@@ -2,7 +2,7 @@
 
 use super::follow::{Follow, From};
 use super::job::{Job, JobKind, JobOptions};
-use super::run::{Task, run};
+use super::run::{Task, begun, run};
 use isobath_chain::chain::LayerIndex;
 use isobath_disk::device::ZeroFlags;
 use isobath_disk::disk::Disk;
@@ -121,8 +121,7 @@ impl<H: Host> Task for Mirror<H> {
         }
         let live = Arc::clone(&self.live);
         let _graph = live.hold_graph().await;
-        let Some(follow) = self.follow.take() else { return Ok(()) };
-        follow.pivot(&live).await
+        begun(self.follow.take()).pivot(&live).await
     }
 
     async fn abandon(&mut self) -> Result<()> {

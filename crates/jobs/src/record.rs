@@ -99,6 +99,14 @@ impl Invariants for Recorder {
             }
             last = interval.to;
         }
+        if self.sums.len() > self.sample(self.at) + 1 {
+            violated("a record's samples are of the time that has passed");
+        }
+        if let [.., before, last] = self.snapshots[..]
+            && self.sample(before) >= self.sample(last)
+        {
+            violated("a record has one snapshot for each sample at most");
+        }
         if self.seconds_running > self.at * (1.0 + 1e-9) {
             violated("a job ran for no longer than it took");
         }
@@ -128,6 +136,11 @@ impl Recorder {
             shortest: 0.0,
             snapshots: Vec::new(),
         }
+    }
+
+    /// The job's bytes so far.
+    pub(super) fn job_bytes(&self) -> u64 {
+        self.job
     }
 
     /// Records the time up to now: the guest's and the job's bytes so far, and whether the job runs from now on. Call
@@ -352,7 +365,7 @@ mod tests {
     #[test]
     fn a_broken_record_is_noticed() {
         type Change = fn(&mut Recorder);
-        let cases: [(&str, Change); 5] = [
+        let cases: [(&str, Change); 7] = [
             ("a record has a bounded size", |recorder| {
                 recorder.sums = vec![Sums::default(); SAMPLES + 1];
             }),
@@ -361,6 +374,12 @@ mod tests {
             }),
             ("a record's intervals are in order", |recorder| recorder.disorder()),
             ("a record's intervals are in order", |recorder| recorder.at = 0.5),
+            ("a record's samples are of the time that has passed", |recorder| {
+                recorder.sums.resize(12, Sums::default());
+            }),
+            ("a record has one snapshot for each sample at most", |recorder| {
+                recorder.snapshots = vec![0.21, 0.29];
+            }),
             ("a job ran for no longer than it took", |recorder| recorder.seconds_running = 1.1),
         ];
         for (violated, change) in cases {

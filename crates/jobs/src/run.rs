@@ -88,6 +88,12 @@ pub(super) async fn run(job: Arc<Job>, mut task: impl Task, mut claim: Claim) {
     job.go_to(JobStatus::Null);
 }
 
+/// What a job began, and now goes on with.
+pub(super) fn begun<T>(work: Option<T>) -> T {
+    let Some(work) = work else { violated("a job goes on with what it began") };
+    work
+}
+
 /// Processes pieces until there are none, as fast as the pacing and the speed limit allow.
 pub(super) struct Driver<'a, H: Host> {
     job: &'a Job,
@@ -289,7 +295,11 @@ impl InFlight {
     }
 
     fn end(&mut self, range: &Range<u64>) {
-        self.bytes -= range.end - range.start;
+        let length = range.end - range.start;
+        if length > self.bytes || self.pieces == 0 {
+            violated("a piece that ends is in flight");
+        }
+        self.bytes -= length;
         self.pieces -= 1;
     }
 
@@ -329,6 +339,12 @@ mod tests {
     }
 
     #[test]
+    fn a_job_does_not_go_on_with_nothing() {
+        assert_eq!(begun(Some(1)), 1);
+        must_panic(|| begun(None), "a job goes on with what it began");
+    }
+
+    #[test]
     fn the_pieces_in_flight_are_counted() {
         let mut in_flight = InFlight::default();
         in_flight.check(0);
@@ -337,8 +353,11 @@ mod tests {
         let counts = "the pieces that a job counts are those in flight";
         must_panic(|| in_flight.check(2), counts);
         must_panic(|| InFlight { bytes: 0, ..in_flight }.check(1), counts);
+        let in_flight_once = "a piece that ends is in flight";
+        must_panic(|| in_flight.clone().end(&(0..513)), in_flight_once);
         in_flight.end(&(0..512));
         in_flight.check(0);
+        must_panic(|| in_flight.clone().end(&(0..0)), in_flight_once);
         must_panic(|| in_flight.begin(&(512..512)), "a piece has bytes");
     }
 }

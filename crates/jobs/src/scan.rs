@@ -25,9 +25,15 @@ impl Scan {
         if found.is_some_and(|range| range.start < self.cursor()) {
             violated("a pass finds its pieces in order");
         }
-        self.cursor.store(found.map_or(size, |range| range.end), Ordering::Relaxed);
+        let cursor = found.map_or(size, |range| range.end);
         let bytes = found.map_or(0, |range| range.end - range.start);
-        self.found.fetch_add(bytes, Ordering::Relaxed);
+        let sum = self.found.load(Ordering::Relaxed) + bytes;
+        // A disk may have become smaller.
+        if sum > cursor.max(self.cursor()) {
+            violated("a pass finds no more than it goes over");
+        }
+        self.cursor.store(cursor, Ordering::Relaxed);
+        self.found.store(sum, Ordering::Relaxed);
     }
 
     /// Sets the total bytes of all pieces.
@@ -79,6 +85,13 @@ mod tests {
         let scan = Scan::default();
         scan.pass(Some(&(100..200)), 1000);
         scan.pass(Some(&(150..300)), 1000);
+    }
+
+    #[test]
+    #[should_panic(expected = "a pass finds no more than it goes over")]
+    fn a_pass_does_not_find_more_than_there_is() {
+        let scan = Scan { found: AtomicU64::new(150), ..Scan::default() };
+        scan.pass(Some(&(100..200)), 1000);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! chain.
 
 use super::job::{Job, JobKind, JobOptions, JobStatus};
-use super::run::{Driver, Pieces, Task, run};
+use super::run::{Driver, Pieces, Task, begun, run};
 use super::scan::Scan;
 use isobath_chain::chain::LayerIndex;
 use isobath_chain::map::{Unit, UnitKind};
@@ -137,17 +137,17 @@ impl<H: Host> Pieces for Stream<H> {
     }
 
     async fn copy(&self, range: Range<u64>) -> Result<Pulled> {
-        let pulled = match &self.target {
-            Some(Target::Active(live)) => {
+        let target = begun(self.target.as_ref());
+        let pulled = match target {
+            Target::Active(live) => {
                 live.inside(|disk| async move {
                     disk.or_mark_corrupt(disk.pull(self.surplus, range).await).await
                 })
                 .await?
             }
-            Some(Target::Lower(disk)) => {
+            Target::Lower(disk) => {
                 disk.or_mark_corrupt(disk.pull(self.surplus, range).await).await?
             }
-            None => Pulled::default(),
         };
         let moved = pulled.copied + pulled.cloned;
         let flushes = self.live.flushes();
@@ -156,10 +156,9 @@ impl<H: Host> Pieces for Stream<H> {
         if self.since_commit.fetch_add(moved, Ordering::Relaxed) + moved >= due {
             self.since_commit.store(0, Ordering::Relaxed);
             self.flushes.store(flushes, Ordering::Relaxed);
-            match &self.target {
-                Some(Target::Active(live)) => live.current().flush().await?,
-                Some(Target::Lower(disk)) => disk.flush().await?,
-                None => {}
+            match target {
+                Target::Active(live) => live.current().flush().await?,
+                Target::Lower(disk) => disk.flush().await?,
             }
         }
         Ok(pulled)
@@ -182,12 +181,11 @@ impl<H: Host> Stream<H> {
     /// The next piece from `at` on.
     async fn find(&self, at: u64, most: u64) -> Result<Option<Range<u64>>> {
         let surplus = self.surplus;
-        match &self.target {
-            Some(Target::Active(live)) => {
+        match begun(self.target.as_ref()) {
+            Target::Active(live) => {
                 live.inside(|disk| async move { disk.next_surplus(surplus, at, most).await }).await
             }
-            Some(Target::Lower(disk)) => disk.next_surplus(surplus, at, most).await,
-            None => Ok(None),
+            Target::Lower(disk) => disk.next_surplus(surplus, at, most).await,
         }
     }
 
@@ -223,8 +221,8 @@ impl<H: Host> Task for Stream<H> {
         let backing = self.backing()?;
         let named = backing.as_ref().map(|(name, format)| (name.as_str(), format.name()));
         let removed = self.surplus.start.get()..self.top.get();
-        match self.target.take() {
-            Some(Target::Active(_)) => {
+        match begun(self.target.take()) {
+            Target::Active(_) => {
                 let disk = live.current();
                 if !sabotage::is(Sabotage::UnflushedStream) {
                     disk.flush().await?;
@@ -237,7 +235,7 @@ impl<H: Host> Task for Stream<H> {
                 };
                 live.shorten(Shortening { removed, changed: None, alone }, unit).await
             }
-            Some(Target::Lower(disk)) => {
+            Target::Lower(disk) => {
                 let done = async {
                     if !sabotage::is(Sabotage::UnflushedStream) {
                         disk.flush().await?;
@@ -264,7 +262,6 @@ impl<H: Host> Task for Stream<H> {
                 let changed = Some((self.top, layer));
                 live.shorten(Shortening { removed, changed, alone: false }, unit).await
             }
-            None => Ok(()),
         }
     }
 

@@ -179,6 +179,10 @@ impl<H: Host> LiveDisk<H> {
         top: LayerIndex,
         lower: &Disk<H>,
     ) -> Result<Arc<Layer<H::File>>> {
+        let disk = self.current();
+        let (there, closed) = (disk.layer(top)?, lower.chain.active());
+        let same = there.storage().id() == closed.storage().id();
+        invariant(same, there.name(), "a layer that is closed is the one that was opened there")?;
         lower.close().await?;
         let layer = Arc::clone(lower.chain.active());
         layer.note_new_tables().await?;
@@ -352,6 +356,16 @@ mod tests {
         shorten(&live, 0..2, true, |_, _| None).unwrap();
         assert_eq!(live.depth(), 1);
         assert!(live.current().writer().is_ok());
+    }
+
+    #[test]
+    fn a_layer_is_closed_where_it_was_opened() {
+        let live = live(chain_of(3));
+        let lower = block_on(Box::pin(live.open_lower(LayerIndex::new(1)))).unwrap();
+        let close = |at| block_on(Box::pin(live.close_lower(LayerIndex::new(at), &lower)));
+        let there = "a layer that is closed is the one that was opened there";
+        must_violate(close(0).map(drop), there);
+        assert_eq!(close(1).unwrap().storage().id(), lower.chain.active().storage().id());
     }
 
     #[test]

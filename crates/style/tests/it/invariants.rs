@@ -26,7 +26,7 @@ const DEMANDS: [Demand; 4] = [
     Demand { name: "image", density: 10, relating: 57, named: 100 },
     Demand { name: "disk", density: 10, relating: 62, named: 100 },
     Demand { name: "chain", density: 5, relating: 73, named: 100 },
-    Demand { name: "jobs", density: 5, relating: 37, named: 100 },
+    Demand { name: "jobs", density: 5, relating: 50, named: 100 },
 ];
 
 /// The functions that check an invariant.
