@@ -35,8 +35,10 @@ pub const MAX_LAYERS: usize = 1 << 16;
 
 /// An open backing chain.
 pub struct Chain<S> {
-    /// From the base up; never empty.
+    /// From the base up.
     layers: Vec<Arc<Layer<S>>>,
+    /// The last of them.
+    active: Arc<Layer<S>>,
     /// The index that describes the lower layers, if there is a valid one.
     index: RwLock<Option<Arc<ChainIndex<S>>>>,
 }
@@ -53,7 +55,7 @@ impl<S: Storage> Chain<S> {
             layers.push(Arc::new(layer));
         }
         layers.reverse();
-        (!layers.is_empty()).then_some(Self { layers, index: RwLock::default() })
+        (!layers.is_empty()).then(|| Self::of(layers))
     }
 
     /// As [`below`](Self::below), with the index of this chain, which describes no more layers.
@@ -66,13 +68,11 @@ impl<S: Storage> Chain<S> {
 impl<S> Chain<S> {
     /// A chain of these layers, from the base up.
     pub fn of(layers: Vec<Arc<Layer<S>>>) -> Self {
-        if layers.is_empty() {
-            violated("a chain has a layer");
-        }
+        let Some(active) = layers.last().map(Arc::clone) else { violated("a chain has a layer") };
         if layers.len() > MAX_LAYERS {
             violated("each layer of a chain has an index");
         }
-        Self { layers, index: RwLock::default() }
+        Self { layers, active, index: RwLock::default() }
     }
 
     /// A chain of layers that may come from other chains, from the base up; how much of each is visible follows from
@@ -141,7 +141,7 @@ impl<S> Chain<S> {
 
     /// The layer that takes writes.
     pub fn active(&self) -> &Arc<Layer<S>> {
-        &self.layers[self.layers.len() - 1]
+        &self.active
     }
 
     /// The index of the active layer.

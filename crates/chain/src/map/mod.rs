@@ -198,7 +198,7 @@ pub struct MapStats {
 /// The unified cache.
 pub struct Map {
     unit_bits: u32,
-    shards: Box<[RwLock<Shard>]>,
+    shards: Box<[RwLock<Shard>; SHARDS]>,
     clock: Mutex<VecDeque<u64>>,
     /// The layer that takes writes; units of other layers are never in place.
     active: AtomicU16,
@@ -234,7 +234,7 @@ impl Map {
         let least = 4 * (SLICE_UNITS * 8 + SLICE_OVERHEAD);
         Self {
             unit_bits,
-            shards: (0..SHARDS).map(|_| RwLock::default()).collect(),
+            shards: Box::new(std::array::from_fn(|_| RwLock::default())),
             clock: Mutex::default(),
             active: AtomicU16::new(active.get()),
             budget: AtomicUsize::new(budget.max(least)),
@@ -501,7 +501,7 @@ impl Map {
     /// Rewrites the cache for a changed chain; no request may be in flight. `unit` returns a unit's new form, or `None`
     /// if that is unknown: its slice is then evicted.
     pub fn rewrite(&self, unit: impl Fn(u64, Unit) -> Option<Unit>) {
-        for shard in &self.shards {
+        for shard in self.shards.iter() {
             let mut shard = shard.write();
             shard.generation += 1;
             shard.slices.retain(|index, slice| {
@@ -526,7 +526,7 @@ impl Map {
     pub fn clear(&self) {
         let mut clock = self.clock.lock();
         clock.clear();
-        for shard in &self.shards {
+        for shard in self.shards.iter() {
             let mut shard = shard.write();
             shard.generation += 1;
             for (_, slice) in shard.slices.drain() {
