@@ -397,13 +397,13 @@ impl<'a, D: BlockDevice> Session<'a, D> {
                 return self.start(index as usize);
             }
             code::SET_VRING_CALL => {
-                vring.call.set(file);
+                vring.call.set(file)?;
                 if vring.is_running() {
                     // A notification to the previous eventfd may have been lost.
                     vring.call.notify();
                 }
             }
-            _ => vring.error.set(file),
+            _ => vring.error.set(file)?,
         }
         Ok(Reply::Done)
     }

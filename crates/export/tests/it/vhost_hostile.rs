@@ -435,6 +435,34 @@ fn memory_may_change_while_queues_run() {
     assert!(!raw.is_done(5, &elsewhere, &[&more]));
 }
 
+/// Empties an eventfd when it is dropped, so that nobody waits for it any longer.
+struct Emptied<'a>(&'a File);
+
+impl Drop for Emptied<'_> {
+    fn drop(&mut self) {
+        let _ = std::io::Read::read(&mut self.0, &mut [0; 8]);
+    }
+}
+
+#[test]
+fn an_eventfd_made_blocking_and_full_holds_up_nobody() {
+    let served = VhostServed::new(Arc::new(MemoryDisk::new(SIZE)), Options::default(), 1);
+    let raw = Raw::start(&served.socket, 2, 16, FEATURES);
+    // The server has seen the eventfd while it was non-blocking.
+    raw.assert_works(0);
+    raw.assert_works(1);
+    let call = &raw.calls[0];
+    let most = (u64::MAX - 1).to_ne_bytes();
+    while std::io::Write::write_all(&mut &*call, &most).is_err() {
+        let _ = std::io::Read::read(&mut &*call, &mut [0; 8]);
+    }
+    let _emptied = Emptied(call);
+    // SAFETY: a plain system call on an open descriptor.
+    assert_eq!(unsafe { libc::fcntl(std::os::fd::AsRawFd::as_raw_fd(call), libc::F_SETFL, 0) }, 0);
+    raw.assert_works(0);
+    raw.assert_works(1);
+}
+
 fn wait_readable(file: &File) {
     use std::os::fd::AsRawFd;
     let mut poll = libc::pollfd { fd: file.as_raw_fd(), events: libc::POLLIN, revents: 0 };
