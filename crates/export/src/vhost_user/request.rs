@@ -2,6 +2,7 @@
 
 use super::chain::{Chain, Segment, total};
 use super::config::{MAX_RANGES, SECTOR};
+use super::memory::Memory;
 use super::throttle::Throttle;
 use crate::pool::{Pool, Pooled};
 use isobath_disk::{BlockDevice, DiskError, Result, ZeroFlags};
@@ -35,6 +36,7 @@ const UNSUPPORTED: u8 = VIRTIO_BLK_S_UNSUPP as u8;
 /// The state shared by the requests of a queue.
 pub(crate) struct Context<D> {
     pub(crate) device: Arc<D>,
+    pub(crate) memory: Arc<Memory>,
     /// Keeps the guest's memory mapped for as long as an operation uses it.
     pub(crate) owner: Arc<dyn Any + Send + Sync>,
     pub(crate) pool: Rc<Pool>,
@@ -340,6 +342,13 @@ impl<D: BlockDevice> Context<D> {
                 // SAFETY: as above.
                 unsafe { now.copy_from_nonoverlapping(piece.start, piece.length) };
                 to = rest;
+            }
+            if self.memory.is_lost() {
+                // The data may be zeroes that the guest never wrote.
+                return Err(DiskError::Refused {
+                    image: "the guest's memory".into(),
+                    reason: "it was cut short while a request used it".into(),
+                });
             }
             let data = self.device.write(at, data).await?;
             self.pool.put(Pooled { data, spare });

@@ -59,6 +59,8 @@ enum Event {
     Stop,
     Message(io::Result<Option<Message>>),
     Resized,
+    /// Memory that the client shares is no longer there.
+    Lost,
 }
 
 /// What a server serves to its clients.
@@ -81,6 +83,8 @@ pub(crate) struct Session<'a, D> {
     /// The disk's size that the client knows.
     told_size: u64,
     status: u8,
+    /// Requested by a queue that found memory missing.
+    lost: Arc<Stop>,
 }
 
 impl<'a, D: BlockDevice> Session<'a, D> {
@@ -96,6 +100,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             channel: None,
             told_size: served.device.size(),
             status: 0,
+            lost: Arc::default(),
         }
     }
 
@@ -110,6 +115,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
                     self.answer(&connection, message).await.map(|()| false)
                 }
                 Event::Message(Err(error)) => Err(error),
+                Event::Lost => Err(invalid("it has cut its memory short")),
                 Event::Resized => {
                     self.tell_size().await;
                     Ok(false)
@@ -131,12 +137,16 @@ impl<'a, D: BlockDevice> Session<'a, D> {
     async fn next(&self, connection: &mut Connection) -> Event {
         let device = &self.served.device;
         let mut stopped = pin!(self.served.stop.requested());
+        let mut lost = pin!(self.lost.requested());
         let mut message = pin!(connection.receive());
         let mut resized = pin!(device.resized(self.told_size));
         let hears = self.channel.is_some();
         poll_fn(|cx| {
             if stopped.as_mut().poll(cx).is_ready() {
                 return Poll::Ready(Event::Stop);
+            }
+            if lost.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(Event::Lost);
             }
             if let Poll::Ready(message) = message.as_mut().poll(cx) {
                 return Poll::Ready(Event::Message(message));
@@ -433,6 +443,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             read_only: config::is_read_only(&**device, options),
             serial,
             poll: options.poll,
+            lost: self.lost.clone(),
         }
     }
 

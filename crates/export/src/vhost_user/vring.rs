@@ -24,6 +24,8 @@ pub(crate) struct Common<D> {
     pub(crate) read_only: bool,
     pub(crate) serial: [u8; ID_BYTES],
     pub(crate) poll: Duration,
+    /// Requested when memory was lost.
+    pub(crate) lost: Arc<Stop>,
 }
 
 /// A queue's settings, and its task if it runs.
@@ -99,6 +101,7 @@ impl Vring {
             read_only: common.read_only,
             write_through: common.write_through,
             poll: common.poll,
+            lost: common.lost.clone(),
         };
         let ended = self.worker.spawn_with(move || queue::run(setup));
         self.running = Some(Running { stop, ended });

@@ -349,11 +349,7 @@ fn a_client_that_leaves_takes_nothing_with_it() {
     raw.describe(0, 2, descriptor(STATUS, 1, WRITE, 0));
     raw.offer(0, 0);
     raw.kick(0);
-    let deadline = std::time::Instant::now() + std::time::Duration::from_mins(1);
-    while served.device.running.load(Ordering::Relaxed) == 0 {
-        assert!(std::time::Instant::now() < deadline, "the request should be under way");
-        std::thread::yield_now();
-    }
+    wait_running(&served);
     drop(raw);
     served.device.release();
     served.wait_connected(false);
@@ -461,6 +457,98 @@ fn an_eventfd_made_blocking_and_full_holds_up_nobody() {
     assert_eq!(unsafe { libc::fcntl(std::os::fd::AsRawFd::as_raw_fd(call), libc::F_SETFL, 0) }, 0);
     raw.assert_works(0);
     raw.assert_works(1);
+}
+
+/// Waits until a request is under way.
+fn wait_running(served: &VhostServed<MemoryDisk>) {
+    let deadline = std::time::Instant::now() + std::time::Duration::from_mins(1);
+    while served.device.running.load(Ordering::Relaxed) == 0 {
+        assert!(std::time::Instant::now() < deadline, "the request should be under way");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn memory_cut_short_costs_its_client_only() {
+    let (served, other) = (served(), served());
+    let neighbour = Raw::start(&other.socket, 2, 16, FEATURES);
+    for length in [0, DATA] {
+        let raw = Raw::start(&served.socket, 2, 16, FEATURES);
+        raw.assert_works(0);
+        raw.memory.write(HEADER, &header(OUT, 0));
+        raw.describe(0, 0, descriptor(HEADER, 16, NEXT, 1));
+        raw.describe(0, 1, descriptor(BUFFER, 512, NEXT, 2));
+        raw.describe(0, 2, descriptor(STATUS, 1, WRITE, 0));
+        raw.offer(0, 0);
+        // This process accesses the memory no more, for which it has no handler of its own.
+        raw.memory.file.set_len(length).unwrap();
+        raw.kick(0);
+        raw.wait_closed();
+        neighbour.assert_works(0);
+        neighbour.assert_works(1);
+    }
+    Raw::start(&served.socket, 2, 16, FEATURES).assert_works(1);
+}
+
+#[test]
+fn memory_cut_short_under_a_request_costs_its_client_only() {
+    let (served, other) = (served(), served());
+    let neighbour = Raw::start(&other.socket, 1, 16, FEATURES);
+    let raw = Raw::start(&served.socket, 1, 16, FEATURES);
+    raw.assert_works(0);
+    *served.device.held.lock() = Some(Vec::new());
+    raw.memory.write(HEADER, &header(IN, 0));
+    raw.describe(0, 0, descriptor(HEADER, 16, NEXT, 1));
+    raw.describe(0, 1, descriptor(BUFFER, 512, NEXT | WRITE, 2));
+    raw.describe(0, 2, descriptor(STATUS, 1, WRITE, 0));
+    raw.offer(0, 0);
+    raw.kick(0);
+    wait_running(&served);
+    raw.memory.file.set_len(0).unwrap();
+    served.device.release();
+    raw.wait_closed();
+    neighbour.assert_works(0);
+    served.wait_connected(false);
+    Raw::start(&served.socket, 1, 16, FEATURES).assert_works(0);
+}
+
+#[test]
+fn a_list_of_requests_cut_short_costs_its_client_only() {
+    let (served, other) = (served(), served());
+    let neighbour = Raw::start(&other.socket, 1, 16, FEATURES);
+    let raw = Raw::connect(&served.socket, 1, 16);
+    raw.agree(FEATURES);
+    let list = tempfile::tempfile().unwrap();
+    list.set_len(320).unwrap();
+    // 320 bytes at 0, for 1 queue of 16.
+    let area = [&320_u64.to_ne_bytes()[..], &[0; 8], &[1, 0, 16, 0, 0, 0, 0, 0]].concat();
+    assert!(raw.is_done(32, &area, &[&list]));
+    raw.start_queue(0, 0);
+    raw.assert_works(0);
+    list.set_len(0).unwrap();
+    raw.offer(0, 0);
+    raw.kick(0);
+    raw.wait_closed();
+    neighbour.assert_works(0);
+}
+
+#[test]
+fn what_lost_memory_held_is_not_written() {
+    let served = served();
+    let raw = Raw::start(&served.socket, 1, 16, FEATURES);
+    raw.assert_works(0);
+    assert_eq!(raw.transfer(0, OUT, 0, &[7; 1024]).0, OK);
+    raw.memory.write(HEADER, &header(OUT, 0));
+    raw.describe(0, 0, descriptor(HEADER, 16, NEXT, 1));
+    // Two pieces, which are copied to one buffer; only their page is gone.
+    raw.describe(0, 1, descriptor(MEMORY as u64 - 4096, 512, NEXT, 2));
+    raw.describe(0, 2, descriptor(MEMORY as u64 - 512, 512, NEXT, 3));
+    raw.describe(0, 3, descriptor(STATUS, 1, WRITE, 0));
+    raw.offer(0, 0);
+    raw.memory.file.set_len(MEMORY as u64 - 4096).unwrap();
+    raw.kick(0);
+    raw.wait_closed();
+    assert!(served.device.bytes(0, 1024) == [7; 1024]);
 }
 
 fn wait_readable(file: &File) {
