@@ -44,7 +44,7 @@ static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// How many pages have been lost so far: cheap to ask, and as long as it does not change, [`Guard::is_lost`] does not.
 pub(super) fn losses() -> usize {
-    LOSSES.load(Ordering::Relaxed)
+    LOSSES.load(Ordering::Acquire)
 }
 
 /// Guards a mapping until it is dropped, which must be before the memory is unmapped.
@@ -180,21 +180,31 @@ fn done(result: i32) -> io::Result<()> {
 
 /// The signal's handler.
 extern "C" fn handle(signal: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-    // SAFETY: the kernel passes a valid description; the address is only used as a number.
-    let (code, address) = unsafe { ((*info).si_code, (*info).si_addr() as usize) };
+    // SAFETY: the kernel passes a valid description; the address is only used as a number. The error number is this
+    // thread's own.
+    unsafe {
+        let interrupted = *libc::__errno_location();
+        respond(signal, (*info).si_code, (*info).si_addr() as usize);
+        *libc::__errno_location() = interrupted;
+    }
+}
+
+fn respond(signal: i32, code: i32, address: usize) {
     // Codes up to 0 are those of signals that a process has sent.
     let is_fault = code > 0;
     if is_fault && replace(address) {
         return;
     }
-    if let Some(previous) = PREVIOUS.get() {
-        // A fault repeats itself once the handler has returned.
-        // SAFETY: this was the action before; both calls are allowed in a handler.
-        unsafe {
-            libc::sigaction(signal, previous, ptr::null_mut());
-            if !is_fault {
-                libc::raise(signal);
-            }
+    let Some(previous) = PREVIOUS.get() else { return };
+    if !is_fault && previous.sa_sigaction == libc::SIG_IGN {
+        return;
+    }
+    // A fault repeats itself once the handler has returned.
+    // SAFETY: this was the action before; both calls are allowed in a handler.
+    unsafe {
+        libc::sigaction(signal, previous, ptr::null_mut());
+        if !is_fault {
+            libc::raise(signal);
         }
     }
 }
@@ -244,11 +254,13 @@ mod tests {
         assert!(!guard.is_lost());
         let before = losses();
         file.set_len(2 * PAGE as u64).unwrap();
-        // SAFETY: as above.
+        // SAFETY: as above; the error number is this thread's own.
         unsafe {
             assert_eq!(byte(1).read_volatile(), 7);
             assert!(!guard.is_lost());
-            assert_eq!(byte(2).read_volatile(), 0);
+            *libc::__errno_location() = libc::EAGAIN;
+            let lost = byte(2).read_volatile();
+            assert_eq!((lost, *libc::__errno_location()), (0, libc::EAGAIN));
             byte(2).write_volatile(8);
             assert_eq!(byte(2).read_volatile(), 8);
             byte(3).write_volatile(9);
@@ -264,6 +276,50 @@ mod tests {
         drop((guard, file));
         // SAFETY: as above.
         unsafe { libc::munmap(start.as_ptr().cast(), PAGE) };
+    }
+
+    #[test]
+    fn memory_that_grows_again_stays_lost() {
+        let (file, start) = mapped(2);
+        let guard = Guard::new(start, 2 * PAGE, PAGE).unwrap();
+        file.set_len(0).unwrap();
+        // SAFETY: within the mapping, which is guarded.
+        unsafe { start.write_volatile(7) };
+        file.set_len(2 * PAGE as u64).unwrap();
+        // SAFETY: as above.
+        unsafe {
+            assert_eq!((start.read_volatile(), start.add(PAGE).read_volatile()), (7, 0));
+        }
+        assert!(guard.is_lost());
+        drop(guard);
+        // SAFETY: the mapping is not used any more.
+        unsafe { libc::munmap(start.as_ptr().cast(), 2 * PAGE) };
+    }
+
+    #[test]
+    fn threads_that_find_the_same_page_missing_all_go_on() {
+        let (file, start) = mapped(64);
+        let guard = Guard::new(start, 64 * PAGE, PAGE).unwrap();
+        file.set_len(0).unwrap();
+        let address = start.as_ptr() as usize;
+        let barrier = std::sync::Barrier::new(4);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    barrier.wait();
+                    for page in 0..64 {
+                        // SAFETY: within the mapping, which is guarded.
+                        let byte =
+                            unsafe { ((address + page * PAGE) as *const u8).read_volatile() };
+                        assert_eq!(byte, 0);
+                    }
+                });
+            }
+        });
+        assert!(guard.is_lost());
+        drop(guard);
+        // SAFETY: the mapping is not used any more.
+        unsafe { libc::munmap(start.as_ptr().cast(), 64 * PAGE) };
     }
 
     #[test]

@@ -47,7 +47,8 @@ pub(crate) struct Mapping {
     /// Bytes of the mapping before the requested range.
     lead: usize,
     length: usize,
-    /// `None` if nothing of the file can get lost.
+    /// Taken when the mapping ends. A file that is sealed against becoming shorter can lose pages as well: bad ones, and
+    /// those for which there is no memory.
     guard: Option<Guard>,
 }
 
@@ -92,10 +93,7 @@ impl Mapping {
         let base =
             NonNull::new(base.cast()).ok_or_else(|| invalid("the file was mapped at address 0"))?;
         let mut mapping = Self { base, mapped, lead, length, guard: None };
-        // Huge pages can get lost without a change of the file's length: when there are no more of them.
-        if !(is_kept_whole(file) && block == PAGE) {
-            mapping.guard = Some(Guard::new(base, mapped, block as usize)?);
-        }
+        mapping.guard = Some(Guard::new(base, mapped, block as usize)?);
         Ok(mapping)
     }
 
@@ -122,13 +120,6 @@ impl Drop for Mapping {
         // SAFETY: the mapping was made by `new`, and all users of its memory, which hold it, are gone.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.mapped) };
     }
-}
-
-/// Whether a file is sealed against becoming shorter.
-fn is_kept_whole(file: &File) -> bool {
-    // SAFETY: a plain system call on an open descriptor.
-    let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
-    seals >= 0 && seals & libc::F_SEAL_SHRINK != 0
 }
 
 #[derive(Clone, Debug)]
@@ -250,24 +241,6 @@ mod tests {
         let less = memory.without(RegionAt { offset: 0, ..low }).unwrap();
         assert!(less.guest(0).is_none() && memory.guest(0).is_some());
         assert!(less.without(low).is_none());
-    }
-
-    #[test]
-    fn memory_that_cannot_become_shorter_needs_no_guard() {
-        // SAFETY: the name ends with a zero byte, and the descriptor is new.
-        let file = unsafe {
-            let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
-            let fd = libc::memfd_create(c"test".as_ptr(), flags);
-            assert!(fd >= 0);
-            <File as std::os::fd::FromRawFd>::from_raw_fd(fd)
-        };
-        file.set_len(0x1000).unwrap();
-        assert!(Mapping::new(&file, 0, 0x1000).unwrap().guard.is_some());
-        // SAFETY: a plain system call on an open descriptor.
-        unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) };
-        let mapping = Mapping::new(&file, 0, 0x1000).unwrap();
-        assert!(mapping.guard.is_none() && !mapping.is_lost());
-        assert!(file.set_len(0).is_err());
     }
 
     #[test]

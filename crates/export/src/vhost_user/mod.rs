@@ -25,7 +25,7 @@
 //!
 //! Neither a guest nor its virtual machine monitor can harm the process or other clients. A monitor that cuts the
 //! shared memory short while it is in use is disconnected. To survive that, a handler for SIGBUS is installed once
-//! memory is mapped that is not sealed against it; other faults do what they did before.
+//! memory is mapped; other faults do what they did before.
 
 mod chain;
 mod config;
