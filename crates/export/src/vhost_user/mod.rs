@@ -27,6 +27,7 @@
 //! shared memory short while it is in use is disconnected. To survive that, a handler for SIGBUS is installed once
 //! memory is mapped; other faults do what they did before.
 
+mod bounce;
 mod chain;
 mod config;
 mod frontend;

@@ -1,5 +1,6 @@
 //! A running queue: a task that takes requests from a ring and puts completions into it.
 
+use super::bounce::Bounces;
 use super::chain::Chain;
 use super::guard::losses;
 use super::inflight::InFlight;
@@ -36,6 +37,7 @@ thread_local! {
 pub(crate) struct Setup<D> {
     pub(crate) index: u16,
     pub(crate) device: Arc<D>,
+    pub(crate) bounces: Arc<Bounces>,
     pub(crate) ring: Ring,
     pub(crate) in_flight: Option<InFlight>,
     pub(crate) kick: OwnedFd,
@@ -59,6 +61,7 @@ pub(crate) async fn run<D: BlockDevice>(setup: Setup<D>) -> u16 {
         // A separate reference count that no other thread changes.
         owner: Arc::new(ring.memory().clone()),
         pool: POOL.with(Rc::clone),
+        bounces: setup.bounces,
         serial: setup.serial,
         read_only: setup.read_only,
         write_through: setup.write_through,

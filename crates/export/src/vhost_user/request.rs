@@ -1,5 +1,6 @@
 //! Guest requests: parsing and executing them (virtio 1.2, section 5.2.6).
 
+use super::bounce::Bounces;
 use super::chain::{Chain, Segment, total};
 use super::config::{MAX_RANGES, SECTOR};
 use super::memory::Memory;
@@ -40,6 +41,7 @@ pub(crate) struct Context<D> {
     /// Keeps the guest's memory mapped for as long as an operation uses it.
     pub(crate) owner: Arc<dyn Any + Send + Sync>,
     pub(crate) pool: Rc<Pool>,
+    pub(crate) bounces: Arc<Bounces>,
     pub(crate) serial: [u8; ID_BYTES],
     pub(crate) read_only: bool,
     /// Whether writes are made durable before they complete.
@@ -305,6 +307,7 @@ impl<D: BlockDevice> Context<D> {
         let (mut at, mut left) = (offset, total(segments));
         while left > 0 {
             let step = left.min(COPY);
+            let _taken = self.bounces.take(Pool::footprint(step)).await;
             let Pooled { data, spare } = self.pool.take(step);
             let data = self.device.read(at, data).await?;
             let mut from = data.get(..step).ok_or(DiskError::Closed)?;
@@ -334,6 +337,7 @@ impl<D: BlockDevice> Context<D> {
         let (mut at, mut left) = (offset, total(segments));
         while left > 0 {
             let step = left.min(COPY);
+            let _taken = self.bounces.take(Pool::footprint(step)).await;
             let Pooled { mut data, spare } = self.pool.take(step);
             let mut to = &mut data[..];
             while let Some(piece) = pieces.next(to.len()) {

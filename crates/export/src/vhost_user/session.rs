@@ -1,5 +1,6 @@
 //! One client: its messages on the socket, until it leaves.
 
+use super::bounce::Bounces;
 use super::config::{self, EVENT_INDEX, FLUSH, PROTOCOL_FEATURES};
 use super::inflight::{self, Region};
 use super::memory::{MAX_REGIONS, Memory, RegionAt};
@@ -66,6 +67,7 @@ enum Event {
 /// What a server serves to its clients.
 pub(crate) struct Served<D> {
     pub(crate) device: Arc<D>,
+    pub(crate) bounces: Arc<Bounces>,
     pub(crate) options: Options,
     pub(crate) stop: Stop,
 }
@@ -430,13 +432,14 @@ impl<'a, D: BlockDevice> Session<'a, D> {
     }
 
     fn common(&self) -> Common<D> {
-        let Served { device, options, .. } = self.served;
+        let Served { device, bounces, options, .. } = self.served;
         let mut serial = [0; ID_BYTES];
         for (place, byte) in serial.iter_mut().zip(options.serial.bytes()) {
             *place = byte;
         }
         Common {
             device: device.clone(),
+            bounces: bounces.clone(),
             memory: self.memory.clone(),
             event_index: self.features & EVENT_INDEX != 0,
             write_through: options.write_through || self.features & FLUSH == 0,

@@ -1,5 +1,6 @@
 //! A queue as set up by its client.
 
+use super::bounce::Bounces;
 use super::inflight::InFlight;
 use super::memory::Memory;
 use super::notify::Notifier;
@@ -18,6 +19,7 @@ use std::time::Duration;
 /// The state shared by all queues of a client.
 pub(crate) struct Common<D> {
     pub(crate) device: Arc<D>,
+    pub(crate) bounces: Arc<Bounces>,
     pub(crate) memory: Arc<Memory>,
     pub(crate) event_index: bool,
     pub(crate) write_through: bool,
@@ -91,6 +93,7 @@ impl Vring {
         let setup = Setup {
             index: self.index,
             device: common.device.clone(),
+            bounces: common.bounces.clone(),
             ring,
             in_flight,
             kick: kick.try_clone()?,

@@ -459,6 +459,52 @@ fn an_eventfd_made_blocking_and_full_holds_up_nobody() {
     raw.assert_works(1);
 }
 
+#[test]
+fn requests_in_many_pieces_take_a_bounded_amount_of_memory_and_their_own_guests_time() {
+    const REQUESTS: u16 = 128;
+    const PIECE: u32 = 16 << 10;
+    let (served, other) = (served(), served());
+    let neighbour = Raw::start(&other.socket, 1, 16, FEATURES);
+    for kind in [IN, OUT] {
+        let raw = Raw::start(&served.socket, 1, REQUESTS, FEATURES);
+        // One table of pieces that are the same memory: together they are the whole disk, of which each request needs
+        // a copy in one piece.
+        let pieces = SIZE as u32 / PIECE;
+        let flags = NEXT | if kind == IN { WRITE } else { 0 };
+        let mut table = descriptor(HEADER, 16, NEXT, 1).to_vec();
+        for index in 0..pieces as u16 {
+            table.extend(descriptor(BUFFER, PIECE, flags, index + 2));
+        }
+        table.extend(descriptor(STATUS, 1, WRITE, 0));
+        let place = BUFFER + u64::from(PIECE);
+        raw.memory.write(place, &table);
+        raw.memory.write(HEADER, &header(kind, 0));
+        raw.memory.write(STATUS, &[0xee]);
+        served.device.most_running.store(0, Ordering::Relaxed);
+        *served.device.held.lock() = Some(Vec::new());
+        for head in 0..REQUESTS - 2 {
+            raw.describe(0, head, descriptor(place, table.len() as u32, INDIRECT, 0));
+            raw.offer(0, head);
+        }
+        // The last one fails at once, when all others have begun.
+        raw.describe(0, REQUESTS - 2, descriptor(HEADER, 8, NEXT, REQUESTS - 1));
+        raw.describe(0, REQUESTS - 1, descriptor(STATUS + 1, 1, WRITE, 0));
+        raw.offer(0, REQUESTS - 2);
+        raw.kick(0);
+        raw.wait_used(0, 1);
+        neighbour.assert_works(0);
+        served.device.release();
+        raw.wait_used(0, REQUESTS - 1);
+        assert_eq!(raw.memory.read(STATUS, 1), [OK]);
+        // The bytes assured to a device, and an eighth of those that all share.
+        let most = 4 + 256 / 8;
+        let copies = served.device.most_running.load(Ordering::Relaxed);
+        assert!((4..=most).contains(&copies), "{copies} MiB were in use");
+        drop(raw);
+        served.wait_connected(false);
+    }
+}
+
 /// Waits until a request is under way.
 fn wait_running(served: &VhostServed<MemoryDisk>) {
     let deadline = std::time::Instant::now() + std::time::Duration::from_mins(1);
