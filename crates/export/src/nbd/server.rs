@@ -1,5 +1,6 @@
 //! The server: exports, connections and their limits.
 
+use super::admission::{Admission, Peer, Place};
 use super::exports::{Entry, Export, ExportError, ExportState, Exports, RemoveError};
 use super::handshake::Agreement;
 use super::live::{Gone, Live};
@@ -54,7 +55,8 @@ pub struct Limits {
 /// What happens to connections beyond [`Limits::connections`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WhenFull {
-    /// They are closed immediately.
+    /// They are closed immediately, unless one that has not finished its handshake can be closed for them. One peer (a
+    /// user of this machine, or another machine) may have seven eighths of the connections.
     #[default]
     Close,
     /// They wait to be accepted until another one ends.
@@ -95,6 +97,7 @@ pub struct Server<D> {
     budget: Budget,
     stop: Stop,
     live: Arc<Live>,
+    admission: Arc<Admission>,
     /// Clients that have chosen an export.
     chosen: Arc<Live>,
 }
@@ -112,12 +115,18 @@ impl<D: BlockDevice> Server<D> {
                 return Err(ServerError::ZeroLimit(limit));
             }
         }
+        let live = Arc::<Live>::default();
+        let admission = match limits.when_full {
+            WhenFull::Close => Admission::of_any(limits.connections, live.clone()),
+            WhenFull::Wait => Admission::of_waiting(limits.connections, live.clone()),
+        };
         let server = Self {
             exports: Exports::new(limits.connections > 1),
             limits,
             budget: Budget::new(MEMORY),
             stop: Stop::default(),
-            live: Arc::default(),
+            admission: Arc::new(admission),
+            live,
             chosen: Arc::default(),
         };
         for export in exports {
@@ -182,18 +191,16 @@ impl<D: BlockDevice> Server<D> {
     pub async fn serve(self: &Arc<Self>, listener: Listener, workers: &[Handle]) -> io::Result<()> {
         let mut turn = workers.iter().cycle();
         while let Some(stream) = self.accept(&listener).await? {
-            let Some(guard) = self.live.enter(self.limits.connections) else {
-                tracing::warn!(
-                    limit = self.limits.connections,
-                    "too many connections; closing a new connection"
-                );
-                continue;
+            let peer = Peer::of(&stream);
+            let place = match self.admission.admit(&stream, peer) {
+                Ok(place) => place,
+                Err(refusal) => {
+                    tracing::warn!(%peer, "{refusal}; closing a new connection");
+                    continue;
+                }
             };
             let server = self.clone();
-            let connection = move || async move {
-                server.connection(&stream).await;
-                drop(guard);
-            };
+            let connection = move || async move { server.attend(&stream, Some(&place)).await };
             match turn.next() {
                 Some(worker) => drop(worker.spawn_with(connection)),
                 None => drop(spawn(connection())),
@@ -246,7 +253,12 @@ impl<D: BlockDevice> Server<D> {
     /// Serves one client over a connected socket, from the greeting to the end, with time limits. The connection is not
     /// counted.
     pub async fn connection(&self, stream: &Stream) {
-        let handshake = timeout(self.limits.handshake, negotiate(stream, &self.exports));
+        self.attend(stream, None).await;
+    }
+
+    async fn attend(&self, stream: &Stream, place: Option<&Place>) {
+        let keeps = || place.is_none_or(Place::keep);
+        let handshake = timeout(self.limits.handshake, negotiate(stream, &self.exports, keeps));
         let result = match self.unless_stopped(handshake).await {
             None => return,
             Some(Err(_)) => {
@@ -296,7 +308,7 @@ impl<D: BlockDevice> Server<D> {
     /// # Errors
     /// If the client violates the protocol or the transport fails.
     pub async fn session<T: Transport>(&self, transport: &T) -> Result<(), SessionError> {
-        match negotiate(transport, &self.exports).await? {
+        match negotiate(transport, &self.exports, || true).await? {
             Some(Negotiated { agreement, client, window }) => {
                 self.transmit(transport, agreement, &client.entry, window).await
             }

@@ -76,13 +76,15 @@ pub(crate) struct Negotiated<D> {
     pub(crate) window: Window,
 }
 
-/// Performs the handshake. Returns `None` if the client ended it, or left before choosing an export.
+/// Performs the handshake. Returns `None` if the client ended it, left before choosing an export, or is not kept by
+/// `keeps`, which is asked before the client hears that it was successful.
 ///
 /// # Errors
 /// If the client violated the protocol, or the connection failed.
 pub(crate) async fn negotiate<D: BlockDevice, T: Transport>(
     transport: &T,
     exports: &Exports<D>,
+    keeps: impl Fn() -> bool,
 ) -> Result<Option<Negotiated<D>>, SessionError> {
     let mut handshake = Handshake::default();
     let mut window = Window::new();
@@ -104,6 +106,9 @@ pub(crate) async fn negotiate<D: BlockDevice, T: Transport>(
         });
         let step = step?;
         window.skip(step.consumed);
+        if client.is_some() && !keeps() {
+            return Ok(None);
+        }
         if step.outcome != Outcome::More && !output.is_empty() {
             transport.send(vec![IoBuf::copy_of(&output)]).await.0?;
             output.clear();

@@ -243,6 +243,42 @@ fn crowds_are_turned_away() {
 }
 
 #[test]
+fn connections_that_never_finish_their_handshake_keep_nobody_out() {
+    let limits = Limits { connections: 3, ..Limits::default() };
+    let served = Served::with(vec![export("disk", MemoryDisk::new(MIB))], limits, 1);
+    let mut first = Client::ready(&served);
+    let mut mute = Client::connect(&served);
+    let _greeting: [u8; 18] = mute.take();
+    let mut dawdling = Client::connect(&served);
+    dawdling.send(&flags());
+    let _greeting: [u8; 18] = dawdling.take();
+    let mut second = Client::ready(&served);
+    assert_eq!(mute.rest(), b"", "the oldest makes room");
+    let mut third = Client::ready(&served);
+    assert_eq!(dawdling.rest(), b"");
+    until("the ends of the connections", || served.server.connections() == 3);
+    assert_eq!(Client::connect(&served).rest(), b"", "clients stay, however idle they are");
+    for client in [&mut first, &mut second, &mut third] {
+        client.write(0, b"still here");
+    }
+}
+
+#[test]
+fn one_user_cannot_keep_the_others_out() {
+    let limits = Limits { connections: 16, ..Limits::default() };
+    let served = Served::with(vec![export("disk", MemoryDisk::new(MIB))], limits, 1);
+    let mut clients: Vec<_> = (0..14).map(|_| Client::ready(&served)).collect();
+    assert_eq!(Client::connect(&served).rest(), b"", "closed before any greeting");
+    // Over TCP, it is another peer.
+    let mut other = TcpStream::connect(served.tcp).unwrap();
+    other.write_all(&[flags(), option_bytes(option::EXPORT_NAME, b"")].concat()).unwrap();
+    other.read_exact(&mut [0; 28]).unwrap();
+    for client in &mut clients {
+        client.write(0, b"still here");
+    }
+}
+
+#[test]
 fn a_handshake_that_takes_too_long_is_ended() {
     let limits = Limits { handshake: Duration::from_millis(100), ..Limits::default() };
     let served = Served::with(vec![export("disk", MemoryDisk::new(MIB))], limits, 1);
