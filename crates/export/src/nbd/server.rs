@@ -7,7 +7,7 @@ use super::live::{Gone, Live};
 use super::session::{InFlight, Negotiated, Session, SessionError, negotiate};
 use super::transport::Transport;
 use super::window::Window;
-use crate::budget::Budget;
+use crate::budget::{ASSURED, Budget};
 use crate::frontend::RemoveMode;
 use crate::pool::Pool;
 use crate::stop::Stop;
@@ -23,9 +23,6 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Bytes of reads and writes that all connections of a server together may have in flight, beyond the bytes guaranteed
-/// to each.
-const MEMORY: usize = 512 << 20;
 /// Bytes of free buffers that a thread keeps for its sessions.
 const POOL_BYTES: usize = 32 << 20;
 /// How often to check whether the last replies have arrived.
@@ -43,9 +40,10 @@ pub struct Limits {
     /// What happens to further connections.
     pub when_full: WhenFull,
     /// What one connection may have in flight. At the limit, nothing more is received from it until replies are sent.
-    /// In addition to 4 MiB each, all connections together may have 512 MiB in flight, and each may hold an eighth of
-    /// what is free.
     pub in_flight: InFlight,
+    /// Bytes of memory that the requests in flight of all connections together may take, in addition to 4 MiB of each
+    /// connection. A connection may hold an eighth of what is free.
+    pub memory: usize,
     /// How long a handshake may take.
     pub handshake: Duration,
     /// How long a client may take to receive its last replies after [`Server::stop`].
@@ -64,15 +62,23 @@ pub enum WhenFull {
 }
 
 impl Default for Limits {
-    /// 128 connections with 128 requests and 64 MiB each; 30 s for a handshake, 10 s to drain.
+    /// 128 connections with 128 requests and 64 MiB each, 1 GiB together; 30 s for a handshake, 10 s to drain.
     fn default() -> Self {
         Self {
             connections: 128,
             when_full: WhenFull::default(),
             in_flight: InFlight { requests: 128, bytes: 64 << 20 },
+            memory: 512 << 20,
             handshake: Duration::from_secs(30),
             drain: Duration::from_secs(10),
         }
+    }
+}
+
+impl Limits {
+    /// The most memory that requests in flight take, in bytes, whatever clients do.
+    pub const fn most_memory(&self) -> usize {
+        self.memory.saturating_add(self.connections.saturating_mul(ASSURED))
     }
 }
 
@@ -123,7 +129,7 @@ impl<D: BlockDevice> Server<D> {
         let server = Self {
             exports: Exports::new(limits.connections > 1),
             limits,
-            budget: Budget::new(MEMORY),
+            budget: Budget::new(limits.memory),
             stop: Stop::default(),
             admission: Arc::new(admission),
             live,
@@ -345,6 +351,13 @@ impl Transport for Stream {
         // SAFETY: the call reads and writes one valid `pollfd`.
         let found = unsafe { libc::poll(&raw mut poll, 1, 0) };
         found == 1 && poll.revents & (libc::POLLHUP | libc::POLLERR) != 0
+    }
+
+    async fn hung_up(&self) {
+        if let Err(error) = Stream::hung_up(self).await {
+            tracing::debug!(%error, "cannot watch a connection");
+            pending::<()>().await;
+        }
     }
 
     async fn receive(&self, mut buf: IoBuf, from: usize) -> (io::Result<usize>, IoBuf) {

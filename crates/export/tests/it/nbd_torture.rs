@@ -123,6 +123,42 @@ fn a_disconnect_in_mid_request_loses_no_accepted_write() {
 }
 
 #[test]
+fn reads_of_a_client_that_has_left_are_cancelled_and_its_writes_are_not() {
+    let in_flight = InFlight { requests: 4, bytes: MIB };
+    let limits = Limits { in_flight, ..Limits::default() };
+    let served = Served::with(vec![export("disk", MemoryDisk::new(MIB))], limits, 1);
+    let mut client = Client::ready(&served);
+    *served.disk(0).held.lock() = Some(Vec::new());
+    // More reads than may be in flight, so that nothing is received that could tell that the client has left.
+    let mut requests: Vec<u8> =
+        (0..20).flat_map(|cookie| request(command::READ, 0, cookie, (0, 4096), &[])).collect();
+    requests.extend(request(command::WRITE, 0, 20, (8192, 512), &[7; 512]));
+    client.send(&requests);
+    until("reads in flight", || served.disk(0).running.load(Ordering::Relaxed) == 4);
+    drop(client);
+    until("the write alone", || served.disk(0).running.load(Ordering::Relaxed) == 1);
+    served.disk(0).release();
+    until("the end of the connection", || served.server.connections() == 0);
+    assert_eq!(served.disk(0).bytes(8192, 512), [7; 512]);
+}
+
+#[test]
+fn a_client_that_has_only_closed_its_side_gets_its_replies() {
+    let in_flight = InFlight { requests: 2, bytes: MIB };
+    let limits = Limits { in_flight, ..Limits::default() };
+    let served = Served::with(vec![export("disk", MemoryDisk::new(MIB))], limits, 1);
+    let mut client = Client::ready(&served);
+    *served.disk(0).held.lock() = Some(Vec::new());
+    let requests: Vec<u8> =
+        (0..9).flat_map(|cookie| request(command::READ, 0, cookie, (0, 512), &[])).collect();
+    client.send(&requests);
+    until("reads in flight", || served.disk(0).running.load(Ordering::Relaxed) == 2);
+    client.0.shutdown(Shutdown::Write).unwrap();
+    served.disk(0).release();
+    assert_eq!(client.rest().len(), 9 * (16 + 512));
+}
+
+#[test]
 fn connections_see_each_others_writes() {
     let served = Served::with(vec![export("disk", MemoryDisk::new(MIB))], Limits::default(), 2);
     let mut clients: Vec<_> = (0..6).map(|_| Client::ready(&served)).collect();
