@@ -14,7 +14,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 pub struct Notify {
     ring: IoUring,
     /// Closed after the ring.
-    _eventfd: OwnedFd,
+    eventfd: OwnedFd,
 }
 
 impl Notify {
@@ -25,7 +25,19 @@ impl Notify {
     pub fn new(eventfd: OwnedFd) -> io::Result<Self> {
         let ring = IoUring::new(1)?;
         ring.submitter().register_eventfd(eventfd.as_raw_fd())?;
-        Ok(Self { ring, _eventfd: eventfd })
+        Ok(Self { ring, eventfd })
+    }
+
+    /// Uses another eventfd from now on. A ring takes the kernel longer to end than to make; here none ends.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); no eventfd is used then.
+    pub fn replace(&mut self, eventfd: OwnedFd) -> io::Result<()> {
+        let submitter = self.ring.submitter();
+        submitter.unregister_eventfd()?;
+        submitter.register_eventfd(eventfd.as_raw_fd())?;
+        self.eventfd = eventfd;
+        Ok(())
     }
 
     /// Adds 1 to the count, unless it is at its maximum.
@@ -45,7 +57,7 @@ impl Notify {
 
 impl fmt::Debug for Notify {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Notify").finish_non_exhaustive()
+        f.debug_struct("Notify").field("eventfd", &self.eventfd).finish_non_exhaustive()
     }
 }
 
@@ -88,7 +100,23 @@ mod tests {
     }
 
     #[test]
+    fn an_eventfd_that_is_replaced_is_left_alone() {
+        let (old, new) = (eventfd(libc::EFD_NONBLOCK), eventfd(0));
+        let mut notify = Notify::new(old.try_clone().unwrap().into()).unwrap();
+        for _ in 0..100 {
+            notify.replace(old.try_clone().unwrap().into()).unwrap();
+            notify.replace(new.try_clone().unwrap().into()).unwrap();
+            notify.notify().unwrap();
+        }
+        assert_eq!(count(&new), 100);
+        assert!((&old).read(&mut [0; 8]).is_err(), "its count is 0");
+    }
+
+    #[test]
     fn other_files_are_refused() {
         assert!(Notify::new(File::open("/dev/zero").unwrap().into()).is_err());
+        let mut notify = Notify::new(eventfd(0).into()).unwrap();
+        assert!(notify.replace(File::open("/dev/zero").unwrap().into()).is_err());
+        notify.notify().unwrap();
     }
 }

@@ -30,8 +30,15 @@ impl Notifier {
     /// # Errors
     /// It is not an eventfd; a lack of descriptors or memory.
     pub(crate) fn set(&self, file: Option<OwnedFd>) -> io::Result<()> {
-        let target = file.map(Notify::new).transpose()?;
-        *self.target.lock() = target;
+        let mut target = self.target.lock();
+        *target = match (target.take(), file) {
+            (_, None) => None,
+            (None, Some(file)) => Some(Notify::new(file)?),
+            (Some(mut notify), Some(file)) => {
+                notify.replace(file)?;
+                Some(notify)
+            }
+        };
         Ok(())
     }
 
