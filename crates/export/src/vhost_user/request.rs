@@ -27,6 +27,8 @@ pub(crate) const ID_BYTES: usize = 20;
 /// Segments of at least this many bytes on average are passed to the device one by one. Smaller ones are copied, which
 /// costs less than a request for each and keeps the request in one piece for the device.
 const DIRECT: usize = 64 << 10;
+/// How many segments of a request are passed to the device at a time.
+const TOGETHER: usize = 16;
 /// Bytes copied at a time.
 const COPY: usize = 1 << 20;
 
@@ -296,12 +298,27 @@ impl<D: BlockDevice> Context<D> {
         unsafe { IoBuf::shared(start, length, self.owner.clone()) }
     }
 
+    /// Passes segments to the device. Each takes memory for as long as it is under way.
+    async fn direct<F: Future<Output = Result<()>>>(
+        &self,
+        mut offset: u64,
+        segments: &[Segment],
+        pass: impl Fn((u64, Segment)) -> F,
+    ) -> Result<()> {
+        for some in segments.chunks(TOGETHER) {
+            let _taken = self.bounces.take(some.len() * size_of::<F>()).await;
+            all(with_offsets(offset, some).map(&pass)).await?;
+            offset += total(some) as u64;
+        }
+        Ok(())
+    }
+
     async fn read_many(&self, offset: u64, segments: &[Segment]) -> Result<()> {
         if goes_direct(segments) {
             let read = |(offset, segment)| async move {
                 self.device.read(offset, self.buffer(segment)).await.map(drop)
             };
-            return all(with_offsets(offset, segments).map(read)).await;
+            return self.direct(offset, segments, read).await;
         }
         let mut pieces = Pieces::new(segments);
         let (mut at, mut left) = (offset, total(segments));
@@ -331,7 +348,7 @@ impl<D: BlockDevice> Context<D> {
             let write = |(offset, segment)| async move {
                 self.device.write(offset, self.buffer(segment)).await.map(drop)
             };
-            return all(with_offsets(offset, segments).map(write)).await;
+            return self.direct(offset, segments, write).await;
         }
         let mut pieces = Pieces::new(segments);
         let (mut at, mut left) = (offset, total(segments));

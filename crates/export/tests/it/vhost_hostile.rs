@@ -505,6 +505,45 @@ fn requests_in_many_pieces_take_a_bounded_amount_of_memory_and_their_own_guests_
     }
 }
 
+#[test]
+fn of_a_request_in_many_large_pieces_some_are_under_way_at_a_time() {
+    const PIECE: u32 = 64 << 10;
+    const PIECES: u16 = 100;
+    let size = usize::from(PIECES) * PIECE as usize;
+    let served = served_with(MemoryDisk::new(size).with(0, size, 7, 0), Options::default());
+    let raw = Raw::start(&served.socket, 1, 16, FEATURES);
+    for kind in [IN, OUT] {
+        let flags = NEXT | if kind == IN { WRITE } else { 0 };
+        let mut table = descriptor(HEADER, 16, NEXT, 1).to_vec();
+        for index in 0..PIECES {
+            table.extend(descriptor(BUFFER, PIECE, flags, index + 2));
+        }
+        table.extend(descriptor(STATUS, 1, WRITE, 0));
+        let place = BUFFER + u64::from(PIECE);
+        raw.memory.write(place, &table);
+        raw.memory.write(HEADER, &header(kind, 0));
+        raw.memory.write(STATUS, &[0xee]);
+        served.device.most_running.store(0, Ordering::Relaxed);
+        *served.device.held.lock() = Some(Vec::new());
+        let before = raw.used_index(0);
+        raw.describe(0, 0, descriptor(place, table.len() as u32, INDIRECT, 0));
+        raw.offer(0, 0);
+        // The second one fails at once, when the first one has begun.
+        raw.describe(0, 1, descriptor(HEADER, 8, NEXT, 2));
+        raw.describe(0, 2, descriptor(STATUS + 1, 1, WRITE, 0));
+        raw.offer(0, 1);
+        raw.kick(0);
+        raw.wait_used(0, before + 1);
+        served.device.release();
+        raw.wait_used(0, before + 2);
+        assert_eq!(raw.memory.read(STATUS, 1), [OK]);
+        assert_eq!(served.device.most_running.load(Ordering::Relaxed), 16);
+        let expected = vec![7; PIECE as usize];
+        assert!(raw.memory.read(BUFFER, PIECE as usize) == expected);
+        assert!(served.device.bytes(size - PIECE as usize, PIECE as usize) == expected);
+    }
+}
+
 /// Waits until a request is under way.
 fn wait_running(served: &VhostServed<MemoryDisk>) {
     let deadline = std::time::Instant::now() + std::time::Duration::from_mins(1);
