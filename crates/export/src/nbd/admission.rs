@@ -122,8 +122,8 @@ impl Admission {
         Self { limit, of_peer, makes_room: true, live, state: Mutex::default() }
     }
 
-    /// Admits a new connection. If there are too many, or too many of this peer, one that has not finished its handshake
-    /// is disconnected for it: the oldest one of the peer that has the most of them.
+    /// Admits a new connection. If there are too many, or too many of this peer, one that has not finished its
+    /// handshake is disconnected for it: the oldest one of the peer that has the most of them.
     pub(crate) fn admit(self: &Arc<Self>, stream: &Stream, peer: Peer) -> Result<Place, Refusal> {
         let mut state = self.state.lock();
         state.make_room(peer, self)?;

@@ -47,8 +47,8 @@ pub(crate) struct Mapping {
     /// Bytes of the mapping before the requested range.
     lead: usize,
     length: usize,
-    /// Taken when the mapping ends. A file that is sealed against becoming shorter can lose pages as well: bad ones, and
-    /// those for which there is no memory.
+    /// Taken when the mapping ends. A file that is sealed against becoming shorter can lose pages as well: bad ones,
+    /// and those for which there is no memory.
     guard: Option<Guard>,
 }
 
