@@ -1,4 +1,4 @@
-//! Limits the request data that all clients of a server together may keep in memory.
+//! Limits the request data that all clients of a server, or all devices, together may keep in memory.
 
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -16,7 +16,6 @@ pub(crate) struct Budget {
     state: Mutex<Shares>,
 }
 
-#[derive(Default)]
 struct Shares {
     /// Bytes that clients hold beyond their guaranteed bytes.
     held: usize,
@@ -34,8 +33,15 @@ pub(crate) struct Share<'a> {
 
 impl Budget {
     /// A budget of `limit` bytes in addition to the bytes guaranteed to clients.
-    pub(crate) fn new(limit: usize) -> Self {
-        Self { limit, state: Mutex::default() }
+    pub(crate) const fn new(limit: usize) -> Self {
+        let none = Shares { held: 0, next: 0, waiting: BTreeMap::new() };
+        Self { limit, state: Mutex::new(none) }
+    }
+
+    /// Bytes that clients hold beyond their guaranteed bytes.
+    #[cfg(test)]
+    pub(crate) fn held(&self) -> usize {
+        self.state.lock().held
     }
 
     /// The share of a new client, which holds nothing yet.
@@ -124,7 +130,7 @@ mod tests {
                 while takes(share, bytes) {}
             }
         }
-        let held = || budget.state.lock().held;
+        let held = || budget.held();
         assert!(held() > 400 * MIB && held() <= 512 * MIB, "{}", held());
         let mut other = budget.share();
         assert!(takes(&mut other, ASSURED), "a common request goes on");
@@ -149,7 +155,6 @@ mod tests {
         let count = Arc::new(Count(AtomicUsize::new(0)));
         let waker = Waker::from(count.clone());
         let budget = Budget::new(64 * MIB);
-        let held = || budget.state.lock().held;
         let (mut one, mut other) = (budget.share(), budget.share());
         assert!(takes(&mut one, 12 * MIB));
         assert!(other.poll_take(12 * MIB, &Context::from_waker(&waker)).is_pending());
@@ -161,6 +166,6 @@ mod tests {
         drop(other);
         assert!(budget.state.lock().waiting.is_empty());
         one.give(100 * MIB);
-        assert_eq!(held(), 0);
+        assert_eq!(budget.held(), 0);
     }
 }

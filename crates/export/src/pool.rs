@@ -52,6 +52,11 @@ impl Pool {
         Pooled { data, spare: whole }
     }
 
+    /// How many bytes of memory a buffer of `length` bytes takes.
+    pub(crate) fn footprint(length: usize) -> usize {
+        class_of(length).map_or(length, |(_, size)| size)
+    }
+
     /// Returns a buffer to the pool.
     pub(crate) fn put(&self, Pooled { mut data, spare }: Pooled) {
         if !spare.is_empty() {

@@ -24,6 +24,7 @@ mod device;
 mod event;
 mod first;
 pub mod net;
+mod notify;
 pub mod place;
 mod runtime;
 mod signal;
@@ -32,6 +33,7 @@ pub use device::Device;
 pub use event::Event;
 pub use first::first;
 pub use net::Readiness;
+pub use notify::Notify;
 pub use runtime::{
     Config, Elapsed, Executor, Handle, JoinError, JoinHandle, Lease, Leased, Local, RemoteJoin,
     Sleep, Vectored, Worker, block_on, current, handle, is_running, may_go_on, ops, sleep,

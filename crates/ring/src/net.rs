@@ -379,6 +379,20 @@ impl Stream {
         (Ok(()), local.reuse(vectored))
     }
 
+    /// Waits until the connection is closed or has failed. A peer that shuts down its side only may end the wait, too.
+    ///
+    /// # Errors
+    /// The socket cannot be polled.
+    pub async fn hung_up(&self) -> io::Result<()> {
+        let local = required();
+        loop {
+            match ops::poll(&local, &self.socket, 0).await {
+                Err(error) if is_transient(&error) => {}
+                result => return result.map(drop),
+            }
+        }
+    }
+
     /// Shuts down one or both directions, which also ends receives and sends in flight.
     ///
     /// # Errors

@@ -41,6 +41,7 @@
 //! # }
 //! ```
 
+mod admission;
 mod bitmap;
 pub mod context;
 mod exports;

@@ -6,7 +6,7 @@ use super::request::Command;
 use super::session::{Session, Ticket};
 use super::transport::Transport;
 use super::wire::NbdError;
-use crate::pool::Pooled;
+use crate::pool::{Pool, Pooled};
 use isobath_disk::{BlockDevice, DiskError};
 
 /// Bytes read at a time for `CACHE`.
@@ -14,7 +14,25 @@ const CACHE_STEP: u32 = 1 << 20;
 /// Maximum number of extents to query for one `BLOCK_STATUS`, and for one with `REQ_ONE`.
 const MAX_RUNS: (usize, usize) = (4096, 64);
 
+/// Bytes of an extent in a reply, and an upper bound of those before the extents of a context.
+const EXTENT: (usize, usize) = (8, 32);
+
 impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
+    /// How many bytes of memory a request takes until its reply is sent.
+    pub(crate) fn memory(&self, command: Command) -> usize {
+        match command {
+            Command::Read { length, .. } | Command::Write { length, .. } => {
+                Pool::footprint(length as usize)
+            }
+            Command::Cache { length, .. } => Pool::footprint(length.min(CACHE_STEP) as usize),
+            Command::BlockStatus { one, .. } => {
+                let runs = if one { MAX_RUNS.1 } else { MAX_RUNS.0 };
+                self.agreement.contexts.iter().count() * (EXTENT.1 + EXTENT.0 * runs)
+            }
+            _ => 0,
+        }
+    }
+
     /// Executes one request and queues the reply.
     pub(crate) async fn serve(&self, ticket: Ticket, command: Command, payload: Option<Pooled>) {
         let done = match command {
@@ -101,7 +119,7 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
 
     /// Reads the range and drops the data. Stopping early does no harm.
     async fn serve_cache(&self, mut offset: u64, mut length: u32) -> Result<(), DiskError> {
-        while length > 0 && !self.stop.is_requested() && !self.is_broken() {
+        while length > 0 && !self.stop.is_requested() && !self.is_unheard() {
             let step = length.min(CACHE_STEP);
             let Pooled { data, spare } = self.pool.take(step as usize);
             let Some(read) = self.while_wanted(self.device.read(offset, data)).await else { break };

@@ -1,12 +1,13 @@
 //! The server: exports, connections and their limits.
 
+use super::admission::{Admission, Peer, Place};
 use super::exports::{Entry, Export, ExportError, ExportState, Exports, RemoveError};
 use super::handshake::Agreement;
 use super::live::{Gone, Live};
 use super::session::{InFlight, Negotiated, Session, SessionError, negotiate};
 use super::transport::Transport;
 use super::window::Window;
-use crate::budget::Budget;
+use crate::budget::{ASSURED, Budget};
 use crate::frontend::RemoveMode;
 use crate::pool::Pool;
 use crate::stop::Stop;
@@ -22,9 +23,6 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Bytes of reads and writes that all connections of a server together may have in flight, beyond the bytes guaranteed
-/// to each.
-const MEMORY: usize = 512 << 20;
 /// Bytes of free buffers that a thread keeps for its sessions.
 const POOL_BYTES: usize = 32 << 20;
 /// How often to check whether the last replies have arrived.
@@ -42,9 +40,10 @@ pub struct Limits {
     /// What happens to further connections.
     pub when_full: WhenFull,
     /// What one connection may have in flight. At the limit, nothing more is received from it until replies are sent.
-    /// In addition to 4 MiB each, all connections together may have 512 MiB in flight, and each may hold an eighth of
-    /// what is free.
     pub in_flight: InFlight,
+    /// Bytes of memory that the requests in flight of all connections together may take, in addition to 4 MiB of each
+    /// connection. A connection may hold an eighth of what is free.
+    pub memory: usize,
     /// How long a handshake may take.
     pub handshake: Duration,
     /// How long a client may take to receive its last replies after [`Server::stop`].
@@ -54,7 +53,8 @@ pub struct Limits {
 /// What happens to connections beyond [`Limits::connections`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WhenFull {
-    /// They are closed immediately.
+    /// They are closed immediately, unless one that has not finished its handshake can be closed for them. One peer (a
+    /// user of this machine, or another machine) may have seven eighths of the connections.
     #[default]
     Close,
     /// They wait to be accepted until another one ends.
@@ -62,15 +62,23 @@ pub enum WhenFull {
 }
 
 impl Default for Limits {
-    /// 128 connections with 128 requests and 64 MiB each; 30 s for a handshake, 10 s to drain.
+    /// 128 connections with 128 requests and 64 MiB each, 1 GiB together; 30 s for a handshake, 10 s to drain.
     fn default() -> Self {
         Self {
             connections: 128,
             when_full: WhenFull::default(),
             in_flight: InFlight { requests: 128, bytes: 64 << 20 },
+            memory: 512 << 20,
             handshake: Duration::from_secs(30),
             drain: Duration::from_secs(10),
         }
+    }
+}
+
+impl Limits {
+    /// The most memory that requests in flight take, in bytes, whatever clients do.
+    pub const fn most_memory(&self) -> usize {
+        self.memory.saturating_add(self.connections.saturating_mul(ASSURED))
     }
 }
 
@@ -95,6 +103,7 @@ pub struct Server<D> {
     budget: Budget,
     stop: Stop,
     live: Arc<Live>,
+    admission: Arc<Admission>,
     /// Clients that have chosen an export.
     chosen: Arc<Live>,
 }
@@ -112,12 +121,18 @@ impl<D: BlockDevice> Server<D> {
                 return Err(ServerError::ZeroLimit(limit));
             }
         }
+        let live = Arc::<Live>::default();
+        let admission = match limits.when_full {
+            WhenFull::Close => Admission::of_any(limits.connections, live.clone()),
+            WhenFull::Wait => Admission::of_waiting(limits.connections, live.clone()),
+        };
         let server = Self {
             exports: Exports::new(limits.connections > 1),
             limits,
-            budget: Budget::new(MEMORY),
+            budget: Budget::new(limits.memory),
             stop: Stop::default(),
-            live: Arc::default(),
+            admission: Arc::new(admission),
+            live,
             chosen: Arc::default(),
         };
         for export in exports {
@@ -182,18 +197,16 @@ impl<D: BlockDevice> Server<D> {
     pub async fn serve(self: &Arc<Self>, listener: Listener, workers: &[Handle]) -> io::Result<()> {
         let mut turn = workers.iter().cycle();
         while let Some(stream) = self.accept(&listener).await? {
-            let Some(guard) = self.live.enter(self.limits.connections) else {
-                tracing::warn!(
-                    limit = self.limits.connections,
-                    "too many connections; closing a new connection"
-                );
-                continue;
+            let peer = Peer::of(&stream);
+            let place = match self.admission.admit(&stream, peer) {
+                Ok(place) => place,
+                Err(refusal) => {
+                    tracing::warn!(%peer, "{refusal}; closing a new connection");
+                    continue;
+                }
             };
             let server = self.clone();
-            let connection = move || async move {
-                server.connection(&stream).await;
-                drop(guard);
-            };
+            let connection = move || async move { server.attend(&stream, Some(&place)).await };
             match turn.next() {
                 Some(worker) => drop(worker.spawn_with(connection)),
                 None => drop(spawn(connection())),
@@ -246,7 +259,12 @@ impl<D: BlockDevice> Server<D> {
     /// Serves one client over a connected socket, from the greeting to the end, with time limits. The connection is not
     /// counted.
     pub async fn connection(&self, stream: &Stream) {
-        let handshake = timeout(self.limits.handshake, negotiate(stream, &self.exports));
+        self.attend(stream, None).await;
+    }
+
+    async fn attend(&self, stream: &Stream, place: Option<&Place>) {
+        let keeps = || place.is_none_or(Place::keep);
+        let handshake = timeout(self.limits.handshake, negotiate(stream, &self.exports, keeps));
         let result = match self.unless_stopped(handshake).await {
             None => return,
             Some(Err(_)) => {
@@ -296,7 +314,7 @@ impl<D: BlockDevice> Server<D> {
     /// # Errors
     /// If the client violates the protocol or the transport fails.
     pub async fn session<T: Transport>(&self, transport: &T) -> Result<(), SessionError> {
-        match negotiate(transport, &self.exports).await? {
+        match negotiate(transport, &self.exports, || true).await? {
             Some(Negotiated { agreement, client, window }) => {
                 self.transmit(transport, agreement, &client.entry, window).await
             }
@@ -333,6 +351,13 @@ impl Transport for Stream {
         // SAFETY: the call reads and writes one valid `pollfd`.
         let found = unsafe { libc::poll(&raw mut poll, 1, 0) };
         found == 1 && poll.revents & (libc::POLLHUP | libc::POLLERR) != 0
+    }
+
+    async fn hung_up(&self) {
+        if let Err(error) = Stream::hung_up(self).await {
+            tracing::debug!(%error, "cannot watch a connection");
+            pending::<()>().await;
+        }
     }
 
     async fn receive(&self, mut buf: IoBuf, from: usize) -> (io::Result<usize>, IoBuf) {

@@ -14,7 +14,7 @@ use crate::stop::Stop;
 use isobath_disk::BlockDevice;
 use isobath_storage::IoBuf;
 use std::cell::{Cell, RefCell};
-use std::future::{Future, poll_fn};
+use std::future::{Future, pending, poll_fn};
 use std::io;
 use std::pin::pin;
 use std::task::Poll;
@@ -30,7 +30,7 @@ const MAX_QUEUED: usize = 2 << 20;
 pub struct InFlight {
     /// Number of requests, at least 1.
     pub requests: usize,
-    /// Number of bytes of the reads and writes among them. A larger request is admitted if it is the only one.
+    /// Number of bytes of memory that they take. A larger request is admitted if it is the only one.
     pub bytes: usize,
 }
 
@@ -76,13 +76,15 @@ pub(crate) struct Negotiated<D> {
     pub(crate) window: Window,
 }
 
-/// Performs the handshake. Returns `None` if the client ended it, or left before choosing an export.
+/// Performs the handshake. Returns `None` if the client ended it, left before choosing an export, or is not kept by
+/// `keeps`, which is asked before the client hears that it was successful.
 ///
 /// # Errors
 /// If the client violated the protocol, or the connection failed.
 pub(crate) async fn negotiate<D: BlockDevice, T: Transport>(
     transport: &T,
     exports: &Exports<D>,
+    keeps: impl Fn() -> bool,
 ) -> Result<Option<Negotiated<D>>, SessionError> {
     let mut handshake = Handshake::default();
     let mut window = Window::new();
@@ -104,6 +106,9 @@ pub(crate) async fn negotiate<D: BlockDevice, T: Transport>(
         });
         let step = step?;
         window.skip(step.consumed);
+        if client.is_some() && !keeps() {
+            return Ok(None);
+        }
         if step.outcome != Outcome::More && !output.is_empty() {
             transport.send(vec![IoBuf::copy_of(&output)]).await.0?;
             output.clear();
@@ -143,8 +148,10 @@ pub(crate) struct Session<'a, D, T> {
     sends: Cell<u64>,
     /// Why sending has failed.
     broken: RefCell<Option<io::Error>>,
-    /// Whether the client has disconnected: replies are then dropped, and nothing more is read.
+    /// Whether the client has disconnected: replies are then dropped, and nothing more is received.
     gone: Cell<bool>,
+    /// Whether the client was seen to disconnect while requests may still be received that it sent before.
+    hung_up: Cell<bool>,
 }
 
 /// Yields so that the requests just started are submitted to the kernel before the next receive. Those that complete at
@@ -194,6 +201,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
             sends: Cell::new(0),
             broken: RefCell::new(None),
             gone: Cell::new(false),
+            hung_up: Cell::new(false),
         }
     }
 
@@ -208,11 +216,13 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         let mut reader = pin!(self.read(&mut window, start, busy));
         let mut writer = pin!(self.write());
         let mut stop = pin!(self.stop.requested());
+        let mut watch = pin!(self.watch());
         let mut ended = None;
         let mut stopped = false;
         let mut given_up = false;
         poll_fn(|cx| {
             stopped = stopped || stop.as_mut().poll(cx).is_ready();
+            let _ = watch.as_mut().poll(cx);
             loop {
                 slots.borrow_mut().poll(cx);
                 let _ = writer.as_mut().poll(cx);
@@ -222,8 +232,10 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                     self.note_end(&end);
                     ended = Some(end);
                 }
-                if self.gone.get() && !std::mem::replace(&mut given_up, true) {
+                if self.is_unheard() && !std::mem::replace(&mut given_up, true) {
+                    // That makes room for requests that wait to be received.
                     slots.borrow_mut().poll_all(cx);
+                    continue;
                 }
                 let sends = self.sends.get();
                 if writer.as_mut().poll(cx).is_ready() || self.sends.get() == sends {
@@ -241,6 +253,13 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
             Some(End::Failed(error)) => Err(error),
             _ => Ok(()),
         }
+    }
+
+    /// Notices that the client disconnects while requests are in flight, or wait to be received. Never completes.
+    async fn watch(&self) {
+        self.transport.hung_up().await;
+        self.hung_up.set(self.transport.is_gone());
+        pending::<()>().await;
     }
 
     /// Checks whether a client that closed its side has disconnected.
@@ -301,8 +320,8 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         let command = request.check(&self.terms());
         let reserved = match command {
             Ok(Command::Disconnect) => return Err(End::Closed),
-            Ok(Command::Read { length, .. } | Command::Write { length, .. }) => length as usize,
-            _ => 0,
+            Ok(command) => self.memory(command),
+            Err(_) => 0,
         };
         self.reserve(reserved).await?;
         let ticket = Ticket { cookie: request.cookie, reserved };
@@ -373,18 +392,24 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         Ok(())
     }
 
-    /// Whether nothing can be sent to the client any longer.
-    pub(crate) fn is_broken(&self) -> bool {
+    /// Whether sending has failed, or the client has disconnected and everything was received that it sent.
+    fn is_broken(&self) -> bool {
         self.gone.get()
     }
 
-    /// The result of `read`, or `None` once it is no longer wanted.
+    /// Whether the client hears no reply any longer.
+    pub(crate) fn is_unheard(&self) -> bool {
+        self.gone.get() || self.hung_up.get()
+    }
+
+    /// The result of `read`, or `None` once it is no longer wanted; it is then not begun either.
     pub(crate) async fn while_wanted<F: Future>(&self, read: F) -> Option<F::Output> {
         let mut read = pin!(read);
-        poll_fn(|cx| match read.as_mut().poll(cx) {
-            Poll::Ready(output) => Poll::Ready(Some(output)),
-            Poll::Pending if self.is_broken() => Poll::Ready(None),
-            Poll::Pending => Poll::Pending,
+        poll_fn(|cx| {
+            if self.is_unheard() {
+                return Poll::Ready(None);
+            }
+            read.as_mut().poll(cx).map(Some)
         })
         .await
     }
@@ -428,7 +453,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
             let batch =
                 poll_fn(|_| self.outbox.borrow_mut().take().map_or(Poll::Pending, Poll::Ready));
             let mut batch = batch.await;
-            if !self.is_broken() {
+            if !self.is_unheard() {
                 let bufs = std::mem::take(&mut batch.bufs);
                 let (result, bufs) = self.transport.send(bufs).await;
                 batch.bufs = bufs;

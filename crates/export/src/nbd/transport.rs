@@ -1,7 +1,7 @@
 //! The transport of a session.
 
 use isobath_storage::IoBuf;
-use std::future::Future;
+use std::future::{Future, pending};
 use std::io;
 
 /// A stream of bytes to and from a client.
@@ -16,6 +16,11 @@ pub trait Transport {
     /// closed its side may still receive.
     fn is_gone(&self) -> bool {
         false
+    }
+
+    /// Waits until [`is_gone`](Self::is_gone) may have changed.
+    fn hung_up(&self) -> impl Future<Output = ()> {
+        pending()
     }
 
     /// Sends all of the buffers in order, and returns them.

@@ -9,7 +9,7 @@ use super::ring::{MAX_SIZE, RingError};
 use std::ffi::CStr;
 use std::fs::File;
 use std::io;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering};
@@ -55,13 +55,18 @@ pub(crate) fn length(queues: u16, size: u16) -> u64 {
 /// There is not enough memory, or the size is not valid for a queue.
 pub(crate) fn create(queues: u16, size: u16) -> io::Result<File> {
     // SAFETY: the name ends with a zero byte.
-    let fd = unsafe { libc::memfd_create(NAME.as_ptr(), libc::MFD_CLOEXEC) };
+    let fd =
+        unsafe { libc::memfd_create(NAME.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
     // SAFETY: the descriptor was just created, and has no other owner.
     let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
     file.set_len(length(queues, size))?;
+    // SAFETY: a plain system call on an open descriptor.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
     let region = Arc::new(Region::new(&file, 0, length(queues, size), queues, size)?);
     for queue in 0..queues {
         let _ = region.queue(queue);
@@ -114,7 +119,7 @@ impl Region {
             start,
             size: self.size,
             counter: 0,
-            _region: self.clone(),
+            region: self.clone(),
             #[cfg(test)]
             stores_left: std::cell::Cell::new(usize::MAX),
         };
@@ -137,7 +142,7 @@ pub(crate) struct InFlight {
     start: NonNull<u8>,
     size: u16,
     counter: u64,
-    _region: Arc<Region>,
+    region: Arc<Region>,
     /// The number of stores still made. Later ones are dropped, as after a kill.
     #[cfg(test)]
     stores_left: std::cell::Cell<usize>,
@@ -150,6 +155,11 @@ impl InFlight {
     /// The number of entries.
     pub(crate) fn size(&self) -> u16 {
         self.size
+    }
+
+    /// Whether a part of its memory was found missing.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.region.mapping.is_lost()
     }
 
     fn half(&self, offset: usize) -> &AtomicU16 {

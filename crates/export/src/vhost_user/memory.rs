@@ -1,5 +1,6 @@
 //! A guest's memory, shared by the client and mapped into this process.
 
+use super::guard::Guard;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
@@ -31,7 +32,13 @@ impl RegionAt {
     }
 }
 
+/// The smallest page.
+const PAGE: u64 = 4096;
+
 /// A part of a file, mapped shared for reading and writing.
+///
+/// A client can cut the file short while it is mapped. What is missing then reads as zeroes, and the mapping
+/// [is lost](Self::is_lost).
 #[derive(Debug)]
 pub(crate) struct Mapping {
     /// The address that `mmap` returned, and the length mapped.
@@ -40,6 +47,9 @@ pub(crate) struct Mapping {
     /// Bytes of the mapping before the requested range.
     lead: usize,
     length: usize,
+    /// Taken when the mapping ends. A file that is sealed against becoming shorter can lose pages as well: bad ones,
+    /// and those for which there is no memory.
+    guard: Option<Guard>,
 }
 
 // SAFETY: a mapping belongs to the whole process; whoever uses its addresses is responsible for how.
@@ -59,7 +69,7 @@ impl Mapping {
         let end =
             end.ok_or_else(|| invalid("the mapping is empty or extends past the end of its file"))?;
         // On hugetlbfs, the block is the huge page, to which offsets and lengths must be aligned.
-        let block = data.blksize().max(4096);
+        let block = data.blksize().max(PAGE);
         if !block.is_power_of_two() {
             return Err(invalid("the file's block size is not a power of two"));
         }
@@ -82,7 +92,14 @@ impl Mapping {
         }
         let base =
             NonNull::new(base.cast()).ok_or_else(|| invalid("the file was mapped at address 0"))?;
-        Ok(Self { base, mapped, lead, length })
+        let mut mapping = Self { base, mapped, lead, length, guard: None };
+        mapping.guard = Some(Guard::new(base, mapped, block as usize)?);
+        Ok(mapping)
+    }
+
+    /// Whether a part of it was found missing.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.guard.as_ref().is_some_and(Guard::is_lost)
     }
 
     /// The first byte of the requested range.
@@ -99,6 +116,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        self.guard = None;
         // SAFETY: the mapping was made by `new`, and all users of its memory, which hold it, are gone.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.mapped) };
     }
@@ -154,6 +172,11 @@ impl Memory {
         let mut regions = self.regions.clone();
         regions.remove(place);
         Some(Self { regions })
+    }
+
+    /// Whether a part of it was found missing.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.regions.iter().any(|region| region.mapping.is_lost())
     }
 
     /// The address in this process of a guest address, and the number of contiguous bytes there.

@@ -23,12 +23,15 @@
 //! # }
 //! ```
 //!
-//! A guest cannot harm this process. Its virtual machine monitor, which shares the memory, can, by truncating the
-//! memory's file while it is in use.
+//! Neither a guest nor its virtual machine monitor can harm the process or other clients. A monitor that cuts the
+//! shared memory short while it is in use is disconnected. To survive that, a handler for SIGBUS is installed once
+//! memory is mapped; other faults do what they did before.
 
+mod bounce;
 mod chain;
 mod config;
 mod frontend;
+mod guard;
 mod inflight;
 mod memory;
 mod notify;

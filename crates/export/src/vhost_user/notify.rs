@@ -1,5 +1,6 @@
 //! The eventfds with which the two sides wake each other.
 
+use isobath_ring::Notify;
 use parking_lot::Mutex;
 use std::fs;
 use std::io;
@@ -20,37 +21,34 @@ pub(crate) fn check_eventfd(file: &OwnedFd) -> io::Result<()> {
 /// A client's eventfd that interrupts a guest. It may be replaced while in use.
 #[derive(Default)]
 pub(crate) struct Notifier {
-    target: Mutex<Option<Target>>,
-}
-
-struct Target {
-    file: OwnedFd,
-    /// Whether a write does not block when the count is at its maximum.
-    nonblocking: bool,
+    target: Mutex<Option<Notify>>,
 }
 
 impl Notifier {
     /// Uses another eventfd from now on, or none.
-    pub(crate) fn set(&self, file: Option<OwnedFd>) {
-        let target = file.map(|file| {
-            // SAFETY: a plain system call on an open descriptor.
-            let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
-            Target { file, nonblocking: flags >= 0 && flags & libc::O_NONBLOCK != 0 }
-        });
-        *self.target.lock() = target;
+    ///
+    /// # Errors
+    /// It is not an eventfd; a lack of descriptors or memory.
+    pub(crate) fn set(&self, file: Option<OwnedFd>) -> io::Result<()> {
+        let mut target = self.target.lock();
+        *target = match (target.take(), file) {
+            (_, None) => None,
+            (None, Some(file)) => Some(Notify::new(file)?),
+            (Some(mut notify), Some(file)) => {
+                notify.replace(file)?;
+                Some(notify)
+            }
+        };
+        Ok(())
     }
 
-    /// Adds 1 to the count, unless it is at its maximum: the other side has then been notified often enough.
+    /// Adds 1 to the count, unless it is at its maximum: the other side has then been notified often enough. Never
+    /// waits, whatever the client does to its eventfd.
     pub(crate) fn notify(&self) {
-        let target = self.target.lock();
-        let Some(Target { file, nonblocking }) = &*target else { return };
-        let mut poll = libc::pollfd { fd: file.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
-        // SAFETY: the call reads and writes one valid `pollfd`.
-        if !nonblocking && unsafe { libc::poll(&raw mut poll, 1, 0) } != 1 {
-            return;
+        if let Some(target) = &mut *self.target.lock()
+            && let Err(error) = target.notify()
+        {
+            tracing::warn!(%error, "cannot notify a guest");
         }
-        let one = 1_u64;
-        // SAFETY: 8 bytes of a live value.
-        unsafe { libc::write(file.as_raw_fd(), (&raw const one).cast(), 8) };
     }
 }

@@ -1,6 +1,8 @@
 //! A running queue: a task that takes requests from a ring and puts completions into it.
 
+use super::bounce::Bounces;
 use super::chain::Chain;
+use super::guard::losses;
 use super::inflight::InFlight;
 use super::notify::Notifier;
 use super::request::{Context, ID_BYTES, Job};
@@ -35,6 +37,7 @@ thread_local! {
 pub(crate) struct Setup<D> {
     pub(crate) index: u16,
     pub(crate) device: Arc<D>,
+    pub(crate) bounces: Arc<Bounces>,
     pub(crate) ring: Ring,
     pub(crate) in_flight: Option<InFlight>,
     pub(crate) kick: OwnedFd,
@@ -45,6 +48,7 @@ pub(crate) struct Setup<D> {
     pub(crate) read_only: bool,
     pub(crate) write_through: bool,
     pub(crate) poll: Duration,
+    pub(crate) lost: Arc<Stop>,
 }
 
 /// Serves a queue until it is told to stop and every request that it took has ended. Returns the index of the next
@@ -53,9 +57,11 @@ pub(crate) async fn run<D: BlockDevice>(setup: Setup<D>) -> u16 {
     let Setup { ring, in_flight, .. } = setup;
     let context = Rc::new(Context {
         device: setup.device,
+        memory: ring.memory().clone(),
         // A separate reference count that no other thread changes.
         owner: Arc::new(ring.memory().clone()),
         pool: POOL.with(Rc::clone),
+        bounces: setup.bounces,
         serial: setup.serial,
         read_only: setup.read_only,
         write_through: setup.write_through,
@@ -76,12 +82,16 @@ pub(crate) async fn run<D: BlockDevice>(setup: Setup<D>) -> u16 {
         error: setup.error,
         look: Look { most: setup.poll, now: Duration::ZERO, since: None },
         broken: false,
+        losses: None,
+        lost: setup.lost,
     };
     queue.recover();
     let mut stopped = pin!(setup.stop.requested());
     poll_fn(|cx| {
         let stopping = stopped.as_mut().poll(cx).is_ready();
-        queue.turn(cx, stopping)
+        let turn = queue.turn(cx, stopping);
+        queue.look_for_losses();
+        turn
     })
     .await;
     queue.ring.next_available()
@@ -102,6 +112,9 @@ struct Queue<D, F, S> {
     look: Look,
     /// Whether the ring was invalid; nothing more is then taken from it.
     broken: bool,
+    /// How many pages all clients together had lost when this queue last looked for losses.
+    losses: Option<usize>,
+    lost: Arc<Stop>,
 }
 
 impl<D, F, S> Queue<D, F, S>
@@ -229,6 +242,21 @@ where
         if self.ring.needs_notification() {
             self.call.notify();
         }
+    }
+
+    /// Stops the queue if a part of the client's memory is missing: what was read there since were zeroes.
+    fn look_for_losses(&mut self) {
+        let losses = losses();
+        if self.losses.replace(losses) == Some(losses) {
+            return;
+        }
+        let lost =
+            self.ring.memory().is_lost() || self.list.as_ref().is_some_and(InFlight::is_lost);
+        if lost && !self.lost.is_requested() {
+            tracing::warn!(queue = self.context.queue, "a client has cut its memory short");
+            self.lost.request();
+        }
+        self.broken |= lost;
     }
 
     fn give_up(&mut self, error: RingError) {

@@ -1,7 +1,9 @@
 //! Guest requests: parsing and executing them (virtio 1.2, section 5.2.6).
 
+use super::bounce::Bounces;
 use super::chain::{Chain, Segment, total};
 use super::config::{MAX_RANGES, SECTOR};
+use super::memory::Memory;
 use super::throttle::Throttle;
 use crate::pool::{Pool, Pooled};
 use isobath_disk::{BlockDevice, DiskError, Result, ZeroFlags};
@@ -25,6 +27,8 @@ pub(crate) const ID_BYTES: usize = 20;
 /// Segments of at least this many bytes on average are passed to the device one by one. Smaller ones are copied, which
 /// costs less than a request for each and keeps the request in one piece for the device.
 const DIRECT: usize = 64 << 10;
+/// How many segments of a request are passed to the device at a time.
+const TOGETHER: usize = 16;
 /// Bytes copied at a time.
 const COPY: usize = 1 << 20;
 
@@ -35,9 +39,11 @@ const UNSUPPORTED: u8 = VIRTIO_BLK_S_UNSUPP as u8;
 /// The state shared by the requests of a queue.
 pub(crate) struct Context<D> {
     pub(crate) device: Arc<D>,
+    pub(crate) memory: Arc<Memory>,
     /// Keeps the guest's memory mapped for as long as an operation uses it.
     pub(crate) owner: Arc<dyn Any + Send + Sync>,
     pub(crate) pool: Rc<Pool>,
+    pub(crate) bounces: Arc<Bounces>,
     pub(crate) serial: [u8; ID_BYTES],
     pub(crate) read_only: bool,
     /// Whether writes are made durable before they complete.
@@ -292,17 +298,33 @@ impl<D: BlockDevice> Context<D> {
         unsafe { IoBuf::shared(start, length, self.owner.clone()) }
     }
 
+    /// Passes segments to the device. Each takes memory for as long as it is under way.
+    async fn direct<F: Future<Output = Result<()>>>(
+        &self,
+        mut offset: u64,
+        segments: &[Segment],
+        pass: impl Fn((u64, Segment)) -> F,
+    ) -> Result<()> {
+        for some in segments.chunks(TOGETHER) {
+            let _taken = self.bounces.take(some.len() * size_of::<F>()).await;
+            all(with_offsets(offset, some).map(&pass)).await?;
+            offset += total(some) as u64;
+        }
+        Ok(())
+    }
+
     async fn read_many(&self, offset: u64, segments: &[Segment]) -> Result<()> {
         if goes_direct(segments) {
             let read = |(offset, segment)| async move {
                 self.device.read(offset, self.buffer(segment)).await.map(drop)
             };
-            return all(with_offsets(offset, segments).map(read)).await;
+            return self.direct(offset, segments, read).await;
         }
         let mut pieces = Pieces::new(segments);
         let (mut at, mut left) = (offset, total(segments));
         while left > 0 {
             let step = left.min(COPY);
+            let _taken = self.bounces.take(Pool::footprint(step)).await;
             let Pooled { data, spare } = self.pool.take(step);
             let data = self.device.read(at, data).await?;
             let mut from = data.get(..step).ok_or(DiskError::Closed)?;
@@ -326,12 +348,13 @@ impl<D: BlockDevice> Context<D> {
             let write = |(offset, segment)| async move {
                 self.device.write(offset, self.buffer(segment)).await.map(drop)
             };
-            return all(with_offsets(offset, segments).map(write)).await;
+            return self.direct(offset, segments, write).await;
         }
         let mut pieces = Pieces::new(segments);
         let (mut at, mut left) = (offset, total(segments));
         while left > 0 {
             let step = left.min(COPY);
+            let _taken = self.bounces.take(Pool::footprint(step)).await;
             let Pooled { mut data, spare } = self.pool.take(step);
             let mut to = &mut data[..];
             while let Some(piece) = pieces.next(to.len()) {
@@ -340,6 +363,13 @@ impl<D: BlockDevice> Context<D> {
                 // SAFETY: as above.
                 unsafe { now.copy_from_nonoverlapping(piece.start, piece.length) };
                 to = rest;
+            }
+            if self.memory.is_lost() {
+                // The data may be zeroes that the guest never wrote.
+                return Err(DiskError::Refused {
+                    image: "the guest's memory".into(),
+                    reason: "it was cut short while a request used it".into(),
+                });
             }
             let data = self.device.write(at, data).await?;
             self.pool.put(Pooled { data, spare });

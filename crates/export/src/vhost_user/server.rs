@@ -1,5 +1,6 @@
 //! The server: one disk on one socket, one client at a time.
 
+use super::bounce::{BUDGET, Bounces};
 use super::options::{Options, OptionsError};
 use super::session::{Served, Session};
 use crate::stop::Stop;
@@ -31,7 +32,8 @@ impl<D: BlockDevice> Server<D> {
     pub fn new(device: Arc<D>, options: Options) -> Result<Arc<Self>, OptionsError> {
         options.check()?;
         let connected = AtomicBool::new(false);
-        let served = Served { device, options, stop: Stop::default() };
+        let bounces = Arc::new(Bounces::of(&BUDGET));
+        let served = Served { device, bounces, options, stop: Stop::default() };
         Ok(Arc::new(Self { served, connected }))
     }
 

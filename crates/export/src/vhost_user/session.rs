@@ -1,5 +1,6 @@
 //! One client: its messages on the socket, until it leaves.
 
+use super::bounce::Bounces;
 use super::config::{self, EVENT_INDEX, FLUSH, PROTOCOL_FEATURES};
 use super::inflight::{self, Region};
 use super::memory::{MAX_REGIONS, Memory, RegionAt};
@@ -59,11 +60,14 @@ enum Event {
     Stop,
     Message(io::Result<Option<Message>>),
     Resized,
+    /// Memory that the client shares is no longer there.
+    Lost,
 }
 
 /// What a server serves to its clients.
 pub(crate) struct Served<D> {
     pub(crate) device: Arc<D>,
+    pub(crate) bounces: Arc<Bounces>,
     pub(crate) options: Options,
     pub(crate) stop: Stop,
 }
@@ -81,6 +85,8 @@ pub(crate) struct Session<'a, D> {
     /// The disk's size that the client knows.
     told_size: u64,
     status: u8,
+    /// Requested by a queue that found memory missing.
+    lost: Arc<Stop>,
 }
 
 impl<'a, D: BlockDevice> Session<'a, D> {
@@ -96,6 +102,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             channel: None,
             told_size: served.device.size(),
             status: 0,
+            lost: Arc::default(),
         }
     }
 
@@ -110,6 +117,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
                     self.answer(&connection, message).await.map(|()| false)
                 }
                 Event::Message(Err(error)) => Err(error),
+                Event::Lost => Err(invalid("it has cut its memory short")),
                 Event::Resized => {
                     self.tell_size().await;
                     Ok(false)
@@ -131,12 +139,16 @@ impl<'a, D: BlockDevice> Session<'a, D> {
     async fn next(&self, connection: &mut Connection) -> Event {
         let device = &self.served.device;
         let mut stopped = pin!(self.served.stop.requested());
+        let mut lost = pin!(self.lost.requested());
         let mut message = pin!(connection.receive());
         let mut resized = pin!(device.resized(self.told_size));
         let hears = self.channel.is_some();
         poll_fn(|cx| {
             if stopped.as_mut().poll(cx).is_ready() {
                 return Poll::Ready(Event::Stop);
+            }
+            if lost.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(Event::Lost);
             }
             if let Poll::Ready(message) = message.as_mut().poll(cx) {
                 return Poll::Ready(Event::Message(message));
@@ -397,13 +409,13 @@ impl<'a, D: BlockDevice> Session<'a, D> {
                 return self.start(index as usize);
             }
             code::SET_VRING_CALL => {
-                vring.call.set(file);
+                vring.call.set(file)?;
                 if vring.is_running() {
                     // A notification to the previous eventfd may have been lost.
                     vring.call.notify();
                 }
             }
-            _ => vring.error.set(file),
+            _ => vring.error.set(file)?,
         }
         Ok(Reply::Done)
     }
@@ -420,19 +432,21 @@ impl<'a, D: BlockDevice> Session<'a, D> {
     }
 
     fn common(&self) -> Common<D> {
-        let Served { device, options, .. } = self.served;
+        let Served { device, bounces, options, .. } = self.served;
         let mut serial = [0; ID_BYTES];
         for (place, byte) in serial.iter_mut().zip(options.serial.bytes()) {
             *place = byte;
         }
         Common {
             device: device.clone(),
+            bounces: bounces.clone(),
             memory: self.memory.clone(),
             event_index: self.features & EVENT_INDEX != 0,
             write_through: options.write_through || self.features & FLUSH == 0,
             read_only: config::is_read_only(&**device, options),
             serial,
             poll: options.poll,
+            lost: self.lost.clone(),
         }
     }
 

@@ -1,5 +1,6 @@
 //! A queue as set up by its client.
 
+use super::bounce::Bounces;
 use super::inflight::InFlight;
 use super::memory::Memory;
 use super::notify::Notifier;
@@ -18,12 +19,15 @@ use std::time::Duration;
 /// The state shared by all queues of a client.
 pub(crate) struct Common<D> {
     pub(crate) device: Arc<D>,
+    pub(crate) bounces: Arc<Bounces>,
     pub(crate) memory: Arc<Memory>,
     pub(crate) event_index: bool,
     pub(crate) write_through: bool,
     pub(crate) read_only: bool,
     pub(crate) serial: [u8; ID_BYTES],
     pub(crate) poll: Duration,
+    /// Requested when memory was lost.
+    pub(crate) lost: Arc<Stop>,
 }
 
 /// A queue's settings, and its task if it runs.
@@ -89,6 +93,7 @@ impl Vring {
         let setup = Setup {
             index: self.index,
             device: common.device.clone(),
+            bounces: common.bounces.clone(),
             ring,
             in_flight,
             kick: kick.try_clone()?,
@@ -99,6 +104,7 @@ impl Vring {
             read_only: common.read_only,
             write_through: common.write_through,
             poll: common.poll,
+            lost: common.lost.clone(),
         };
         let ended = self.worker.spawn_with(move || queue::run(setup));
         self.running = Some(Running { stop, ended });

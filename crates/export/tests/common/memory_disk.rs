@@ -44,6 +44,8 @@ pub struct MemoryDisk {
     /// No request is carried out while this is some: those that wait for it.
     pub held: Mutex<Option<Vec<Waker>>>,
     pub flushes: AtomicUsize,
+    /// Bytes of the buffers that were read into.
+    pub read: AtomicUsize,
     /// Requests under way.
     pub running: AtomicUsize,
     /// The most requests that were under way at once.
@@ -70,6 +72,7 @@ impl MemoryDisk {
             delay: 0,
             held: Mutex::new(None),
             flushes: AtomicUsize::new(0),
+            read: AtomicUsize::new(0),
             running: AtomicUsize::new(0),
             most_running: AtomicUsize::new(0),
         }
@@ -162,6 +165,7 @@ impl BlockDevice for MemoryDisk {
         let content = self.content.lock();
         let range = offset as usize..offset as usize + buf.len();
         buf.copy_from_slice(&content.bytes[range]);
+        self.read.fetch_add(buf.len(), Ordering::Relaxed);
         Ok(buf)
     }
 

@@ -409,3 +409,62 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn clients_that_do_not_read_their_replies_take_no_more_memory_than_documented() {
+    const MIB: usize = 1 << 20;
+    const READERS: usize = 3;
+    let limits = Limits { connections: 8, memory: 16 * MIB, ..Limits::default() };
+    let most = limits.most_memory();
+    assert_eq!(most, (16 + 8 * 4) * MIB);
+    assert_eq!(Limits::default().most_memory(), 1 << 30, "the default is documented");
+    let disk = MemoryDisk::new(SIZE);
+    *disk.held.lock() = Some(Vec::new());
+    let (disk, server) = server(disk, limits);
+    let running = || disk.running.load(Ordering::Relaxed);
+    let client = |command, length: usize| {
+        let requests = (0..128).map(|cookie| request(command, 0, cookie, (0, length as u32), &[]));
+        Script::new([handshake(true), requests.collect::<Vec<_>>().concat()])
+    };
+    let readers: Vec<_> = (0..READERS).map(|_| client(command::READ, SIZE)).collect();
+    let others = [
+        client(command::CACHE, SIZE),
+        client(command::CACHE, SIZE),
+        client(command::BLOCK_STATUS, SIZE),
+        client(command::BLOCK_STATUS, SIZE),
+    ];
+    let mut reading: Vec<_> =
+        readers.iter().map(|script| Box::pin(server.session(script))).collect();
+    for session in &mut reading {
+        assert!(pump(session).is_none());
+    }
+    let in_flight = running();
+    assert!(in_flight * MIB > READERS * 4 * MIB, "{in_flight} reads");
+    let mut held = in_flight * MIB;
+    let mut asking = Vec::new();
+    for (script, bytes) in others.iter().zip([MIB, MIB, 2 * 8 * 4096, 2 * 8 * 4096]) {
+        let before = running();
+        let mut session = Box::pin(server.session(script));
+        assert!(pump(&mut session).is_none());
+        held += (running() - before) * bytes;
+        asking.push(session);
+    }
+    assert!(held <= most, "{held} bytes of requests that the disk has not finished");
+    let before = running();
+    let another = client(command::READ, MIB);
+    let mut last = Box::pin(server.session(&another));
+    assert!(pump(&mut last).is_none());
+    assert!(running() - before >= 4, "another client gets what it is assured of");
+    drop((last, asking));
+
+    for script in &readers {
+        script.slow.set(usize::MAX);
+    }
+    disk.release();
+    for session in &mut reading {
+        assert!(pump(session).is_none());
+    }
+    let read = disk.read.load(Ordering::Relaxed);
+    assert!(read >= in_flight * MIB, "the replies wait");
+    assert!(read <= limits.memory + READERS * 4 * MIB, "{read} bytes of replies that nobody reads");
+}

@@ -123,6 +123,42 @@ fn a_disconnect_in_mid_request_loses_no_accepted_write() {
 }
 
 #[test]
+fn reads_of_a_client_that_has_left_are_cancelled_and_its_writes_are_not() {
+    let in_flight = InFlight { requests: 4, bytes: MIB };
+    let limits = Limits { in_flight, ..Limits::default() };
+    let served = Served::with(vec![export("disk", MemoryDisk::new(MIB))], limits, 1);
+    let mut client = Client::ready(&served);
+    *served.disk(0).held.lock() = Some(Vec::new());
+    // More reads than may be in flight, so that nothing is received that could tell that the client has left.
+    let mut requests: Vec<u8> =
+        (0..20).flat_map(|cookie| request(command::READ, 0, cookie, (0, 4096), &[])).collect();
+    requests.extend(request(command::WRITE, 0, 20, (8192, 512), &[7; 512]));
+    client.send(&requests);
+    until("reads in flight", || served.disk(0).running.load(Ordering::Relaxed) == 4);
+    drop(client);
+    until("the write alone", || served.disk(0).running.load(Ordering::Relaxed) == 1);
+    served.disk(0).release();
+    until("the end of the connection", || served.server.connections() == 0);
+    assert_eq!(served.disk(0).bytes(8192, 512), [7; 512]);
+}
+
+#[test]
+fn a_client_that_has_only_closed_its_side_gets_its_replies() {
+    let in_flight = InFlight { requests: 2, bytes: MIB };
+    let limits = Limits { in_flight, ..Limits::default() };
+    let served = Served::with(vec![export("disk", MemoryDisk::new(MIB))], limits, 1);
+    let mut client = Client::ready(&served);
+    *served.disk(0).held.lock() = Some(Vec::new());
+    let requests: Vec<u8> =
+        (0..9).flat_map(|cookie| request(command::READ, 0, cookie, (0, 512), &[])).collect();
+    client.send(&requests);
+    until("reads in flight", || served.disk(0).running.load(Ordering::Relaxed) == 2);
+    client.0.shutdown(Shutdown::Write).unwrap();
+    served.disk(0).release();
+    assert_eq!(client.rest().len(), 9 * (16 + 512));
+}
+
+#[test]
 fn connections_see_each_others_writes() {
     let served = Served::with(vec![export("disk", MemoryDisk::new(MIB))], Limits::default(), 2);
     let mut clients: Vec<_> = (0..6).map(|_| Client::ready(&served)).collect();
@@ -238,6 +274,42 @@ fn crowds_are_turned_away() {
     until("room", || served.server.connections() == 2);
     let mut last = Client::ready(&served);
     for client in clients.iter_mut().chain([&mut last]) {
+        client.write(0, b"still here");
+    }
+}
+
+#[test]
+fn connections_that_never_finish_their_handshake_keep_nobody_out() {
+    let limits = Limits { connections: 3, ..Limits::default() };
+    let served = Served::with(vec![export("disk", MemoryDisk::new(MIB))], limits, 1);
+    let mut first = Client::ready(&served);
+    let mut mute = Client::connect(&served);
+    let _greeting: [u8; 18] = mute.take();
+    let mut dawdling = Client::connect(&served);
+    dawdling.send(&flags());
+    let _greeting: [u8; 18] = dawdling.take();
+    let mut second = Client::ready(&served);
+    assert_eq!(mute.rest(), b"", "the oldest makes room");
+    let mut third = Client::ready(&served);
+    assert_eq!(dawdling.rest(), b"");
+    until("the ends of the connections", || served.server.connections() == 3);
+    assert_eq!(Client::connect(&served).rest(), b"", "clients stay, however idle they are");
+    for client in [&mut first, &mut second, &mut third] {
+        client.write(0, b"still here");
+    }
+}
+
+#[test]
+fn one_user_cannot_keep_the_others_out() {
+    let limits = Limits { connections: 16, ..Limits::default() };
+    let served = Served::with(vec![export("disk", MemoryDisk::new(MIB))], limits, 1);
+    let mut clients: Vec<_> = (0..14).map(|_| Client::ready(&served)).collect();
+    assert_eq!(Client::connect(&served).rest(), b"", "closed before any greeting");
+    // Over TCP, it is another peer.
+    let mut other = TcpStream::connect(served.tcp).unwrap();
+    other.write_all(&[flags(), option_bytes(option::EXPORT_NAME, b"")].concat()).unwrap();
+    other.read_exact(&mut [0; 28]).unwrap();
+    for client in &mut clients {
         client.write(0, b"still here");
     }
 }

@@ -349,11 +349,7 @@ fn a_client_that_leaves_takes_nothing_with_it() {
     raw.describe(0, 2, descriptor(STATUS, 1, WRITE, 0));
     raw.offer(0, 0);
     raw.kick(0);
-    let deadline = std::time::Instant::now() + std::time::Duration::from_mins(1);
-    while served.device.running.load(Ordering::Relaxed) == 0 {
-        assert!(std::time::Instant::now() < deadline, "the request should be under way");
-        std::thread::yield_now();
-    }
+    wait_running(&served);
     drop(raw);
     served.device.release();
     served.wait_connected(false);
@@ -433,6 +429,211 @@ fn memory_may_change_while_queues_run() {
     // A table without the rings stops them.
     let elsewhere = memory_table(&[(0, 0x1000, 0x1000, 0)]);
     assert!(!raw.is_done(5, &elsewhere, &[&more]));
+}
+
+/// Empties an eventfd when it is dropped, so that nobody waits for it any longer.
+struct Emptied<'a>(&'a File);
+
+impl Drop for Emptied<'_> {
+    fn drop(&mut self) {
+        let _ = std::io::Read::read(&mut self.0, &mut [0; 8]);
+    }
+}
+
+#[test]
+fn an_eventfd_made_blocking_and_full_holds_up_nobody() {
+    let served = VhostServed::new(Arc::new(MemoryDisk::new(SIZE)), Options::default(), 1);
+    let raw = Raw::start(&served.socket, 2, 16, FEATURES);
+    // The server has seen the eventfd while it was non-blocking.
+    raw.assert_works(0);
+    raw.assert_works(1);
+    let call = &raw.calls[0];
+    let most = (u64::MAX - 1).to_ne_bytes();
+    while std::io::Write::write_all(&mut &*call, &most).is_err() {
+        let _ = std::io::Read::read(&mut &*call, &mut [0; 8]);
+    }
+    let _emptied = Emptied(call);
+    // SAFETY: a plain system call on an open descriptor.
+    assert_eq!(unsafe { libc::fcntl(std::os::fd::AsRawFd::as_raw_fd(call), libc::F_SETFL, 0) }, 0);
+    raw.assert_works(0);
+    raw.assert_works(1);
+}
+
+#[test]
+fn requests_in_many_pieces_take_a_bounded_amount_of_memory_and_their_own_guests_time() {
+    const REQUESTS: u16 = 128;
+    const PIECE: u32 = 16 << 10;
+    let (served, other) = (served(), served());
+    let neighbour = Raw::start(&other.socket, 1, 16, FEATURES);
+    for kind in [IN, OUT] {
+        let raw = Raw::start(&served.socket, 1, REQUESTS, FEATURES);
+        // One table of pieces that are the same memory: together they are the whole disk, of which each request needs
+        // a copy in one piece.
+        let pieces = SIZE as u32 / PIECE;
+        let flags = NEXT | if kind == IN { WRITE } else { 0 };
+        let mut table = descriptor(HEADER, 16, NEXT, 1).to_vec();
+        for index in 0..pieces as u16 {
+            table.extend(descriptor(BUFFER, PIECE, flags, index + 2));
+        }
+        table.extend(descriptor(STATUS, 1, WRITE, 0));
+        let place = BUFFER + u64::from(PIECE);
+        raw.memory.write(place, &table);
+        raw.memory.write(HEADER, &header(kind, 0));
+        raw.memory.write(STATUS, &[0xee]);
+        served.device.most_running.store(0, Ordering::Relaxed);
+        *served.device.held.lock() = Some(Vec::new());
+        for head in 0..REQUESTS - 2 {
+            raw.describe(0, head, descriptor(place, table.len() as u32, INDIRECT, 0));
+            raw.offer(0, head);
+        }
+        // The last one fails at once, when all others have begun.
+        raw.describe(0, REQUESTS - 2, descriptor(HEADER, 8, NEXT, REQUESTS - 1));
+        raw.describe(0, REQUESTS - 1, descriptor(STATUS + 1, 1, WRITE, 0));
+        raw.offer(0, REQUESTS - 2);
+        raw.kick(0);
+        raw.wait_used(0, 1);
+        neighbour.assert_works(0);
+        served.device.release();
+        raw.wait_used(0, REQUESTS - 1);
+        assert_eq!(raw.memory.read(STATUS, 1), [OK]);
+        // The bytes assured to a device, and an eighth of those that all share.
+        let most = 4 + 256 / 8;
+        let copies = served.device.most_running.load(Ordering::Relaxed);
+        assert!((4..=most).contains(&copies), "{copies} MiB were in use");
+        drop(raw);
+        served.wait_connected(false);
+    }
+}
+
+#[test]
+fn of_a_request_in_many_large_pieces_some_are_under_way_at_a_time() {
+    const PIECE: u32 = 64 << 10;
+    const PIECES: u16 = 100;
+    let size = usize::from(PIECES) * PIECE as usize;
+    let served = served_with(MemoryDisk::new(size).with(0, size, 7, 0), Options::default());
+    let raw = Raw::start(&served.socket, 1, 16, FEATURES);
+    for kind in [IN, OUT] {
+        let flags = NEXT | if kind == IN { WRITE } else { 0 };
+        let mut table = descriptor(HEADER, 16, NEXT, 1).to_vec();
+        for index in 0..PIECES {
+            table.extend(descriptor(BUFFER, PIECE, flags, index + 2));
+        }
+        table.extend(descriptor(STATUS, 1, WRITE, 0));
+        let place = BUFFER + u64::from(PIECE);
+        raw.memory.write(place, &table);
+        raw.memory.write(HEADER, &header(kind, 0));
+        raw.memory.write(STATUS, &[0xee]);
+        served.device.most_running.store(0, Ordering::Relaxed);
+        *served.device.held.lock() = Some(Vec::new());
+        let before = raw.used_index(0);
+        raw.describe(0, 0, descriptor(place, table.len() as u32, INDIRECT, 0));
+        raw.offer(0, 0);
+        // The second one fails at once, when the first one has begun.
+        raw.describe(0, 1, descriptor(HEADER, 8, NEXT, 2));
+        raw.describe(0, 2, descriptor(STATUS + 1, 1, WRITE, 0));
+        raw.offer(0, 1);
+        raw.kick(0);
+        raw.wait_used(0, before + 1);
+        served.device.release();
+        raw.wait_used(0, before + 2);
+        assert_eq!(raw.memory.read(STATUS, 1), [OK]);
+        assert_eq!(served.device.most_running.load(Ordering::Relaxed), 16);
+        let expected = vec![7; PIECE as usize];
+        assert!(raw.memory.read(BUFFER, PIECE as usize) == expected);
+        assert!(served.device.bytes(size - PIECE as usize, PIECE as usize) == expected);
+    }
+}
+
+/// Waits until a request is under way.
+fn wait_running(served: &VhostServed<MemoryDisk>) {
+    let deadline = std::time::Instant::now() + std::time::Duration::from_mins(1);
+    while served.device.running.load(Ordering::Relaxed) == 0 {
+        assert!(std::time::Instant::now() < deadline, "the request should be under way");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn memory_cut_short_costs_its_client_only() {
+    let (served, other) = (served(), served());
+    let neighbour = Raw::start(&other.socket, 2, 16, FEATURES);
+    for length in [0, DATA] {
+        let raw = Raw::start(&served.socket, 2, 16, FEATURES);
+        raw.assert_works(0);
+        raw.memory.write(HEADER, &header(OUT, 0));
+        raw.describe(0, 0, descriptor(HEADER, 16, NEXT, 1));
+        raw.describe(0, 1, descriptor(BUFFER, 512, NEXT, 2));
+        raw.describe(0, 2, descriptor(STATUS, 1, WRITE, 0));
+        raw.offer(0, 0);
+        // This process accesses the memory no more, for which it has no handler of its own.
+        raw.memory.file.set_len(length).unwrap();
+        raw.kick(0);
+        raw.wait_closed();
+        neighbour.assert_works(0);
+        neighbour.assert_works(1);
+    }
+    Raw::start(&served.socket, 2, 16, FEATURES).assert_works(1);
+}
+
+#[test]
+fn memory_cut_short_under_a_request_costs_its_client_only() {
+    let (served, other) = (served(), served());
+    let neighbour = Raw::start(&other.socket, 1, 16, FEATURES);
+    let raw = Raw::start(&served.socket, 1, 16, FEATURES);
+    raw.assert_works(0);
+    *served.device.held.lock() = Some(Vec::new());
+    raw.memory.write(HEADER, &header(IN, 0));
+    raw.describe(0, 0, descriptor(HEADER, 16, NEXT, 1));
+    raw.describe(0, 1, descriptor(BUFFER, 512, NEXT | WRITE, 2));
+    raw.describe(0, 2, descriptor(STATUS, 1, WRITE, 0));
+    raw.offer(0, 0);
+    raw.kick(0);
+    wait_running(&served);
+    raw.memory.file.set_len(0).unwrap();
+    served.device.release();
+    raw.wait_closed();
+    neighbour.assert_works(0);
+    served.wait_connected(false);
+    Raw::start(&served.socket, 1, 16, FEATURES).assert_works(0);
+}
+
+#[test]
+fn a_list_of_requests_cut_short_costs_its_client_only() {
+    let (served, other) = (served(), served());
+    let neighbour = Raw::start(&other.socket, 1, 16, FEATURES);
+    let raw = Raw::connect(&served.socket, 1, 16);
+    raw.agree(FEATURES);
+    let list = tempfile::tempfile().unwrap();
+    list.set_len(320).unwrap();
+    // 320 bytes at 0, for 1 queue of 16.
+    let area = [&320_u64.to_ne_bytes()[..], &[0; 8], &[1, 0, 16, 0, 0, 0, 0, 0]].concat();
+    assert!(raw.is_done(32, &area, &[&list]));
+    raw.start_queue(0, 0);
+    raw.assert_works(0);
+    list.set_len(0).unwrap();
+    raw.offer(0, 0);
+    raw.kick(0);
+    raw.wait_closed();
+    neighbour.assert_works(0);
+}
+
+#[test]
+fn what_lost_memory_held_is_not_written() {
+    let served = served();
+    let raw = Raw::start(&served.socket, 1, 16, FEATURES);
+    raw.assert_works(0);
+    assert_eq!(raw.transfer(0, OUT, 0, &[7; 1024]).0, OK);
+    raw.memory.write(HEADER, &header(OUT, 0));
+    raw.describe(0, 0, descriptor(HEADER, 16, NEXT, 1));
+    // Two pieces, which are copied to one buffer; only their page is gone.
+    raw.describe(0, 1, descriptor(MEMORY as u64 - 4096, 512, NEXT, 2));
+    raw.describe(0, 2, descriptor(MEMORY as u64 - 512, 512, NEXT, 3));
+    raw.describe(0, 3, descriptor(STATUS, 1, WRITE, 0));
+    raw.offer(0, 0);
+    raw.memory.file.set_len(MEMORY as u64 - 4096).unwrap();
+    raw.kick(0);
+    raw.wait_closed();
+    assert!(served.device.bytes(0, 1024) == [7; 1024]);
 }
 
 fn wait_readable(file: &File) {
