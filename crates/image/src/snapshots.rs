@@ -9,6 +9,9 @@ use isobath_storage::{Host, IoBuf, Storage};
 use std::path::Path;
 use std::time::Duration;
 
+/// The instruction count of a snapshot that has none.
+const NO_ICOUNT: u64 = u64::MAX;
+
 /// Takes a snapshot of the disk as it is, named `snapshot`. `taken` is the time since 1970.
 ///
 /// # Errors
@@ -72,23 +75,19 @@ pub async fn delete_snapshot<H: Host>(
     Box::pin(this.change.switch(table)).await
 }
 
-/// Notes the disk's size in every snapshot of a version 2 image, as version 3 demands.
+/// Notes in every snapshot what version 3 demands, such as the disk's size, which those of version 2 may lack.
 ///
 /// # Errors
 /// As for [`create_snapshot`].
-pub(crate) async fn date_snapshots<H: Host>(
+pub(crate) async fn complete_snapshots<H: Host>(
     host: &H,
     name: &Path,
     options: &OpenOptions,
 ) -> Result<()> {
     let mut this = SnapshotChange::begin(host, name, options).await?;
-    let size = this.change.header.disk_size();
     if this.snapshots.iter().all(|snapshot| snapshot.disk_size.is_some()) {
         this.change.close().await?;
         return Ok(());
-    }
-    for snapshot in &mut this.snapshots {
-        snapshot.disk_size.get_or_insert(size);
     }
     let table = this.write_snapshots().await;
     Box::pin(this.change.switch(table)).await
@@ -173,6 +172,12 @@ impl<S: Storage> SnapshotChange<S> {
 
     /// Writes the table of the snapshots that there will be; returns the header that refers to it.
     async fn write_snapshots(&mut self) -> Result<Header> {
+        // As QEMU writes them, whatever the version.
+        let size = self.change.header.disk_size();
+        for snapshot in &mut self.snapshots {
+            snapshot.disk_size.get_or_insert(size);
+            snapshot.icount.get_or_insert(NO_ICOUNT);
+        }
         let table = Snapshot::encode_table(&self.snapshots);
         let table = table.map_err(|error| self.change.layer.format_error(error))?;
         let mut header = self.change.header.clone();

@@ -3,6 +3,7 @@
 
 use crate::programs::{isobath, qemu_img};
 use crate::serving::{Served, assert_same_bytes};
+use isobath_qcow2::Snapshot;
 use isobath_testkit::chain::{Commands, Writer};
 use isobath_testkit::ops::Shape;
 use isobath_testkit::process::Finished;
@@ -178,4 +179,79 @@ fn an_amend_of_which_a_part_is_refused_does_nothing() {
     let done = isobath(directory.path(), amend).exits(1);
     assert!(done.stderr.contains("has a refcount of 2"), "{}", done.report());
     assert!(std::fs::read(&image).unwrap() == before, "the image has changed");
+}
+
+/// Makes the image one of version 3 whose snapshots lack the disk's size, as a program leaves it that only raises the
+/// version of an old image.
+fn forget_sizes(image: &Path) {
+    let mut bytes = std::fs::read(image).unwrap();
+    let table = u64::from_be_bytes(bytes[64..72].try_into().unwrap()) as usize;
+    let count = u32::from_be_bytes(bytes[60..64].try_into().unwrap());
+    let (mut snapshots, length) = Snapshot::parse_table(&bytes[table..], count).unwrap();
+    for snapshot in &mut snapshots {
+        (snapshot.disk_size, snapshot.icount) = (None, None);
+    }
+    bytes.resize(bytes.len().max(table + length), 0);
+    bytes[table..table + length].fill(0);
+    let shorter = Snapshot::encode_table(&snapshots).unwrap();
+    bytes[table..table + shorter.len()].copy_from_slice(&shorter);
+    bytes[4..8].copy_from_slice(&3u32.to_be_bytes());
+    bytes[72..96].fill(0);
+    bytes[96..100].copy_from_slice(&4u32.to_be_bytes());
+    bytes[100..104].copy_from_slice(&104u32.to_be_bytes());
+    std::fs::write(image, bytes).unwrap();
+}
+
+#[test]
+fn incomplete_snapshots_are_completed_as_by_qemu() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    qemu::create(&at(NAME), "qcow2", 1 << 20, "compat=0.10");
+    for name in ["one", "two"] {
+        let _ = qemu::io(&at(NAME), "qcow2", &["write -P 1 0 128k"]).ok();
+        let _ = qemu_img(directory.path(), args!["snapshot", "-c", name, NAME]).ok();
+    }
+    forget_sizes(&at(NAME));
+    let disk = qemu::read_disk(&at(NAME), "qcow2");
+    let found = isobath(directory.path(), args!["check", NAME]).exits(2);
+    for number in 0..2 {
+        let error = format!("ERROR snapshot table entry {number} is incomplete");
+        assert!(found.stderr.contains(&error), "{}", found.report());
+    }
+    let leaks_only = isobath(directory.path(), args!["check", "-r", "leaks", NAME]).exits(2);
+    assert!(leaks_only.stderr.contains("ERROR snapshot table entry 0"), "{}", leaks_only.report());
+    let copy = "copy.qcow2";
+    let _ = std::fs::copy(at(NAME), at(copy)).unwrap();
+    let theirs = qemu_img(directory.path(), args!["check", "-r", "all", copy]).ok();
+    let ours = isobath(directory.path(), args!["check", "-r", "all", NAME]).ok();
+    assert_eq!(ours.stderr, theirs.stderr);
+    let said = |done: &Finished| done.text().split("Image end offset").next().unwrap().to_owned();
+    assert_eq!(said(&ours), said(&theirs));
+    qemu::assert_clean(&at(NAME));
+    assert!(qemu::read_disk(&at(NAME), "qcow2") == disk, "the disk has changed");
+    let list = |name| isobath(directory.path(), args!["snapshot", "-l", name]).ok().text();
+    assert_eq!(list(NAME), list(copy));
+    let table = |name| {
+        let bytes = std::fs::read(at(name)).unwrap();
+        let table = u64::from_be_bytes(bytes[64..72].try_into().unwrap()) as usize;
+        Snapshot::parse_table(&bytes[table..], 2).unwrap().0
+    };
+    assert_eq!(table(NAME), table(copy));
+}
+
+#[test]
+fn incomplete_snapshots_are_errors_while_others_remain() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join(NAME);
+    qemu::create(&image, "qcow2", 1 << 20, "compat=0.10");
+    let _ = qemu_img(directory.path(), args!["snapshot", "-c", "one", NAME]).ok();
+    forget_sizes(&image);
+    let mut bytes = std::fs::read(&image).unwrap();
+    let l1 = u64::from_be_bytes(bytes[40..48].try_into().unwrap()) as usize;
+    // An L2 table past the end of the file.
+    bytes[l1..l1 + 8].copy_from_slice(&(1u64 << 40).to_be_bytes());
+    std::fs::write(&image, bytes).unwrap();
+    let kept = isobath(directory.path(), args!["check", "-r", "all", NAME]).exits(2);
+    let error = "ERROR snapshot table entry 0 is incomplete";
+    assert!(kept.stderr.contains(error), "{}", kept.report());
 }
