@@ -57,7 +57,7 @@ pub use isobath_chain::create::{
 };
 pub use isobath_chain::index::{IndexInfo, IndexState};
 pub use isobath_chain::info::{
-    BitmapInfo, ForeignInfo, ImageInfo, InfoOptions, Qcow2Info, backing_chain_info, info,
+    BitmapInfo, ForeignInfo, ImageInfo, InfoOptions, Qcow2Info, backing_chain_info, full_name, info,
 };
 pub use isobath_chain::map::MapStats;
 pub use isobath_formats::{VmdkExtent, VmdkInfo};

@@ -29,7 +29,7 @@ pub fn referenced_file<H: Host>(
     name: &str,
     trust: &Trust,
 ) -> Result<PathBuf> {
-    let path = host.resolve(referrer, name_in_header(host, referrer, field, name, trust)?);
+    let path = host.resolve(referrer, &name_in_header(host, referrer, field, name, trust)?);
     if let Trust::Within(directories) = trust {
         let real = host.canonical(&path)?;
         if !directories.iter().any(|directory| real.starts_with(directory)) {
