@@ -1,6 +1,15 @@
 //! Names of backing files that are `json:` descriptions.
 
+#[cfg(feature = "json-names")]
 use serde_json::{Map, Value};
+
+/// How descriptions are read, in a program that does.
+type Reader = fn(&str) -> Result<Description, String>;
+
+#[cfg(feature = "json-names")]
+const READER: Option<Reader> = Some(parse);
+#[cfg(not(feature = "json-names"))]
+const READER: Option<Reader> = None;
 
 /// A whole file, as a description names it.
 #[derive(Debug, PartialEq, Eq)]
@@ -15,44 +24,53 @@ impl Description {
     /// What a name describes; `None` if it is no description.
     ///
     /// # Errors
-    /// If it describes anything but a whole file and its format: the reason.
+    /// If it describes anything but a whole file and its format, or this program reads no descriptions: the reason.
     pub(crate) fn of(name: &str) -> Option<Result<Self, String>> {
-        name.strip_prefix("json:").map(Self::parse)
+        Self::read(name, READER)
     }
 
-    fn parse(json: &str) -> Result<Self, String> {
-        let object: Map<String, Value> =
-            serde_json::from_str(json).map_err(|error| format!("not a JSON object: {error}"))?;
-        let mut options = Vec::new();
-        flatten("", object, &mut options);
-        let (mut file, mut driver) = (None, None);
-        for (name, value) in options {
-            let Value::String(value) = value else {
-                return Err(unsupported(&name));
-            };
-            let before = match (name.as_str(), value.as_str()) {
-                ("file.filename", _) => file.replace(value),
-                ("driver", "qcow2" | "raw") => driver.replace(value),
-                // The name of a secret of whoever opens the image; and files and devices are told apart anyway.
-                ("encrypt.key-secret", _) | ("file.driver", "file" | "host_device") => None,
-                _ => return Err(unsupported(&name)),
-            };
-            if before.is_some() {
-                return Err(format!("'{name}' is given more than once"));
-            }
-        }
-        match file {
-            Some(file) => Ok(Self { file, driver }),
-            None => Err("'file.filename' is missing".into()),
-        }
+    fn read(name: &str, reader: Option<Reader>) -> Option<Result<Self, String>> {
+        let json = name.strip_prefix("json:")?;
+        let without = || Err("this program was built without the feature 'json-names'".to_owned());
+        Some(reader.map_or_else(without, |read| read(json)))
     }
 }
 
+#[cfg(feature = "json-names")]
+fn parse(json: &str) -> Result<Description, String> {
+    let object: Map<String, Value> =
+        serde_json::from_str(json).map_err(|error| format!("not a JSON object: {error}"))?;
+    let mut options = Vec::new();
+    flatten("", object, &mut options);
+    let (mut file, mut driver) = (None, None);
+    for (name, value) in options {
+        let Value::String(value) = value else {
+            return Err(unsupported(&name));
+        };
+        let before = match (name.as_str(), value.as_str()) {
+            ("file.filename", _) => file.replace(value),
+            ("driver", "qcow2" | "raw") => driver.replace(value),
+            // The name of a secret of whoever opens the image; and files and devices are told apart anyway.
+            ("encrypt.key-secret", _) | ("file.driver", "file" | "host_device") => None,
+            _ => return Err(unsupported(&name)),
+        };
+        if before.is_some() {
+            return Err(format!("'{name}' is given more than once"));
+        }
+    }
+    match file {
+        Some(file) => Ok(Description { file, driver }),
+        None => Err("'file.filename' is missing".into()),
+    }
+}
+
+#[cfg(feature = "json-names")]
 fn unsupported(name: &str) -> String {
     format!("'{}' is not supported there, or not this value of it", name.escape_debug())
 }
 
 /// The values of an object, those of objects within it by their names joined with dots. Others are not looked into.
+#[cfg(feature = "json-names")]
 fn flatten(prefix: &str, object: Map<String, Value>, out: &mut Vec<(String, Value)>) {
     for (name, value) in object {
         let name = format!("{prefix}{name}");
@@ -69,6 +87,14 @@ fn flatten(prefix: &str, object: Map<String, Value>, out: &mut Vec<(String, Valu
 mod tests {
     use super::*;
 
+    #[test]
+    fn a_program_without_a_reader_says_what_it_lacks() {
+        let error = Description::read(r#"json:{"file.filename":"a"}"#, None).unwrap().unwrap_err();
+        assert!(error.contains("'json-names'"), "{error}");
+        assert_eq!(Description::read("a", None), None);
+    }
+
+    #[cfg(feature = "json-names")]
     #[test]
     fn whole_files_are_understood_and_nothing_else() {
         let of = |name: &str| Description::of(name).unwrap();

@@ -189,6 +189,7 @@ mod tests {
         }
     }
 
+    #[cfg(feature = "json-names")]
     #[test]
     fn a_description_is_of_a_plain_file_name_that_means_the_same_everywhere() {
         let check = |image: &str, field, file: &str| {
@@ -210,6 +211,7 @@ mod tests {
         assert!(check("a.qcow2", "data file", "/b").is_err());
     }
 
+    #[cfg(feature = "json-names")]
     #[test]
     fn a_description_may_give_the_format_but_no_other() {
         let image = Path::new("a.qcow2");

@@ -255,3 +255,35 @@ fn incomplete_snapshots_are_errors_while_others_remain() {
     let error = "ERROR snapshot table entry 0 is incomplete";
     assert!(kept.stderr.contains(error), "{}", kept.report());
 }
+
+#[test]
+fn a_snapshot_too_small_for_the_disk_is_not_completed_and_the_report_stays() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join(NAME);
+    // An L1 table of one entry maps 512 MiB.
+    qemu::create(&image, "qcow2", 1 << 20, "compat=0.10");
+    let _ = qemu_img(directory.path(), args!["snapshot", "-c", "one", NAME]).ok();
+    forget_sizes(&image);
+    let larger = isobath(directory.path(), args!["resize", NAME, "2G"]);
+    let mut bytes = std::fs::read(&image).unwrap();
+    if larger.code() != 0 {
+        // As a program leaves it that changes the size alone.
+        bytes[24..32].copy_from_slice(&(2u64 << 30).to_be_bytes());
+        bytes[36..40].copy_from_slice(&4u32.to_be_bytes());
+        std::fs::write(&image, &bytes).unwrap();
+    }
+    bytes = std::fs::read(&image).unwrap();
+    let kept = isobath(directory.path(), args!["check", "-r", "all", NAME]).exits(2);
+    for error in ["ERROR snapshot table entry 0 is incomplete", "too small for the snapshot's disk"]
+    {
+        assert!(kept.stderr.contains(error), "{}", kept.report());
+    }
+    assert!(kept.text().contains("1 errors were found"), "{}", kept.report());
+    assert!(std::fs::read(&image).unwrap() == bytes, "the image has changed");
+    // Another snapshot leaves it as it is, and it is applied and deleted as before.
+    for option in ["-c", "-a", "-d"] {
+        let name = if option == "-c" { "two" } else { "one" };
+        let _ = isobath(directory.path(), args!["snapshot", option, name, NAME]).ok();
+    }
+    qemu::assert_clean(&image);
+}
