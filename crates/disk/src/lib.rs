@@ -44,6 +44,7 @@ mod store_index;
 #[cfg(test)]
 mod testing;
 mod touched;
+mod vm_state;
 pub mod write;
 
 pub use chain_map::MapEntry;

@@ -45,7 +45,7 @@ pub async fn check<H: Host>(
     }
     // Under the same locks: what is changed is what was checked.
     let opening = OpenOptions::new().format(options.format).direct(direct).locking(options.locking);
-    if let Err(error) = complete_open_snapshots(host, name, &opening, &storage).await {
+    if let Err(error) = Box::pin(complete_open_snapshots(host, name, &opening, &storage)).await {
         if matches!(error, DiskError::Storage(_)) {
             return Err(error);
         }

@@ -198,8 +198,8 @@ impl<S: Storage> SnapshotChange<S> {
     /// The header of the image that shows what a snapshot holds.
     async fn show(&mut self, snapshot: &Snapshot) -> Result<Header> {
         let size = snapshot.disk_size.unwrap_or_else(|| self.change.header.disk_size());
-        // Behind the disk lies what the guest's memory and devices were, which stays the snapshot's.
-        let entries = self.change.geometry().l1_size_for(size);
+        // Behind the disk lies what the machine's state was, which comes with it, as in QEMU.
+        let entries = self.change.geometry().l1_size_for(size).max(u64::from(snapshot.l1_size));
         let mut l1 = self.read_l1(snapshot.l1_table_offset, snapshot.l1_size).await?;
         l1.resize(entries as usize, L1Entry::unallocated());
         let l1_table_offset = self.change.take(entries * 8).await?;

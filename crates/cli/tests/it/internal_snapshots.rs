@@ -3,7 +3,11 @@
 
 use crate::programs::{isobath, qemu_img};
 use crate::serving::{Served, assert_same_bytes};
+use isobath_image::check::{CheckEvent, CheckOptions, Repair};
+use isobath_image::offline::check;
 use isobath_qcow2::Snapshot;
+use isobath_ring::block_on;
+use isobath_storage_file::FileHost;
 use isobath_testkit::chain::{Commands, Writer};
 use isobath_testkit::ops::Shape;
 use isobath_testkit::process::Finished;
@@ -286,4 +290,85 @@ fn a_snapshot_too_small_for_the_disk_is_not_completed_and_the_report_stays() {
         let _ = isobath(directory.path(), args!["snapshot", option, name, NAME]).ok();
     }
     qemu::assert_clean(&image);
+}
+
+#[test]
+fn what_is_completed_is_the_file_that_was_checked() {
+    let directory = tempfile::tempdir().unwrap();
+    let (image, moved) = (directory.path().join(NAME), directory.path().join("moved"));
+    qemu::create(&image, "qcow2", 1 << 20, "compat=0.10");
+    let _ = qemu_img(directory.path(), args!["snapshot", "-c", "one", NAME]).ok();
+    forget_sizes(&image);
+    let bytes = std::fs::read(&image).unwrap();
+    let options = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
+    let mut events = |_: CheckEvent<'_>| {
+        // Another program does this during the check.
+        if !moved.exists() {
+            std::fs::rename(&image, &moved).unwrap();
+            std::fs::write(&image, &bytes).unwrap();
+        }
+        let written = qemu::io(&moved, "qcow2", &["write 0 512"]);
+        assert!(written.stderr.contains("lock"), "{}", written.report());
+    };
+    let report = block_on(check(&FileHost, &image, &options, &mut events)).unwrap();
+    assert_eq!((report.corruptions, report.corruptions_fixed), (0, 1));
+    assert!(std::fs::read(&image).unwrap() == bytes, "the other file has changed");
+    qemu::assert_clean(&moved);
+}
+
+#[test]
+fn a_snapshot_takes_the_machines_state_with_it_and_brings_it_back() {
+    let far = "1T";
+    for cluster in ["512", "64k"] {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join(NAME);
+        qemu::create(&image, "qcow2", 1 << 20, &format!("cluster_size={cluster}"));
+        let far = if cluster == "64k" { far } else { "3M" };
+        let commands = |commands: &[String]| {
+            let mut arguments = args!["io"];
+            for command in commands {
+                arguments.extend(args!["-c", command]);
+            }
+            arguments.push(NAME.into());
+            isobath(directory.path(), arguments).ok()
+        };
+        let write = |byte: u8| {
+            let disk = format!("write -P {byte} 0 64k");
+            [disk, format!("write -b -P {byte} 0 100k"), format!("write -b -P {byte} {far} 4k")]
+        };
+        let read = |byte: u8| write(byte).map(|command| command.replace("write", "read"));
+        let good = |done: &Finished| assert!(!done.text().contains("failed"), "{}", done.report());
+        let both = |byte| {
+            good(&commands(&read(byte)));
+            let reads = read(byte);
+            let reads: Vec<&str> = reads.iter().map(String::as_str).collect();
+            good(&qemu::io(&image, "qcow2", &reads).ok());
+            qemu::assert_clean(&image);
+        };
+        let snapshot = |ours: bool, option: &str, name: &str| {
+            let run = if ours { isobath } else { qemu_img };
+            let _ = run(directory.path(), args!["snapshot", option, name, NAME]).ok();
+        };
+        good(&commands(&write(1)));
+        both(1);
+        snapshot(true, "-c", "one");
+        let second = write(2);
+        let second: Vec<&str> = second.iter().map(String::as_str).collect();
+        good(&qemu::io(&image, "qcow2", &second).ok());
+        both(2);
+        snapshot(false, "-c", "two");
+        good(&commands(&write(3)));
+        for (ours, name, byte) in [(true, "one", 1), (true, "two", 2), (false, "one", 1)] {
+            snapshot(ours, "-a", name);
+            both(byte);
+        }
+        snapshot(true, "-d", "one");
+        snapshot(true, "-d", "two");
+        both(1);
+        // A disk that grows is zeroes there.
+        let _ = isobath(directory.path(), args!["resize", NAME, "4G"]).ok();
+        let grown = qemu::io(&image, "qcow2", &["read -P 0 1M 1023M"]).ok();
+        good(&grown);
+        qemu::assert_clean(&image);
+    }
 }

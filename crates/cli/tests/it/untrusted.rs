@@ -213,19 +213,19 @@ fn a_description_of_a_backing_file_is_judged_as_the_name_in_it() {
     overlay("near", &described(&own.join("base"), ""));
     overlay("relative", &described(Path::new("base"), ""));
     for image in ["near", "relative"] {
-        let _ = isobath(&own, &args!["convert", "--untrusted", "-O", "raw", image, "copy"]).ok();
-        assert!(fs::read(own.join("copy")).unwrap() == [0x7e; 65536], "{image}");
+        let _ = isobath(&own, args!["convert", "--untrusted", "-O", "raw", image, "copy"]).ok();
+        assert!(fs::read(own.join("copy")).unwrap() == vec![0x7e; 65536], "{image}");
         fs::remove_file(own.join("copy")).unwrap();
         assert!(
             qemu::map(&own.join("near"))
-                == isobath(&own, &args!["map", "--output=json", "near"]).json()
+                == isobath(&own, args!["map", "--output=json", "near"]).json()
         );
     }
     // To QEMU it depends on where it runs.
-    let elsewhere = isobath(work, &args!["info", "--backing-chain", "own/relative"]).exits(1);
+    let elsewhere = isobath(work, args!["info", "--backing-chain", "own/relative"]).exits(1);
     assert!(elsewhere.stderr.contains("a relative name"), "{}", elsewhere.report());
     overlay("far", &described(&work.join("secret"), ""));
-    let _ = isobath(&own, &args!["convert", "-O", "raw", "far", "copy"]).ok();
+    let _ = isobath(&own, args!["convert", "-O", "raw", "far", "copy"]).ok();
     fs::remove_file(own.join("copy")).unwrap();
     for command in commands("far") {
         let done = isobath(&own, &command);
@@ -234,7 +234,7 @@ fn a_description_of_a_backing_file_is_judged_as_the_name_in_it() {
         assert!(!own.join("copy").exists(), "{command:?}");
     }
     overlay("part", &described(&own.join("base"), r#","offset":"512""#));
-    let part = isobath(&own, &args!["convert", "-O", "raw", "part", "copy"]).exits(1);
+    let part = isobath(&own, args!["convert", "-O", "raw", "part", "copy"]).exits(1);
     assert!(part.stderr.contains("'offset' is not supported"), "{}", part.report());
     let other =
         args!["rebase", "-u", "-F", "qcow2", "-b", described(&own.join("base"), ""), "near"];
