@@ -484,6 +484,9 @@ pub(crate) fn reason(error: &DiskError) -> String {
     match error {
         DiskError::Storage(error) => storage_reason(error),
         DiskError::Format { source, .. } if is_too_big(source) => "Image is too big".into(),
+        DiskError::Format { source, .. } if source.field() == "magic" => {
+            "Image is not in qcow2 format".into()
+        }
         DiskError::Format { source, .. } => source.to_string(),
         DiskError::Refused { reason, .. } => reason.clone(),
         DiskError::Backing { source, .. } => match &**source {

@@ -1,5 +1,5 @@
-//! QEMU's drivers `null-co` and `null-aio`: a disk without contents, for tests and measurements. It reads as zeroes, and
-//! what is written to it is lost.
+//! QEMU's drivers `null-co` and `null-aio`: a disk without contents, for tests and measurements. It reads as zeroes,
+//! and what is written to it is lost.
 //!
 //! It has a name that nobody can type and no image's header may hold, so that only options name it.
 

@@ -1,5 +1,5 @@
-//! The state of a virtual machine, which a qcow2 image keeps behind the end of its disk, where no guest sees it, until a
-//! snapshot takes it over.
+//! The state of a virtual machine, which a qcow2 image keeps behind the end of its disk, where no guest sees it, until
+//! a snapshot takes it over.
 
 use crate::disk::Disk;
 use isobath_chain::map::Map;

@@ -202,6 +202,9 @@ impl Read {
         let disk = &opened.disk;
         let Self { offset, length, .. } = self;
         let name = if self.form == Form::Plain { "read" } else { "readv" };
+        if self.state && disk.active_qcow2().is_none() {
+            return failed(name, Fault::Errno(libc::ENOTSUP));
+        }
         let start = Instant::now();
         if opened.copies_on_read()
             && !self.state
@@ -375,6 +378,9 @@ impl Write {
                     }
                     (To::Disk, None) => drop(disk.write(self.offset, buf).await?),
                     (To::Compressed, _) => write_compressed(disk, self.offset, buf).await?,
+                    (To::State, _) if disk.active_qcow2().is_none() => {
+                        return Err(Fault::Errno(libc::ENOTSUP));
+                    }
                     (To::State, _) => drop(Box::pin(disk.write_vm_state(self.offset, buf)).await?),
                 }
             }

@@ -30,12 +30,16 @@ fn overlay(image: &Path, backing: &str, format: Option<&str>) {
     block_on(create(&FileHost.any(), &made, &new)).unwrap();
     fs::rename(&made, image).unwrap();
     if format.is_none() {
-        // The format's extension becomes one that is not known.
-        let mut bytes = fs::read(image).unwrap();
-        let place = bytes.windows(4).position(|four| four == [0xe2, 0x79, 0x2a, 0xca]).unwrap();
-        bytes[place..place + 4].copy_from_slice(b"none");
-        fs::write(image, bytes).unwrap();
+        forget_format(image);
     }
+}
+
+/// Makes the extension with the backing file's format one that is not known.
+fn forget_format(image: &Path) {
+    let mut bytes = fs::read(image).unwrap();
+    let place = bytes.windows(4).position(|four| four == [0xe2, 0x79, 0x2a, 0xca]).unwrap();
+    bytes[place..place + 4].copy_from_slice(b"none");
+    fs::write(image, bytes).unwrap();
 }
 
 async fn read_first(image: PathBuf, trust: Trust) -> Result<Vec<u8>> {
@@ -161,7 +165,7 @@ fn a_described_file_is_trusted_no_more_than_a_named_one() {
     assert_eq!(block_on(read_first(image.clone(), within(path))).unwrap(), [7; 4096]);
     assert!(refusal(&image, within(outside.path())).contains("outside"));
     // Its format is given with its name or in the header, or else not probed either.
-    overlay(&image, &described("file", &path.join("base.raw")), None);
+    forget_format(&image);
     assert_eq!(block_on(read_first(image.clone(), within(path))).unwrap(), [7; 4096]);
     let base = path.join("base.raw");
     let bare = format!(r#"json:{{"file.filename":"{}"}}"#, base.display());
