@@ -5,7 +5,7 @@ use crate::index::{Built, Folding, Place, build};
 use crate::open::open_chain;
 use isobath_image::encryption::{Secrets, keys_on_thread};
 use isobath_image::layer::ImageFormat;
-use isobath_image::name::name_in_header;
+use isobath_image::name::{backing_format, name_in_header};
 use isobath_image::options::{OpenOptions, Trust, setters};
 use isobath_image::{DiskError, Result, invariant};
 use isobath_luks::{CreateOptions, Secret, system_random};
@@ -353,12 +353,13 @@ async fn backing<H: Host>(
     let Some(format) = &new.backing_format else {
         return Err(refused("Backing file specified without backing format".into()));
     };
+    backing_format(name, file, Some(format))?;
     if !new.open_backing {
         return Ok(None);
     }
     let format = ImageFormat::of_backing(format)
         .ok_or_else(|| refused(format!("Unknown driver '{}'", format.escape_debug())))?;
-    let path = host.resolve(name, plain?);
+    let path = host.resolve(name, &plain?);
     let options = OpenOptions::new().format(format).secrets(Secrets::unneeded());
     let present = match host.open(&path, present).await {
         Ok(file) => Some(file),

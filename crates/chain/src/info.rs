@@ -7,6 +7,7 @@ use isobath_image::encryption::{self, Secrets};
 use isobath_image::index_area::read_root;
 use isobath_image::layer::ImageFormat;
 use isobath_image::luks;
+use isobath_image::name::backing_format;
 use isobath_image::open::{open_foreign, referenced_file};
 use isobath_image::options::{OpenOptions, Trust};
 use isobath_image::probe::format_of;
@@ -191,10 +192,11 @@ pub async fn backing_chain_info<H: Host>(
             });
         }
         if let Some(backing) = &info.backing_filename {
+            let named = backing_format(&name, backing, info.backing_format.as_deref())?;
             let backing = referenced_file(host, &name, "backing file", backing, &options.trust)?;
-            let format = match &info.backing_format {
+            let format = match named {
                 Some(format) => {
-                    Some(ImageFormat::of_backing(format).ok_or_else(|| DiskError::Refused {
+                    Some(ImageFormat::of_backing(&format).ok_or_else(|| DiskError::Refused {
                         image: name,
                         reason: format!("Unknown driver '{}'", format.escape_debug()),
                     })?)
@@ -291,7 +293,7 @@ async fn look<H: Host>(
 }
 
 /// The path of a backing file; a `json:` or `protocol:` name stands for itself.
-fn full_name<H: Host>(host: &H, name: &Path, backing: &str) -> PathBuf {
+pub fn full_name<H: Host>(host: &H, name: &Path, backing: &str) -> PathBuf {
     let first = backing.split('/').next().unwrap_or_default();
     if first.contains(':') { PathBuf::from(backing) } else { host.resolve(name, backing) }
 }

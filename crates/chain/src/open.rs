@@ -6,6 +6,7 @@ use futures_util::stream::{self, StreamExt};
 use isobath_image::encryption::Key;
 use isobath_image::index_area::read_root;
 use isobath_image::layer::{ImageFormat, Layer, ShownLog};
+use isobath_image::name::backing_format;
 use isobath_image::offline::bring_in;
 use isobath_image::open::{open_layer, referenced_file};
 use isobath_image::options::{BackingFile, Below, OpenOptions, Trust};
@@ -303,10 +304,11 @@ fn backing_of<H: Host>(
     let Some(header) = layer.header() else { return Ok(None) };
     let Some(name) = &header.backing_file else { return Ok(None) };
     let path = referenced_file(host, layer.name(), "backing file", name, trust)?;
-    let format = match header.backing_format() {
+    let named = backing_format(layer.name(), name, header.backing_format())?;
+    let format = match named {
         _ if format.is_some() => format,
         Some(format) => {
-            Some(ImageFormat::of_backing(format).ok_or_else(|| DiskError::Refused {
+            Some(ImageFormat::of_backing(&format).ok_or_else(|| DiskError::Refused {
                 image: layer.name().to_owned(),
                 reason: format!(
                     "Could not open backing file: Unknown driver '{}'",

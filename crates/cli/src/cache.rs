@@ -5,7 +5,7 @@ use clap::ValueEnum;
 /// `--cache`: whether the host's page cache is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Cache {
-    /// Bypass the page cache (`O_DIRECT`)
+    #[value(help = "Bypass the page cache (O_DIRECT)")]
     None,
     /// Use the page cache; a flush makes writes durable
     Writeback,

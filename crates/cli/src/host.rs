@@ -1,8 +1,9 @@
-//! The host of images: files and block devices, exports of NBD servers, and parts of both.
+//! The host of images: files and block devices, exports of NBD servers, disks without contents, and parts of all.
 //!
 //! The program uses one type of host, so that the engine is compiled once.
 
 use crate::failure::Failure;
+use crate::null::{self, NullHost};
 use isobath_nbd_client::{NbdHost, is_name};
 use isobath_storage::either::{EitherHost, Side};
 use isobath_storage::window::{Part, WindowHost};
@@ -12,19 +13,25 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 /// The type of that host. The beginning of a name decides whether it is that of an export.
-pub(crate) type ImageHost = WindowHost<EitherHost<FileHost, NbdHost>>;
+pub(crate) type ImageHost = WindowHost<WholeHost>;
 
-/// A file, or an export.
-type WholeFile = <EitherHost<FileHost, NbdHost> as Host>::File;
+type WholeHost = EitherHost<FileHost, OtherHost>;
+type OtherHost = EitherHost<NbdHost, NullHost>;
+
+/// A file, or something else.
+type WholeFile = <WholeHost as Host>::File;
+/// An export, or a disk without contents.
+type OtherFile = <OtherHost as Host>::File;
 
 /// An open file of an image.
 pub(crate) type ImageFile = <ImageHost as Host>::File;
 
 static IMAGES: LazyLock<ImageHost> = LazyLock::new(|| {
-    let is_second = |name: &Path| name.to_str().is_some_and(is_name);
-    WindowHost::new(EitherHost::new(FileHost, NbdHost::default(), move |name| {
-        if is_second(name) { Side::Second } else { Side::First }
-    }))
+    let side = |second| if second { Side::Second } else { Side::First };
+    let is_other = |name: &Path| null::is_name(name) || name.to_str().is_some_and(is_name);
+    let others =
+        EitherHost::new(NbdHost::default(), NullHost, move |name| side(null::is_name(name)));
+    WindowHost::new(EitherHost::new(FileHost, others, move |name| side(is_other(name))))
 });
 
 /// The host of all images.
@@ -40,9 +47,9 @@ pub(crate) fn is_export(name: &Path) -> bool {
     }
 }
 
-/// Whether a name is that of a file or a device, not of an export or a part.
+/// Whether a name is that of a file or a device, and not of anything else.
 pub(crate) fn is_file_name(name: &Path) -> bool {
-    Part::of_name(name).is_none() && !is_export(name)
+    Part::of_name(name).is_none() && !is_export(name) && !null::is_name(name)
 }
 
 /// The path that opens the file of this name, even if the name looks like that of an export or a part.
@@ -55,7 +62,7 @@ pub(crate) fn path_of_file(name: &str) -> PathBuf {
 /// # Errors
 /// The name is that of an export or a part.
 pub(crate) fn only_files(name: &Path, what: &str) -> Result<(), Failure> {
-    if Part::of_name(name).is_some() {
+    if Part::of_name(name).is_some() || null::is_name(name) {
         return Err(Failure::new(format_args!("{what} works on whole files and devices only")));
     }
     if !is_export(name) {
@@ -80,7 +87,7 @@ pub(crate) async fn identity(name: &Path) -> Option<FileId> {
     }
     if is_export(name) {
         let id = isobath_nbd_client::identity(name).ok()?;
-        return Some(WholeFile::id_of(Side::Second, id));
+        return Some(WholeFile::id_of(Side::Second, OtherFile::id_of(Side::First, id)));
     }
     let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
     images().open(name, look).await.ok().map(|file| file.id())

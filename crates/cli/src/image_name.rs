@@ -5,6 +5,7 @@
 
 use crate::failure::Failure;
 use crate::host::{self, ImageHost, images};
+use crate::null::{self, is_null};
 use crate::trust::Trusting;
 use crate::{nbd_options, options, size};
 use isobath_disk::encryption::{Secret, Secrets};
@@ -153,6 +154,8 @@ pub(crate) struct Image {
     backing_files: Vec<Below>,
     /// QEMU's `l2-cache-entry-size`, which has no effect but may be wrong.
     table_pieces: Option<u64>,
+    /// The names that the options give to the image and to what is below it, by option.
+    node_names: Vec<(String, String)>,
     secrets: Secrets,
     trust: Trust,
 }
@@ -250,6 +253,11 @@ impl Naming {
         if host::is_export(name) {
             return Ok(plain(nbd_options::named(&shown)?, format));
         }
+        if protocol(&shown).is_some_and(is_null) {
+            let mut pairs = vec![("filename".to_owned(), shown.clone())];
+            let path = without_contents(&mut pairs, "")?;
+            return Ok(plain(path, format));
+        }
         if shown.starts_with("blkdebug:") {
             let name = vec![("file.filename".to_owned(), shown.clone())];
             return self.described(plain(PathBuf::new(), format), name);
@@ -313,6 +321,7 @@ impl Image {
             data_file,
             backing_files,
             table_pieces: None,
+            node_names: Vec::new(),
             secrets,
             trust: Trust::Full,
         }
@@ -326,6 +335,27 @@ impl Image {
     /// If it is a part of a file: how that was named.
     pub(crate) fn part_as_typed(&self) -> Option<&str> {
         Part::of_name(&self.path).map(|_| self.shown.as_str())
+    }
+
+    /// The name that an option gives to a part of the image.
+    pub(crate) fn node_name(&self, option: &str) -> Option<&str> {
+        let (_, name) = self.node_names.iter().find(|(other, _)| other == option)?;
+        Some(name)
+    }
+
+    /// Whether the page cache is bypassed, where `direct` says what follows from the command's cache mode.
+    pub(crate) fn is_direct(&self, direct: bool) -> bool {
+        self.direct.unwrap_or(direct)
+    }
+
+    /// Lets the command's cache mode decide.
+    pub(crate) fn forget_direct(&mut self) {
+        self.direct = None;
+    }
+
+    /// Changes what the options say of writing, except to an image without its backing file.
+    pub(crate) fn set_read_only(&mut self, read_only: bool) {
+        self.read_only = read_only || (self.read_only && !self.backing);
     }
 
     /// Whether writes are to be compressed, which is up to the caller.
@@ -389,7 +419,7 @@ impl Image {
         if self.compress {
             return Err(could_not_open(
                 &self.shown,
-                "driver 'compress' is supported by qemu-nbd only",
+                "driver 'compress' is supported by qemu-nbd and qemu-io only",
             ));
         }
         if self.read_only {
@@ -454,6 +484,9 @@ pub(crate) fn reason(error: &DiskError) -> String {
     match error {
         DiskError::Storage(error) => storage_reason(error),
         DiskError::Format { source, .. } if is_too_big(source) => "Image is too big".into(),
+        DiskError::Format { source, .. } if source.field() == "magic" => {
+            "Image is not in qcow2 format".into()
+        }
         DiskError::Format { source, .. } => source.to_string(),
         DiskError::Refused { reason, .. } => reason.clone(),
         DiskError::Backing { source, .. } => match &**source {
@@ -508,8 +541,6 @@ fn unknown_protocol(protocol: &str) -> String {
         "https",
         "iscsi",
         "nfs",
-        "null-aio",
-        "null-co",
         "nvme",
         "rbd",
         "ssh",
@@ -613,6 +644,7 @@ impl Naming {
         mut image: Image,
         mut pairs: Vec<(String, String)>,
     ) -> Result<Image, String> {
+        image.node_names = pairs.extract_if(.., |(name, _)| is_node_name(name)).collect();
         image.data_file = data_file(&mut pairs)?;
         image.backing_files = backing_files(&mut pairs)?;
         image.table_pieces = cache_sizes(&pairs)?;
@@ -632,8 +664,7 @@ impl Naming {
                 "cache.no-flush" | "auto-read-only" | "lazy-refcounts" => {
                     on()?;
                 }
-                "node-name"
-                | "aio"
+                "aio"
                 | "discard"
                 | "detect-zeroes"
                 | "overlap-check"
@@ -824,6 +855,7 @@ fn file(pairs: &mut Vec<(String, String)>, prefix: &str) -> Result<Option<PathBu
     let driver = take(pairs, &format!("{prefix}driver"));
     match driver.as_deref() {
         Some("nbd") => return nbd_options::described(prefix, pairs).map(Some),
+        Some(driver) if is_null(driver) => return without_contents(pairs, prefix).map(Some),
         Some("blkdebug") => {
             harmless_blkdebug(pairs, prefix)?;
             if let Some(image) = file(pairs, &format!("{prefix}image."))? {
@@ -855,6 +887,28 @@ fn file(pairs: &mut Vec<(String, String)>, prefix: &str) -> Result<Option<PathBu
         return nbd_options::named(&name).map(Some);
     }
     Ok(Some(host::path_of_file(plain.unwrap_or(&name))))
+}
+
+/// Takes the options of a disk without contents, and returns its name.
+fn without_contents(pairs: &mut Vec<(String, String)>, prefix: &str) -> Result<PathBuf, String> {
+    let mut option = |name: &str| take(pairs, &format!("{prefix}{name}"));
+    if let Some(name) = option("filename").filter(|name| !is_null_name(name)) {
+        let (driver, _) = name.split_once(':').unwrap_or((&name, ""));
+        let driver = if is_null(driver) { driver } else { "null-co" };
+        return Err(format!("The only allowed filename for this driver is '{driver}://'"));
+    }
+    if let Some(latency) = option("latency-ns")
+        && latency.parse::<u64>().is_err()
+    {
+        return Err("Parameter 'latency-ns' expects a number".into());
+    }
+    let reads_zeroes = option("read-zeroes").map(|value| options::on_off("read-zeroes", &value));
+    let size = option("size");
+    null::named(size.as_deref(), reads_zeroes.transpose()?.unwrap_or(false))
+}
+
+fn is_null_name(name: &str) -> bool {
+    name.strip_suffix("://").is_some_and(is_null)
 }
 
 /// Checks that a file is of the kind that its driver requires, as QEMU does.
@@ -904,6 +958,15 @@ fn take(pairs: &mut Vec<(String, String)>, name: &str) -> Option<String> {
     Some(pairs.swap_remove(at).1)
 }
 
+/// Whether an option names the image, a backing file, or the file of one.
+fn is_node_name(option: &str) -> bool {
+    let mut of = option;
+    while let Some(inner) = of.strip_prefix("backing.") {
+        of = inner;
+    }
+    of.strip_prefix("file.").unwrap_or(of) == "node-name"
+}
+
 /// Whether an option is about encryption: of the image, which has this format if it is named, or of one below it.
 fn is_encryption(option: &str, format: Option<ImageFormat>) -> bool {
     let own = option.trim_start_matches("backing.");
@@ -916,7 +979,7 @@ fn is_encryption(option: &str, format: Option<ImageFormat>) -> bool {
 
 /// Whether a driver is a protocol, for files or devices.
 fn is_protocol(driver: &str) -> bool {
-    matches!(driver, "file" | "host_device" | "host_cdrom" | "nbd")
+    matches!(driver, "file" | "host_device" | "host_cdrom" | "nbd") || is_null(driver)
 }
 
 fn unknown_driver(driver: &str) -> String {

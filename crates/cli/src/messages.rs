@@ -53,7 +53,8 @@ pub(crate) fn settle() {
 
 /// Routes the program's log and panic messages through this module.
 pub(crate) fn take_over(filter: tracing_subscriber::EnvFilter) {
-    let colours = io::stderr().is_terminal();
+    let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    let colours = io::stderr().is_terminal() && !plain;
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(Log { colours })

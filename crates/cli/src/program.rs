@@ -131,7 +131,12 @@ pub(crate) fn usage(error: &clap::Error, line: &[OsString]) -> String {
         ErrorKind::UnknownArgument => "Expecting one image file name".into(),
         ErrorKind::InvalidSubcommand => {
             let command = context(ContextKind::InvalidSubcommand).unwrap_or_default();
-            format!("Command not found: {command}")
+            match command {
+                "stream" | "mirror" if !is_link() => format!(
+                    "Command not found: {command}; a running server does that: 'isobath ctl SOCKET {command}'"
+                ),
+                command => format!("Command not found: {command}"),
+            }
         }
         ErrorKind::InvalidValue if value.is_empty() => {
             format!("missing argument for option '{}'", last.unwrap_or(option))

@@ -97,6 +97,8 @@ pub struct Disk<H: Host> {
     pub touched: OnceLock<Touched>,
     /// Keeps two tasks from resolving the same slice; by slice number.
     pub resolving: Box<[AsyncMutex<()>]>,
+    /// Held while a disk that is only read shows a virtual machine's state.
+    pub(crate) showing: AsyncMutex<()>,
     /// Limits the slices resolved at once: each holds the tables of many layers in memory.
     pub resolvers: isobath_sync::Semaphore,
     /// Signalled when the size changes; it is kept across changes of the chain.
@@ -146,6 +148,7 @@ impl<H: Host> Disk<H> {
             retires: AtomicBool::new(false),
             touched: OnceLock::new(),
             resolving: (0..64).map(|_| AsyncMutex::ranked((), lock_order::RESOLVING)).collect(),
+            showing: AsyncMutex::ranked((), lock_order::RESIZING),
             resolvers: isobath_sync::Semaphore::ranked(RESOLVERS, lock_order::RESOLVERS),
             resized: Arc::default(),
             chain,
@@ -175,6 +178,7 @@ impl<H: Host> Disk<H> {
             retiring: RwLock::new(retiring),
             touched: OnceLock::new(),
             resolving: (0..64).map(|_| AsyncMutex::ranked((), lock_order::RESOLVING)).collect(),
+            showing: AsyncMutex::ranked((), lock_order::RESIZING),
             resolvers: isobath_sync::Semaphore::ranked(RESOLVERS, lock_order::RESOLVERS),
             resized: Arc::clone(&self.resized),
             chain,

@@ -44,6 +44,7 @@ mod store_index;
 #[cfg(test)]
 mod testing;
 mod touched;
+mod vm_state;
 pub mod write;
 
 pub use chain_map::MapEntry;
@@ -57,7 +58,7 @@ pub use isobath_chain::create::{
 };
 pub use isobath_chain::index::{IndexInfo, IndexState};
 pub use isobath_chain::info::{
-    BitmapInfo, ForeignInfo, ImageInfo, InfoOptions, Qcow2Info, backing_chain_info, info,
+    BitmapInfo, ForeignInfo, ImageInfo, InfoOptions, Qcow2Info, backing_chain_info, full_name, info,
 };
 pub use isobath_chain::map::MapStats;
 pub use isobath_formats::{VmdkExtent, VmdkInfo};

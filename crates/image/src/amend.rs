@@ -11,7 +11,7 @@ use crate::check::survey::Survey;
 use crate::layer::ImageFormat;
 use crate::options::OpenOptions;
 use crate::recovery::Purpose;
-use crate::snapshots::date_snapshots;
+use crate::snapshots::complete_snapshots;
 use crate::{DiskError, Result};
 use isobath_qcow2::header::{HeaderWrite, V2_LENGTH, V3_LENGTH, field};
 use isobath_qcow2::{
@@ -58,7 +58,7 @@ pub async fn amend<H: Host>(
     if upgrades && layer.header().is_some_and(|header| header.nb_snapshots > 0) {
         // Each opens and locks the image.
         drop(layer);
-        date_snapshots(host, name, options).await?;
+        complete_snapshots(host, name, options).await?;
         layer = Change::begin(host, name, options, "options to amend").await?.close().await?;
     }
     let storage = layer.storage();

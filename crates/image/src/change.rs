@@ -23,7 +23,7 @@ use crate::check::{CheckEvent, Repair, check_storage};
 use crate::durability::MetadataMode;
 use crate::encryption::Key;
 use crate::layer::{ImageFormat, Layer, Qcow2Layer};
-use crate::open::open_layer;
+use crate::open::{load_qcow2, open_layer};
 use crate::options::OpenOptions;
 use crate::readers::Readers;
 use crate::recovery::Purpose;
@@ -55,14 +55,39 @@ impl<S: Storage> Change<S> {
         options: &OpenOptions,
         what: &str,
     ) -> Result<Self> {
-        let options = options.clone().writable(true).backing(false).metadata(MetadataMode::Ordered);
-        let layer =
-            Arc::new(open_layer(host, name, options.format, true, &options, &Key::Unneeded).await?);
+        let options = Self::options(options);
+        let layer = open_layer(host, name, options.format, true, &options, &Key::Unneeded).await?;
+        Self::of(layer, &options, what).await
+    }
+
+    /// [Begins](Self::begin) a change of a qcow2 image that is open for writing as `storage`, under the locks that this
+    /// holds.
+    pub(crate) async fn begin_open<H: Host<File = S>>(
+        host: &H,
+        name: &Path,
+        options: &OpenOptions,
+        storage: &Arc<S>,
+        what: &str,
+    ) -> Result<Self> {
+        let options = Self::options(options);
+        let length = storage.len().await?;
+        let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
+        let there = (length, start);
+        let layer = load_qcow2(host, name, true, &options, &Key::Unneeded, storage, there).await?;
+        Self::of(layer, &options, what).await
+    }
+
+    fn options(options: &OpenOptions) -> OpenOptions {
+        options.clone().writable(true).backing(false).metadata(MetadataMode::Ordered)
+    }
+
+    async fn of(layer: Layer<S>, options: &OpenOptions, what: &str) -> Result<Self> {
+        let layer = Arc::new(layer);
         let Some(layer) = Qcow2Layer::of(&layer) else {
             let reason = format!("its format has no {what}");
-            return Err(DiskError::Refused { image: name.to_owned(), reason });
+            return Err(DiskError::Refused { image: layer.name().to_owned(), reason });
         };
-        let writer = Writer::open(&layer, &options, true).await?;
+        let writer = Writer::open(&layer, options, true).await?;
         let header = layer.qcow2().header.read().clone();
         Ok(Self { layer, writer, readers: Readers::default(), header, taken: false })
     }

@@ -20,6 +20,7 @@ mod broken;
 mod change;
 pub mod check;
 mod checksummed;
+mod description;
 pub mod durability;
 pub mod encryption;
 pub mod entries;

@@ -1,9 +1,14 @@
 //! The interpretation of file names in an image's header.
 
+use crate::description::Description;
 use crate::options::Trust;
 use crate::{DiskError, Result};
 use isobath_storage::Host;
+use std::borrow::Cow;
 use std::path::Path;
+
+/// The field whose name may be a description.
+const BACKING_FILE: &str = "backing file";
 
 /// The name that a header's backing or data file name stands for, which `host` [resolves](Host::resolve), or an error
 /// if it must not be opened.
@@ -16,12 +21,12 @@ pub fn name_in_header<'a, H: Host>(
     field: &str,
     name: &'a str,
     trust: &Trust,
-) -> Result<&'a str> {
+) -> Result<Cow<'a, str>> {
     if *trust == Trust::Full && host.protocol_name(name) && !name.contains('\0') {
-        return Ok(name);
+        return Ok(Cow::Borrowed(name));
     }
     let plain = plain_file_name(image, field, name)?;
-    if host.protocol_name(&image.to_string_lossy()) && !Path::new(plain).is_absolute() {
+    if host.protocol_name(&image.to_string_lossy()) && !Path::new(&*plain).is_absolute() {
         return Err(DiskError::Refused {
             image: image.to_owned(),
             reason: format!(
@@ -36,8 +41,9 @@ pub fn name_in_header<'a, H: Host>(
 
 /// The file name that a header's backing or data file name stands for, or an error if it is not a plain file name: QEMU
 /// would take `json:` and `protocol:` names as instructions to open something else, and an image must not choose that
-/// for its user.
-pub fn plain_file_name<'a>(image: &Path, field: &str, name: &'a str) -> Result<&'a str> {
+/// for its user. A backing file may be a [description](Description) of a file by its name, which QEMU takes relative to
+/// the directory that the program runs in: a relative one must mean the same in the image's directory.
+pub fn plain_file_name<'a>(image: &Path, field: &str, name: &'a str) -> Result<Cow<'a, str>> {
     let refuse = |why: &str| {
         Err(DiskError::Refused {
             image: image.to_owned(),
@@ -47,19 +53,68 @@ pub fn plain_file_name<'a>(image: &Path, field: &str, name: &'a str) -> Result<&
     if name.contains('\0') {
         return refuse("a file name cannot hold a NUL byte");
     }
+    if let Some(described) = Description::of(name) {
+        const WAY_OUT: &str = "give the image a plain file name with 'qemu-img rebase -u'";
+        if !field.ends_with(BACKING_FILE) {
+            return refuse(&format!("'json:' descriptions are not supported there; {WAY_OUT}"));
+        }
+        let described = match described {
+            Ok(described) => described,
+            Err(error) => {
+                return refuse(&format!(
+                    "this 'json:' description is not supported ({error}); {WAY_OUT}"
+                ));
+            }
+        };
+        let file = &described.file;
+        // With "file:" or another protocol it would be one name to some programs and another to others.
+        if file.is_empty() || file.contains('\0') || protocol_of(file).is_some() {
+            return refuse(&format!("it describes no plain file name; {WAY_OUT}"));
+        }
+        let here = image.parent().is_none_or(|directory| directory.as_os_str().is_empty());
+        if !here && !Path::new(file).is_absolute() {
+            return refuse(&format!(
+                "it describes a file by a relative name, whose meaning depends on the directory that the program \
+                 runs in; {WAY_OUT}"
+            ));
+        }
+        return Ok(Cow::Owned(described.file));
+    }
     let plain = name.strip_prefix("file:").unwrap_or(name);
-    let protocol = plain.split('/').next().and_then(|first| first.split_once(':'));
-    match protocol {
-        Some(("json", _)) => refuse(
-            "'json:' descriptions are not supported; give the image a plain file name with \
-             'qemu-img rebase -u'",
-        ),
+    match protocol_of(plain) {
         Some(_) => refuse(
             "only files and block devices are supported, not protocols; for a file with a colon in \
              its name, rebase to './NAME'",
         ),
         None if plain.is_empty() => refuse("the name is empty"),
-        None => Ok(plain),
+        None => Ok(Cow::Borrowed(plain)),
+    }
+}
+
+fn protocol_of(name: &str) -> Option<&str> {
+    let first = name.split('/').next()?;
+    first.split_once(':').map(|(protocol, _)| protocol)
+}
+
+/// The format by name of a backing file: the one that the header gives with its name, or else the one that the name
+/// itself [describes](Description).
+///
+/// # Errors
+/// If they differ.
+pub fn backing_format(image: &Path, name: &str, format: Option<&str>) -> Result<Option<String>> {
+    let described = Description::of(name).and_then(|described| described.ok()?.driver);
+    match (format, described) {
+        (Some(format), Some(driver)) if driver != format => Err(DiskError::Refused {
+            image: image.to_owned(),
+            reason: format!(
+                "its {BACKING_FILE} is '{}', of another format than it says with it, '{}'; name it again with \
+                 'qemu-img rebase -u -F FORMAT'",
+                name.escape_debug(),
+                format.escape_debug()
+            ),
+        }),
+        (Some(format), _) => Ok(Some(format.to_owned())),
+        (None, described) => Ok(described),
     }
 }
 
@@ -97,7 +152,7 @@ mod tests {
         let host = Knowing(MemoryHost::new());
         let (file, export) = (Path::new("a.qcow2"), Path::new("nbd:unix:/x"));
         let check = |image: &Path, name, trust: &Trust| {
-            name_in_header(&host, image, "backing file", name, trust).map(str::to_owned)
+            name_in_header(&host, image, "backing file", name, trust).map(Cow::into_owned)
         };
         for name in ["nbd:h:1", "base.raw", "/base.raw", "file:base.raw"] {
             assert!(check(file, name, &Trust::Full).is_ok(), "{name}");
@@ -132,5 +187,41 @@ mod tests {
             let error = check(bad).unwrap_err().to_string();
             assert!(error.contains("a.qcow2"), "{error}");
         }
+    }
+
+    #[cfg(feature = "json-names")]
+    #[test]
+    fn a_description_is_of_a_plain_file_name_that_means_the_same_everywhere() {
+        let check = |image: &str, field, file: &str| {
+            let name = format!(r#"json:{{"driver":"raw","file":{{"filename":"{file}"}}}}"#);
+            plain_file_name(Path::new(image), field, &name).map(Cow::into_owned)
+        };
+        for image in ["a.qcow2", "dir/a.qcow2", "/a.qcow2"] {
+            assert_eq!(check(image, "backing file", "/b/c:d").unwrap(), "/b/c:d");
+            for file in ["nbd:h:1", "file:b", "json:{}", "", r"a\u0000b"] {
+                let error = check(image, "backing file", file).unwrap_err().to_string();
+                assert!(error.contains("describes no plain file name"), "{file}: {error}");
+            }
+        }
+        assert_eq!(check("a.qcow2", "new backing file", "b").unwrap(), "b");
+        for image in ["dir/a.qcow2", "./a.qcow2", "/a.qcow2"] {
+            let error = check(image, "backing file", "b").unwrap_err().to_string();
+            assert!(error.contains("a relative name"), "{error}");
+        }
+        assert!(check("a.qcow2", "data file", "/b").is_err());
+    }
+
+    #[cfg(feature = "json-names")]
+    #[test]
+    fn a_description_may_give_the_format_but_no_other() {
+        let image = Path::new("a.qcow2");
+        let name = r#"json:{"driver":"raw","file.filename":"/b"}"#;
+        let of = |name, format| backing_format(image, name, format);
+        assert_eq!(of(name, None).unwrap().as_deref(), Some("raw"));
+        assert_eq!(of(name, Some("raw")).unwrap().as_deref(), Some("raw"));
+        let error = of(name, Some("qcow2")).unwrap_err().to_string();
+        assert!(error.contains("another format"), "{error}");
+        assert_eq!(of("b", Some("qcow2")).unwrap().as_deref(), Some("qcow2"));
+        assert_eq!(of("b", None).unwrap(), None);
     }
 }

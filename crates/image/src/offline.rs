@@ -1,13 +1,16 @@
 //! Operations on an image that is not in use.
 
-use crate::Result;
-use crate::check::{CheckEvent, CheckOptions, CheckReport, Repair, check_storage};
+use crate::check::{
+    CheckEvent, CheckOptions, CheckReport, Checked, Repair, check_storage, incomplete,
+};
 use crate::encryption::Key;
 use crate::layer::{Qcow2Layer, ShownLog};
 use crate::open::{open_layer, read_header};
 use crate::options::OpenOptions;
 use crate::restart_log::{FoundLog, LogUse};
+use crate::snapshots::complete_open_snapshots;
 use crate::writer::Writer;
+use crate::{DiskError, Result};
 use isobath_qcow2::IncompatibleFeatures;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage};
 use std::path::Path;
@@ -35,7 +38,37 @@ pub async fn check<H: Host>(
         bring_in(host, name, &opening).await?;
     }
     let storage = Arc::new(host.open(name, mode).await?);
-    check_storage(&storage, name, options.format, options.repair, events).await
+    let checked = check_storage(&storage, name, options.format, options.repair, events).await?;
+    let Checked { report, incomplete: entries } = checked;
+    if entries.is_empty() {
+        return Ok(report);
+    }
+    // Under the same locks: what is changed is what was checked.
+    let opening = OpenOptions::new().format(options.format).direct(direct).locking(options.locking);
+    if let Err(error) = Box::pin(complete_open_snapshots(host, name, &opening, &storage)).await {
+        if matches!(error, DiskError::Storage(_)) {
+            return Err(error);
+        }
+        for number in &entries {
+            events(CheckEvent::Finding(&format!("ERROR {}", incomplete(*number))));
+        }
+        events(CheckEvent::Finding(&format!(
+            "ERROR the snapshot table cannot be completed: {error}"
+        )));
+        return Ok(CheckReport {
+            corruptions: report.corruptions + entries.len() as u64,
+            ..report
+        });
+    }
+    for number in &entries {
+        events(CheckEvent::Finding(&format!("Repairing {}", incomplete(*number))));
+    }
+    let again = check_storage(&storage, name, options.format, Repair::None, events).await?.report;
+    Ok(CheckReport {
+        corruptions_fixed: report.corruptions_fixed + entries.len() as u64,
+        leaks_fixed: report.leaks_fixed,
+        ..again
+    })
 }
 
 /// Applies the restart log that a killed process left, if there is one. Says what was made of it: one that

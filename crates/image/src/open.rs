@@ -29,7 +29,7 @@ pub fn referenced_file<H: Host>(
     name: &str,
     trust: &Trust,
 ) -> Result<PathBuf> {
-    let path = host.resolve(referrer, name_in_header(host, referrer, field, name, trust)?);
+    let path = host.resolve(referrer, &name_in_header(host, referrer, field, name, trust)?);
     if let Trust::Within(directories) = trust {
         let real = host.canonical(&path)?;
         if !directories.iter().any(|directory| real.starts_with(directory)) {
@@ -110,7 +110,7 @@ async fn load_layer<H: Host>(
     key: &Key,
     file: H::File,
 ) -> Result<Layer<H::File>> {
-    let mut length = file.len().await?;
+    let length = file.len().await?;
     let start = file.read_at(0, IoBuf::zeroed(4096)).await?;
     let format = format_of(name, format, &start)?;
     if format == ImageFormat::Luks && options.snapshot.is_none() {
@@ -140,6 +140,19 @@ async fn load_layer<H: Host>(
         let image = Box::pin(open_foreign(host, name, format, options, storage)).await?;
         return Ok(Layer::foreign(name.to_owned(), Arc::clone(storage), image));
     }
+    load_qcow2(host, name, writable, options, key, storage, (length, start)).await
+}
+
+/// Reads what a layer is from the open file of a qcow2 image: its length and its first 4096 bytes are these.
+pub(crate) async fn load_qcow2<H: Host>(
+    host: &H,
+    name: &Path,
+    writable: bool,
+    options: &OpenOptions,
+    key: &Key,
+    storage: &Arc<H::File>,
+    (mut length, start): (u64, IoBuf),
+) -> Result<Layer<H::File>> {
     let mut header = read_header(&**storage, name, start, length).await?;
     if writable && header.incompatible.contains(IncompatibleFeatures::CORRUPT) {
         return Err(DiskError::Corrupt {

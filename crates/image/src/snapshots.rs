@@ -7,7 +7,14 @@ use crate::snapshot_table::read_snapshots;
 use isobath_qcow2::{AutoclearFeatures, Header, HostOffset, L1Entry, Snapshot};
 use isobath_storage::{Host, IoBuf, Storage};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
+
+/// What is changed, for messages.
+const WHAT: &str = "internal snapshots";
+
+/// The instruction count of a snapshot that has none.
+const NO_ICOUNT: u64 = u64::MAX;
 
 /// Takes a snapshot of the disk as it is, named `snapshot`. `taken` is the time since 1970.
 ///
@@ -72,26 +79,31 @@ pub async fn delete_snapshot<H: Host>(
     Box::pin(this.change.switch(table)).await
 }
 
-/// Notes the disk's size in every snapshot of a version 2 image, as version 3 demands.
+/// Notes in every snapshot what version 3 demands, such as the disk's size, which those of version 2 may lack.
 ///
 /// # Errors
-/// As for [`create_snapshot`].
-pub(crate) async fn date_snapshots<H: Host>(
+/// As for [`create_snapshot`]; or if a snapshot's tables are too small for the size that it would get.
+pub(crate) async fn complete_snapshots<H: Host>(
     host: &H,
     name: &Path,
     options: &OpenOptions,
 ) -> Result<()> {
-    let mut this = SnapshotChange::begin(host, name, options).await?;
-    let size = this.change.header.disk_size();
-    if this.snapshots.iter().all(|snapshot| snapshot.disk_size.is_some()) {
-        this.change.close().await?;
-        return Ok(());
-    }
-    for snapshot in &mut this.snapshots {
-        snapshot.disk_size.get_or_insert(size);
-    }
-    let table = this.write_snapshots().await;
-    Box::pin(this.change.switch(table)).await
+    let change = Change::begin(host, name, options, WHAT).await?;
+    SnapshotChange::of(change).await?.complete().await
+}
+
+/// Completes the snapshots of an image as [`complete_snapshots`] does, one that is open for writing as `storage`.
+///
+/// # Errors
+/// As for that.
+pub(crate) async fn complete_open_snapshots<H: Host>(
+    host: &H,
+    name: &Path,
+    options: &OpenOptions,
+    storage: &Arc<H::File>,
+) -> Result<()> {
+    let change = Change::begin_open(host, name, options, storage, WHAT).await?;
+    SnapshotChange::of(change).await?.complete().await
 }
 
 /// A change of an image's snapshots.
@@ -106,7 +118,10 @@ impl<S: Storage> SnapshotChange<S> {
         name: &Path,
         options: &OpenOptions,
     ) -> Result<Self> {
-        let change = Change::begin(host, name, options, "internal snapshots").await?;
+        Self::of(Change::begin(host, name, options, WHAT).await?).await
+    }
+
+    async fn of(change: Change<S>) -> Result<Self> {
         if change.geometry().has_data_file() {
             return Err(
                 change.refused("an image with an external data file has no internal snapshots")
@@ -114,8 +129,42 @@ impl<S: Storage> SnapshotChange<S> {
         }
         let storage = change.layer.storage();
         let length = storage.len().await?;
+        let name = change.layer.name();
         let snapshots = read_snapshots(&**storage, name, &change.header, length).await?;
         Ok(Self { change, snapshots })
+    }
+
+    /// Completes every snapshot, or none.
+    async fn complete(mut self) -> Result<()> {
+        if self.snapshots.iter().all(|snapshot| snapshot.disk_size.is_some()) {
+            self.change.close().await?;
+            return Ok(());
+        }
+        let checked = self.complete_entries();
+        let table = match checked {
+            Ok(()) => self.write_snapshots().await,
+            Err(error) => Err(error),
+        };
+        Box::pin(self.change.switch(table)).await
+    }
+
+    /// Completes the entries that can be used then, as QEMU does with all whenever it writes the table. The error is of
+    /// the first of the others.
+    fn complete_entries(&mut self) -> Result<()> {
+        let (size, geometry) = (self.change.header.disk_size(), self.change.geometry());
+        let mut checked = Ok(());
+        for snapshot in &mut self.snapshots {
+            let complete = Snapshot {
+                disk_size: snapshot.disk_size.or(Some(size)),
+                icount: snapshot.icount.or(Some(NO_ICOUNT)),
+                ..snapshot.clone()
+            };
+            match complete.check(&geometry) {
+                Ok(()) => *snapshot = complete,
+                Err(error) => checked = checked.and(Err(error)),
+            }
+        }
+        checked.map_err(|error| self.change.layer.format_error(error))
     }
 
     fn required(&self, index: Option<usize>) -> Result<Snapshot> {
@@ -149,8 +198,8 @@ impl<S: Storage> SnapshotChange<S> {
     /// The header of the image that shows what a snapshot holds.
     async fn show(&mut self, snapshot: &Snapshot) -> Result<Header> {
         let size = snapshot.disk_size.unwrap_or_else(|| self.change.header.disk_size());
-        // Behind the disk lies what the guest's memory and devices were, which stays the snapshot's.
-        let entries = self.change.geometry().l1_size_for(size);
+        // Behind the disk lies what the machine's state was, which comes with it, as in QEMU.
+        let entries = self.change.geometry().l1_size_for(size).max(u64::from(snapshot.l1_size));
         let mut l1 = self.read_l1(snapshot.l1_table_offset, snapshot.l1_size).await?;
         l1.resize(entries as usize, L1Entry::unallocated());
         let l1_table_offset = self.change.take(entries * 8).await?;
@@ -173,6 +222,8 @@ impl<S: Storage> SnapshotChange<S> {
 
     /// Writes the table of the snapshots that there will be; returns the header that refers to it.
     async fn write_snapshots(&mut self) -> Result<Header> {
+        // One whose tables are too small for the disk is left as it is.
+        let _ = self.complete_entries();
         let table = Snapshot::encode_table(&self.snapshots);
         let table = table.map_err(|error| self.change.layer.format_error(error))?;
         let mut header = self.change.header.clone();

@@ -33,9 +33,14 @@ impl Conflict {
 /// The error of an image that another user holds, in QEMU's words.
 pub fn busy(name: &Path, conflict: Conflict) -> StorageError {
     let shared = if conflict.shared { "shared " } else { "" };
+    // Who wants to write has no use for reading it.
+    let way_out = if conflict == Conflict::WRITE {
+        "Close it there first"
+    } else {
+        "Close it there first, or read it without a lock with -U (--force-share)"
+    };
     let message = format!(
-        "Failed to get {shared}\"{}\" lock. Is another process using the image [{}]? \
-         Close it there first, or read it without a lock with -U (--force-share)",
+        "Failed to get {shared}\"{}\" lock. Is another process using the image [{}]? {way_out}",
         conflict.permission,
         crate::shown(name)
     );

@@ -7,7 +7,7 @@ use crate::image_name::{Naming, is_of_kind};
 use crate::workers::{self, Progress};
 use crate::{options, runtime};
 use isobath_disk::{Disk, ImageFormat, OpenOptions, Rebase, Secrets, Trust};
-use isobath_image::name::name_in_header;
+use isobath_image::name::{backing_format as described_format, name_in_header};
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_ring::Signals;
 use isobath_storage::{Host, Locking, StorageExt};
@@ -92,6 +92,9 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
             )));
         }
     };
+    if let Some((name, format)) = backing {
+        described_format(&args.image, name, Some(format))?;
+    }
     let below = backing.map(|(name, format)| file_of(args, name).map(|file| (file, format)));
     let below = below.transpose()?;
     if let (Some((file, driver)), false) = (&below, args.unsafe_mode) {
@@ -142,7 +145,7 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
 fn file_of(args: &Args, name: &str) -> Result<PathBuf, Failure> {
     let field = "new backing file";
     let named = name_in_header(images(), &args.image, field, name, &Trust::Full);
-    Ok(images().resolve(&args.image, named?))
+    Ok(images().resolve(&args.image, &named?))
 }
 
 /// The format of the new backing file.

@@ -74,7 +74,7 @@ pub(crate) fn create(path: &Path) -> Result<PidFile, Failure> {
         let reason = if error.kind() == io::ErrorKind::ResourceBusy {
             "another process has locked it".to_owned()
         } else {
-            error.to_string()
+            isobath_storage::cause(&error)
         };
         Failure::new(format_args!("cannot write the PID file '{}': {reason}", path.display()))
     })

@@ -3,6 +3,11 @@
 
 use crate::programs::{isobath, qemu_img};
 use crate::serving::{Served, assert_same_bytes};
+use isobath_image::check::{CheckEvent, CheckOptions, Repair};
+use isobath_image::offline::check;
+use isobath_qcow2::Snapshot;
+use isobath_ring::block_on;
+use isobath_storage_file::FileHost;
 use isobath_testkit::chain::{Commands, Writer};
 use isobath_testkit::ops::Shape;
 use isobath_testkit::process::Finished;
@@ -178,4 +183,192 @@ fn an_amend_of_which_a_part_is_refused_does_nothing() {
     let done = isobath(directory.path(), amend).exits(1);
     assert!(done.stderr.contains("has a refcount of 2"), "{}", done.report());
     assert!(std::fs::read(&image).unwrap() == before, "the image has changed");
+}
+
+/// Makes the image one of version 3 whose snapshots lack the disk's size, as a program leaves it that only raises the
+/// version of an old image.
+fn forget_sizes(image: &Path) {
+    let mut bytes = std::fs::read(image).unwrap();
+    let table = u64::from_be_bytes(bytes[64..72].try_into().unwrap()) as usize;
+    let count = u32::from_be_bytes(bytes[60..64].try_into().unwrap());
+    let (mut snapshots, length) = Snapshot::parse_table(&bytes[table..], count).unwrap();
+    for snapshot in &mut snapshots {
+        (snapshot.disk_size, snapshot.icount) = (None, None);
+    }
+    bytes.resize(bytes.len().max(table + length), 0);
+    bytes[table..table + length].fill(0);
+    let shorter = Snapshot::encode_table(&snapshots).unwrap();
+    bytes[table..table + shorter.len()].copy_from_slice(&shorter);
+    bytes[4..8].copy_from_slice(&3u32.to_be_bytes());
+    bytes[72..96].fill(0);
+    bytes[96..100].copy_from_slice(&4u32.to_be_bytes());
+    bytes[100..104].copy_from_slice(&104u32.to_be_bytes());
+    std::fs::write(image, bytes).unwrap();
+}
+
+#[test]
+fn incomplete_snapshots_are_completed_as_by_qemu() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    qemu::create(&at(NAME), "qcow2", 1 << 20, "compat=0.10");
+    for name in ["one", "two"] {
+        let _ = qemu::io(&at(NAME), "qcow2", &["write -P 1 0 128k"]).ok();
+        let _ = qemu_img(directory.path(), args!["snapshot", "-c", name, NAME]).ok();
+    }
+    forget_sizes(&at(NAME));
+    let disk = qemu::read_disk(&at(NAME), "qcow2");
+    let found = isobath(directory.path(), args!["check", NAME]).exits(2);
+    for number in 0..2 {
+        let error = format!("ERROR snapshot table entry {number} is incomplete");
+        assert!(found.stderr.contains(&error), "{}", found.report());
+    }
+    let leaks_only = isobath(directory.path(), args!["check", "-r", "leaks", NAME]).exits(2);
+    assert!(leaks_only.stderr.contains("ERROR snapshot table entry 0"), "{}", leaks_only.report());
+    let copy = "copy.qcow2";
+    let _ = std::fs::copy(at(NAME), at(copy)).unwrap();
+    let theirs = qemu_img(directory.path(), args!["check", "-r", "all", copy]).ok();
+    let ours = isobath(directory.path(), args!["check", "-r", "all", NAME]).ok();
+    assert_eq!(ours.stderr, theirs.stderr);
+    let said = |done: &Finished| done.text().split("Image end offset").next().unwrap().to_owned();
+    assert_eq!(said(&ours), said(&theirs));
+    qemu::assert_clean(&at(NAME));
+    assert!(qemu::read_disk(&at(NAME), "qcow2") == disk, "the disk has changed");
+    let list = |name| isobath(directory.path(), args!["snapshot", "-l", name]).ok().text();
+    assert_eq!(list(NAME), list(copy));
+    let table = |name| {
+        let bytes = std::fs::read(at(name)).unwrap();
+        let table = u64::from_be_bytes(bytes[64..72].try_into().unwrap()) as usize;
+        Snapshot::parse_table(&bytes[table..], 2).unwrap().0
+    };
+    assert_eq!(table(NAME), table(copy));
+}
+
+#[test]
+fn incomplete_snapshots_are_errors_while_others_remain() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join(NAME);
+    qemu::create(&image, "qcow2", 1 << 20, "compat=0.10");
+    let _ = qemu_img(directory.path(), args!["snapshot", "-c", "one", NAME]).ok();
+    forget_sizes(&image);
+    let mut bytes = std::fs::read(&image).unwrap();
+    let l1 = u64::from_be_bytes(bytes[40..48].try_into().unwrap()) as usize;
+    // An L2 table past the end of the file.
+    bytes[l1..l1 + 8].copy_from_slice(&(1u64 << 40).to_be_bytes());
+    std::fs::write(&image, bytes).unwrap();
+    let kept = isobath(directory.path(), args!["check", "-r", "all", NAME]).exits(2);
+    let error = "ERROR snapshot table entry 0 is incomplete";
+    assert!(kept.stderr.contains(error), "{}", kept.report());
+}
+
+#[test]
+fn a_snapshot_too_small_for_the_disk_is_not_completed_and_the_report_stays() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join(NAME);
+    // An L1 table of one entry maps 512 MiB.
+    qemu::create(&image, "qcow2", 1 << 20, "compat=0.10");
+    let _ = qemu_img(directory.path(), args!["snapshot", "-c", "one", NAME]).ok();
+    forget_sizes(&image);
+    let larger = isobath(directory.path(), args!["resize", NAME, "2G"]);
+    let mut bytes = std::fs::read(&image).unwrap();
+    if larger.code() != 0 {
+        // As a program leaves it that changes the size alone.
+        bytes[24..32].copy_from_slice(&(2u64 << 30).to_be_bytes());
+        bytes[36..40].copy_from_slice(&4u32.to_be_bytes());
+        std::fs::write(&image, &bytes).unwrap();
+    }
+    bytes = std::fs::read(&image).unwrap();
+    let kept = isobath(directory.path(), args!["check", "-r", "all", NAME]).exits(2);
+    for error in ["ERROR snapshot table entry 0 is incomplete", "too small for the snapshot's disk"]
+    {
+        assert!(kept.stderr.contains(error), "{}", kept.report());
+    }
+    assert!(kept.text().contains("1 errors were found"), "{}", kept.report());
+    assert!(std::fs::read(&image).unwrap() == bytes, "the image has changed");
+    // Another snapshot leaves it as it is, and it is applied and deleted as before.
+    for option in ["-c", "-a", "-d"] {
+        let name = if option == "-c" { "two" } else { "one" };
+        let _ = isobath(directory.path(), args!["snapshot", option, name, NAME]).ok();
+    }
+    qemu::assert_clean(&image);
+}
+
+#[test]
+fn what_is_completed_is_the_file_that_was_checked() {
+    let directory = tempfile::tempdir().unwrap();
+    let (image, moved) = (directory.path().join(NAME), directory.path().join("moved"));
+    qemu::create(&image, "qcow2", 1 << 20, "compat=0.10");
+    let _ = qemu_img(directory.path(), args!["snapshot", "-c", "one", NAME]).ok();
+    forget_sizes(&image);
+    let bytes = std::fs::read(&image).unwrap();
+    let options = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
+    let mut events = |_: CheckEvent<'_>| {
+        // Another program does this during the check.
+        if !moved.exists() {
+            std::fs::rename(&image, &moved).unwrap();
+            std::fs::write(&image, &bytes).unwrap();
+        }
+        let written = qemu::io(&moved, "qcow2", &["write 0 512"]);
+        assert!(written.stderr.contains("lock"), "{}", written.report());
+    };
+    let report = block_on(check(&FileHost, &image, &options, &mut events)).unwrap();
+    assert_eq!((report.corruptions, report.corruptions_fixed), (0, 1));
+    assert!(std::fs::read(&image).unwrap() == bytes, "the other file has changed");
+    qemu::assert_clean(&moved);
+}
+
+#[test]
+fn a_snapshot_takes_the_machines_state_with_it_and_brings_it_back() {
+    let far = "1T";
+    for cluster in ["512", "64k"] {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join(NAME);
+        qemu::create(&image, "qcow2", 1 << 20, &format!("cluster_size={cluster}"));
+        let far = if cluster == "64k" { far } else { "3M" };
+        let commands = |commands: &[String]| {
+            let mut arguments = args!["io"];
+            for command in commands {
+                arguments.extend(args!["-c", command]);
+            }
+            arguments.push(NAME.into());
+            isobath(directory.path(), arguments).ok()
+        };
+        let write = |byte: u8| {
+            let disk = format!("write -P {byte} 0 64k");
+            [disk, format!("write -b -P {byte} 0 100k"), format!("write -b -P {byte} {far} 4k")]
+        };
+        let read = |byte: u8| write(byte).map(|command| command.replace("write", "read"));
+        let good = |done: &Finished| assert!(!done.text().contains("failed"), "{}", done.report());
+        let both = |byte| {
+            good(&commands(&read(byte)));
+            let reads = read(byte);
+            let reads: Vec<&str> = reads.iter().map(String::as_str).collect();
+            good(&qemu::io(&image, "qcow2", &reads).ok());
+            qemu::assert_clean(&image);
+        };
+        let snapshot = |ours: bool, option: &str, name: &str| {
+            let run = if ours { isobath } else { qemu_img };
+            let _ = run(directory.path(), args!["snapshot", option, name, NAME]).ok();
+        };
+        good(&commands(&write(1)));
+        both(1);
+        snapshot(true, "-c", "one");
+        let second = write(2);
+        let second: Vec<&str> = second.iter().map(String::as_str).collect();
+        good(&qemu::io(&image, "qcow2", &second).ok());
+        both(2);
+        snapshot(false, "-c", "two");
+        good(&commands(&write(3)));
+        for (ours, name, byte) in [(true, "one", 1), (true, "two", 2), (false, "one", 1)] {
+            snapshot(ours, "-a", name);
+            both(byte);
+        }
+        snapshot(true, "-d", "one");
+        snapshot(true, "-d", "two");
+        both(1);
+        // A disk that grows is zeroes there.
+        let _ = isobath(directory.path(), args!["resize", NAME, "4G"]).ok();
+        let grown = qemu::io(&image, "qcow2", &["read -P 0 1M 1023M"]).ok();
+        good(&grown);
+        qemu::assert_clean(&image);
+    }
 }

@@ -4,6 +4,7 @@ use isobath_testkit::process::{Finished, run_program};
 use isobath_testkit::{args, qemu};
 use std::fs;
 use std::io::Write;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -53,6 +54,11 @@ const SEQUENCES: &[&[&str]] = &[
     &["nothing", "length"],
     &["read", "read 0", "flush x", "map x", "truncate", "sleep 1 1", "length"],
     &["write -s /nonexistent 0 512", "truncate x", "length"],
+    &["write -b -P 5 0 64k", "read -b -P 5 0 64k", "read -b -P 5 4k 62k", "read -b -v 65520 512"],
+    &["read -b -P 0 0 64k", "read -b -P 0 1G 512", "write -b -P 6 1G 1M", "read -bP 6 1G 1M"],
+    &["write -b 1 512", "write -b 0 100", "read -b 1 512", "read -b 0 100", "write -b 0 3G"],
+    &["write -b -c -P 3 1M 512", "read -b -P 3 1M 512", "write -b -z 0 512", "write -b -f 0 512"],
+    &["write -b -P 5 0 64k", "map", "length", "read -P 0x55 256k 100k", "truncate 2M", "map"],
 ];
 
 /// A disk of 1 MiB with something at 256 KiB.
@@ -110,6 +116,184 @@ fn assert_alike(options: &[&str], commands: &[&str]) {
 fn the_same_output_exit_code_and_disk() {
     for commands in SEQUENCES {
         assert_alike(&["-f", "qcow2"], commands);
+    }
+}
+
+/// The command of that name, as it is called in QEMU.
+fn linked(directory: &Path) -> PathBuf {
+    let link = directory.join("qemu-io");
+    if !link.exists() {
+        symlink(ISOBATH, &link).unwrap();
+    }
+    link
+}
+
+#[test]
+fn a_reopening_changes_or_keeps_options_as_in_qemu() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = image(directory.path(), "image");
+    let top = directory.path().join("top");
+    let create = args!["create", "-q", "-f", "qcow2", "-b", &image, "-F", "qcow2", &top];
+    let _ = qemu::img(create).ok();
+    for commands in [
+        &["reopen -o node-name=foo"][..],
+        &["reopen -o file.node-name=foo"],
+        &["reopen -o driver=raw"],
+        &["reopen -o file.driver=qcow2", "reopen -o file.driver=file"],
+        &["reopen -o driver=qcow2", "write 0 512"],
+        &["reopen -r -o read-only=on"],
+        &["reopen -w -o read-only=foo"],
+        &["reopen -c none -o cache.direct=on"],
+        &["reopen -c directsync -o cache.no-flush=on"],
+        &["reopen -o read-only=foo"],
+        &["reopen -o cache.no-flush=bar"],
+        &["reopen -o cache.direct=baz"],
+        &["reopen -o auto-read-only=qux"],
+        &["reopen -r", "reopen -o read-only=off", "write 0 512"],
+        &["reopen -o cache.direct=on", "write 0 512", "reopen -o cache.direct=off", "read 0 512"],
+        &["reopen -o bogus=1"],
+    ] {
+        let own = io(&linked(directory.path()), &["-f", "qcow2"], &image, commands);
+        let theirs = io(&qemu::program("qemu-io"), &["-f", "qcow2"], &image, commands);
+        let context = format!("{commands:?}\n{}\n{}", own.report(), theirs.report());
+        assert_eq!(timeless(&own.text()), timeless(&theirs.text()), "{context}");
+        assert_eq!(own.stderr, theirs.stderr, "{context}");
+        assert_eq!(own.code(), theirs.code(), "{context}");
+    }
+    for (open, reopen) in [
+        ("node-name=foo", "node-name=foo"),
+        ("file.node-name=foo", "file.node-name=foo"),
+        ("backing.node-name=foo", "backing.node-name=foo"),
+        ("node-name=foo", "node-name=bar"),
+        ("lazy-refcounts=on", "backing.driver=qcow2"),
+        ("lazy-refcounts=on", "backing.driver=file"),
+        ("lazy-refcounts=on", "backing.node-name=foo"),
+    ] {
+        let (open, reopen) =
+            (format!("open -o {open} {}", top.display()), format!("reopen -o {reopen}"));
+        let run = |program: &Path| {
+            let commands = args!["-c", &open, "-c", &reopen, "-c", "length"];
+            run_program(program, commands)
+        };
+        let (own, theirs) = (run(&linked(directory.path())), run(&qemu::program("qemu-io")));
+        let context = format!("{open} {reopen}\n{}\n{}", own.report(), theirs.report());
+        assert_eq!(
+            (own.text(), own.stderr, own.status),
+            (theirs.text(), theirs.stderr, theirs.status),
+            "{context}"
+        );
+    }
+    // QEMU refuses this of an image that is open for writing.
+    let read_only = ["reopen -o read-only=on", "write 0 512", "reopen -w", "write 512 512"];
+    let some = io(Path::new(ISOBATH), &["io"], &image, &read_only).exits(1);
+    assert!(some.text().starts_with("wrote 512/512 bytes at offset 512\n"), "{}", some.report());
+    assert!(some.stderr.contains("read-only"), "{}", some.report());
+    // An image that was opened without its backing file stays read-only.
+    let alone = args!["io", "--no-backing", "-r", "-c", "reopen -w", "-c", "write 0 512", &top];
+    let alone = run_program(ISOBATH, alone).exits(1);
+    assert!(!alone.text().contains("wrote"), "{}", alone.report());
+}
+
+#[test]
+fn a_filter_compresses_what_is_written() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("image");
+    qemu::create(&image, "qcow2", (1 << 20) + 512, "");
+    let opts = format!(
+        "driver=compress,file.driver=qcow2,file.file.driver=file,file.file.filename={}",
+        image.display()
+    );
+    let commands = [
+        "write -P 1 0 200k",
+        "write -P 2 270000 100000",
+        "write -P 3 1M 512",
+        "discard 512k 64k",
+        "write -z 64k 64k",
+        "read -P 2 270000 100000",
+    ];
+    let mut arguments = args!["io", "--image-opts"];
+    for command in commands {
+        arguments.extend(args!["-c", command]);
+    }
+    arguments.push((&opts).into());
+    let done = run_program(ISOBATH, arguments).ok();
+    assert!(!done.text().contains("failed"), "{}", done.report());
+    let reads = [
+        "read -P 1 0 64k",
+        "read -P 0 64k 64k",
+        "read -P 1 128k 72k",
+        "read -P 0 200k 65200",
+        "read -P 2 270000 100000",
+        "read -P 3 1M 512",
+    ];
+    let read = qemu::io(&image, "qcow2", &reads).ok();
+    assert!(!read.text().contains("failed"), "{}", read.report());
+    let check = qemu::img(args!["check", "--output=json", &image]).json();
+    assert_eq!(check["compressed-clusters"], check["allocated-clusters"], "{check}");
+    // It writes to no image that cannot hold such clusters.
+    let raw = directory.path().join("raw");
+    fs::write(&raw, [0; 4096]).unwrap();
+    let opts = format!(
+        "driver=compress,file.driver=raw,file.file.driver=file,file.file.filename={}",
+        raw.display()
+    );
+    let refused =
+        run_program(ISOBATH, args!["io", "--image-opts", "-c", "write 0 512", opts]).exits(1);
+    assert!(refused.stderr.contains("Compression is not supported"), "{}", refused.report());
+}
+
+#[test]
+fn a_disk_without_contents_is_named_by_options_only() {
+    let directory = tempfile::tempdir().unwrap();
+    let null = r#"json:{"driver":"null-co","size":1048576,"read-zeroes":true}"#;
+    let commands = ["write 0 64k", "read -P 0 0 64k", "length", "write 1M 512", "info"];
+    let own = io(Path::new(ISOBATH), &["io"], Path::new(null), &commands);
+    let theirs = io(&qemu::program("qemu-io"), &[], Path::new(null), &commands);
+    assert_eq!(timeless(&own.text()), timeless(&theirs.text()));
+    assert_eq!(own.code(), theirs.code());
+    let copy = directory.path().join("copy");
+    let _ = run_program(ISOBATH, args!["convert", "-O", "raw", null, &copy]).ok();
+    assert!(fs::read(&copy).unwrap() == vec![0; 1 << 20]);
+    let whole = run_program(ISOBATH, args!["io", "-c", "length", "null-co://"]).ok();
+    assert_eq!(whole.text(), "1 GiB\n");
+    // In the place of other files of an image.
+    let image = image(directory.path(), "image");
+    let top = directory.path().join("top");
+    let create = args!["create", "-q", "-f", "qcow2", "-b", &image, "-F", "qcow2", &top];
+    let _ = qemu::img(create).ok();
+    let _ = qemu::io(&top, "qcow2", &["write -P 7 512k 512"]).ok();
+    let below = format!(
+        "driver=qcow2,file.filename={},backing.driver=null-co,backing.size=2M",
+        top.display()
+    );
+    let read = io(
+        Path::new(ISOBATH),
+        &["io", "--image-opts", "-r"],
+        Path::new(&below),
+        &["read -P 0 256k 100k", "read -P 7 512k 512"],
+    );
+    assert!(!read.ok().text().contains("failed"));
+    for (arguments, says) in [
+        (args!["io", "-f", "null-co", "-c", "length", &image], "only allowed filename"),
+        (args!["io", "-c", "length", "null-co://x"], "only allowed filename"),
+        (args!["io", "-c", "length", r#"json:{"driver":"null-co","bogus":1}"#], "bogus"),
+        (args!["create", "-f", "raw", "null-co://", "1M"], "null"),
+    ] {
+        let refused = run_program(ISOBATH, &arguments).exits(1);
+        assert!(refused.stderr.contains(says), "{arguments:?}: {}", refused.report());
+    }
+    // No image's header names one.
+    for backing in [
+        "null-co://",
+        r#"json:{"driver":"null-co"}"#,
+        r#"json:{"driver":"raw","file":{"driver":"null-co"}}"#,
+    ] {
+        let top = directory.path().join("top");
+        let create =
+            args!["create", "-q", "-u", "-f", "qcow2", "-b", backing, "-F", "raw", &top, "1M"];
+        let _ = qemu::img(create).ok();
+        let refused = run_program(ISOBATH, args!["io", "-c", "read 0 512", &top]).exits(1);
+        assert!(refused.stderr.contains("backing file"), "{}", refused.report());
     }
 }
 

@@ -34,6 +34,7 @@ mod live_guest;
 mod live_killed;
 mod live_snapshots;
 mod luks;
+mod messages;
 mod nbd_names;
 mod options_name_files;
 mod programs;

@@ -192,3 +192,68 @@ fn an_image_added_to_an_untrusted_server_is_untrusted_itself() {
         let _ = served.server.stop().ok();
     }
 }
+
+#[test]
+fn a_description_of_a_backing_file_is_judged_as_the_name_in_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let work = directory.path();
+    laid_out(work);
+    let own = work.join("own");
+    let described = |file: &Path, more: &str| {
+        format!(
+            r#"json:{{"driver":"raw","file":{{"driver":"file","filename":"{}"}}{more}}}"#,
+            file.display()
+        )
+    };
+    let overlay = |name: &str, backing: &str| {
+        let made =
+            args!["create", "-q", "-u", "-f", "qcow2", "-b", backing, "-F", "raw", name, "64k"];
+        let _ = run(Command::new(qemu::program("qemu-img")).args(made).current_dir(&own)).ok();
+    };
+    overlay("near", &described(&own.join("base"), ""));
+    overlay("relative", &described(Path::new("base"), ""));
+    for image in ["near", "relative"] {
+        let _ = isobath(&own, args!["convert", "--untrusted", "-O", "raw", image, "copy"]).ok();
+        assert!(fs::read(own.join("copy")).unwrap() == vec![0x7e; 65536], "{image}");
+        fs::remove_file(own.join("copy")).unwrap();
+        assert!(
+            qemu::map(&own.join("near"))
+                == isobath(&own, args!["map", "--output=json", "near"]).json()
+        );
+    }
+    // To QEMU it depends on where it runs.
+    let elsewhere = isobath(work, args!["info", "--backing-chain", "own/relative"]).exits(1);
+    assert!(elsewhere.stderr.contains("a relative name"), "{}", elsewhere.report());
+    overlay("far", &described(&work.join("secret"), ""));
+    let _ = isobath(&own, args!["convert", "-O", "raw", "far", "copy"]).ok();
+    fs::remove_file(own.join("copy")).unwrap();
+    for command in commands("far") {
+        let done = isobath(&own, &command);
+        assert!(done.code() != 0, "{command:?}: {}", done.report());
+        assert!(done.stderr.contains("outside the directories"), "{command:?}: {}", done.report());
+        assert!(!own.join("copy").exists(), "{command:?}");
+    }
+    overlay("part", &described(&own.join("base"), r#","offset":"512""#));
+    let part = isobath(&own, args!["convert", "-O", "raw", "part", "copy"]).exits(1);
+    assert!(part.stderr.contains("'offset' is not supported"), "{}", part.report());
+    let other =
+        args!["rebase", "-u", "-F", "qcow2", "-b", described(&own.join("base"), ""), "near"];
+    let other = isobath(&own, &other).exits(1);
+    assert!(other.stderr.contains("another format"), "{}", other.report());
+    let same = args!["rebase", "-F", "raw", "-b", described(&own.join("base"), ""), "inside"];
+    let _ = isobath(&own, &same).ok();
+    let new = args![
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-F",
+        "raw",
+        "-b",
+        described(&own.join("base"), ""),
+        "new"
+    ];
+    let _ = isobath(&own, &new).ok();
+    qemu::assert_identical(&own.join("new"), "qcow2", &own.join("base"), "raw");
+    qemu::assert_identical(&own.join("inside"), "qcow2", &own.join("base"), "raw");
+}

@@ -300,10 +300,10 @@ impl<H: Host> Disk<H> {
             let named =
                 name_in_header(&*self.host, link.name(), "backing file", &name, &Trust::Full);
             let Ok(plain) = named else { break };
-            joined = if self.host.protocol_name(plain) {
-                PathBuf::from(plain)
+            joined = if self.host.protocol_name(&plain) {
+                PathBuf::from(&*plain)
             } else {
-                joined.parent().unwrap_or(Path::new("")).join(plain)
+                joined.parent().unwrap_or(Path::new("")).join(&*plain)
             };
         }
         // A chain may have been put together under other names.

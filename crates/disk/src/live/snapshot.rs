@@ -14,7 +14,9 @@ use isobath_chain::index;
 use isobath_chain::map::Map;
 use isobath_image::encryption::{Key, Secret};
 use isobath_image::layer::{ImageFormat, Layer, Qcow2Layer};
+use isobath_image::name::name_in_header;
 use isobath_image::open::open_layer;
+use isobath_image::options::Trust;
 use isobath_image::writer::Writer;
 use isobath_image::{DiskError, Result, always, invariant};
 use isobath_storage::{Host, Locking, OpenMode, Storage, StorageExt};
@@ -173,7 +175,8 @@ impl<H: Host> LiveDisk<H> {
         let host = disk.host();
         // The file itself: another one may have its name by now.
         let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
-        let below = host.open(&host.resolve(path, &named), look).await?;
+        let file = name_in_header(host, path, "backing file", &named, &Trust::Full)?;
+        let below = host.open(&host.resolve(path, &file), look).await?;
         if below.id() != active.storage().id() {
             return Err(unfit(
                 &layer,

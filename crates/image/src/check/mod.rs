@@ -71,7 +71,9 @@ pub async fn repair_dirty<S: Storage>(storage: &Arc<S>, name: &Path) -> Result<(
             }
         }
     };
-    let report = check_image(&mut image, Repair::All, &mut Log::new(&mut events)).await?;
+    // Snapshots that are incomplete do no harm to the disk.
+    let Checked { report, .. } =
+        check_image(&mut image, Repair::All, &mut Log::new(&mut events)).await?;
     if report.corruptions > 0 || report.check_errors > 0 {
         return Err(DiskError::Corrupt {
             image: name.to_owned(),
@@ -85,7 +87,7 @@ pub async fn repair_dirty<S: Storage>(storage: &Arc<S>, name: &Path) -> Result<(
     Ok(())
 }
 
-/// Checks an open image, and repairs it as far as `repair` allows.
+/// Checks an open image, and repairs it as far as `repair` allows, except for incomplete entries of its snapshot table.
 ///
 /// # Errors
 /// See [`offline::check`](crate::offline::check).
@@ -95,17 +97,42 @@ pub async fn check_storage<S: Storage>(
     format: Option<ImageFormat>,
     repair: Repair,
     events: &mut dyn FnMut(CheckEvent<'_>),
-) -> Result<CheckReport> {
+) -> Result<Checked> {
     let purpose = if repair == Repair::None { Purpose::Examine } else { Purpose::Write };
     let mut image = Image::open(storage, name, format, purpose).await?;
     check_image(&mut image, repair, &mut Log::new(events)).await
+}
+
+/// What a check found and did.
+pub struct Checked {
+    pub(crate) report: CheckReport,
+    /// Entries of the snapshot table without a field that version 3 demands, to be completed as the last step of the
+    /// repair. They are not in the report, which has no errors that remain.
+    pub(crate) incomplete: Vec<u32>,
 }
 
 async fn check_image<S: Storage>(
     image: &mut Image<S>,
     repair: Repair,
     log: &mut Log<'_>,
-) -> Result<CheckReport> {
+) -> Result<Checked> {
+    let incomplete = find_and_repair(image, repair, log).await?;
+    let clean = log.report.corruptions == 0 && log.report.check_errors == 0;
+    if repair != Repair::None && clean {
+        image
+            .clear_incompatible(IncompatibleFeatures::DIRTY.with(IncompatibleFeatures::CORRUPT))
+            .await?;
+    }
+    Ok(Checked { report: log.report, incomplete })
+}
+
+/// Repairs everything but entries of the snapshot table that are incomplete, and returns those. While anything else is
+/// wrong they are errors like the others.
+async fn find_and_repair<S: Storage>(
+    image: &mut Image<S>,
+    repair: Repair,
+    log: &mut Log<'_>,
+) -> Result<Vec<u32>> {
     if repair != Repair::None {
         image.clear_unknown_autoclear().await?;
     }
@@ -115,9 +142,9 @@ async fn check_image<S: Storage>(
             "ERROR the image keeps its data in an external data file but does not name it; name it with \
              'qemu-img amend -o data_file=NAME'",
         );
-        return Ok(log.report);
+        return Ok(Vec::new());
     }
-    let Some(mut survey) = Survey::take(image, log).await? else { return Ok(log.report) };
+    let Some(mut survey) = Survey::take(image, log).await? else { return Ok(Vec::new()) };
     if repair == Repair::All && survey.has_fixes() {
         let fixed = survey.apply_fixes(image).await?;
         if fixed > 0 {
@@ -125,7 +152,8 @@ async fn check_image<S: Storage>(
             let mut again = Log::quiet();
             again.report.total_clusters = log.report.total_clusters;
             let Some(second) = Survey::take(image, &mut again).await? else {
-                return Ok(log.report);
+                report_incomplete(&survey.incomplete, log);
+                return Ok(Vec::new());
             };
             again.report.corruptions_fixed = fixed;
             log.report = again.report;
@@ -135,10 +163,22 @@ async fn check_image<S: Storage>(
     let refcounts = refcounts::check(image, &mut survey, repair, log).await?;
     copied::check(image, &survey, (&refcounts, &survey), repair, log).await?;
     log.report.image_end_offset = refcounts.end_offset(image);
-    if repair != Repair::None && log.report.corruptions == 0 && log.report.check_errors == 0 {
-        image
-            .clear_incompatible(IncompatibleFeatures::DIRTY.with(IncompatibleFeatures::CORRUPT))
-            .await?;
+    // A new table takes clusters, which needs an image without errors.
+    let clean = log.report.corruptions == 0 && log.report.check_errors == 0 && !survey.lost;
+    if repair == Repair::All && clean && !image.geometry.has_data_file() {
+        return Ok(survey.incomplete);
     }
-    Ok(log.report)
+    report_incomplete(&survey.incomplete, log);
+    Ok(Vec::new())
+}
+
+fn report_incomplete(entries: &[u32], log: &mut Log<'_>) {
+    for number in entries {
+        log.corruption(format_args!("ERROR {}", incomplete(*number)));
+    }
+}
+
+/// What is said of an incomplete entry of the snapshot table.
+pub(crate) fn incomplete(number: u32) -> String {
+    format!("snapshot table entry {number} is incomplete")
 }

@@ -70,6 +70,8 @@ pub(crate) struct Survey {
     pub(crate) structure: Structure,
     /// Something leads nowhere: clusters that seem unused may not be.
     pub(crate) lost: bool,
+    /// Entries of the snapshot table without a field that version 3 demands.
+    pub(crate) incomplete: Vec<u32>,
     /// Guest clusters counted from the active L1 table.
     allocated: u64,
     fragmented: u64,
@@ -95,6 +97,7 @@ impl Survey {
             l1_certain: false,
             structure: Structure::default(),
             lost: false,
+            incomplete: Vec::new(),
             allocated: 0,
             fragmented: 0,
             compressed: 0,
@@ -364,7 +367,7 @@ impl Survey {
             }
             let label = format!("{} ({})", snapshot.id_text(), snapshot.name_text());
             if header.version >= 3 && snapshot.disk_size.is_none() {
-                bad.push(format!("ERROR snapshot table entry {number} is incomplete"));
+                self.incomplete.push(number);
             }
             let l1 = snapshot.l1_table_offset;
             if !image.geometry.is_aligned(l1) {

@@ -161,7 +161,7 @@ impl<H: Host + Clone> Monitor<H> {
         if size < disk.size() && !shrink {
             return Err(QmpError::new(format_args!(
                 "The new size of {size} bytes is smaller than the disk's {}, so data past the new \
-                 end would be lost; use 'shrink': true to allow it",
+                 end would be lost; use 'shrink': true (--shrink) to allow it",
                 disk.size()
             )));
         }

@@ -1,6 +1,6 @@
 //! Descriptions of images in QEMU's format.
 
-use isobath_disk::{ImageFormat, Layer, encryption};
+use isobath_disk::{ImageFormat, Layer, encryption, full_name};
 use isobath_qcow2::{AutoclearFeatures, CompatibleFeatures, Header, IncompatibleFeatures};
 use isobath_storage::{Host, StorageExt};
 use serde_json::{Map, Value, json};
@@ -33,7 +33,7 @@ pub(super) async fn image_info<H: Host>(host: &H, layer: &Layer<H::File>) -> Val
         }
         if let Some(backing) = &header.backing_file {
             put("backing-filename", backing.clone().into());
-            let full = host.resolve(layer.name(), backing);
+            let full = full_name(host, layer.name(), backing);
             put("full-backing-filename", full.to_string_lossy().into());
         }
         if let Some(format) = header.backing_format() {

@@ -35,9 +35,11 @@ fn found(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     let counts = &report.counts;
     writeln!(
         out,
-        "{} files in {} directories, {:.1} s, {}",
+        "{} {} in {} {}, {:.1} s, {}",
         number(counts.files),
+        if counts.files == 1 { "file" } else { "files" },
         number(counts.directories),
+        if counts.directories == 1 { "directory" } else { "directories" },
         report.seconds,
         time(report.taken_at),
     )?;

@@ -43,7 +43,7 @@ impl Users {
             // A name that `open` refuses may refer to a file for QEMU.
             let plain = plain_file_name(image, field, &name);
             let plain = plain.map_err(|error| unreadable(image, &error))?;
-            let plain = if sabotage::is(Sabotage::PlainNames) { &name } else { plain };
+            let plain = if sabotage::is(Sabotage::PlainNames) { &name } else { &*plain };
             match identity(&images().resolve(image, plain)) {
                 Ok(id) => {
                     let users = self.0.entry(id).or_default();

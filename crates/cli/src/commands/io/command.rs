@@ -168,7 +168,7 @@ const LETTERS: &[(char, &str)] = &[
     ('f', "make the write durable before it completes (FUA)"),
     ('l', "number of bytes to verify (with -P)"),
     ('m', "preallocation of the added space: off, metadata, falloc or full"),
-    ('b', "use the virtual machine state, not the disk; not supported"),
+    ('b', "use the virtual machine's state, not the disk"),
     ('i', "only count the request as invalid"),
     ('n', "do not fall back to writing zeroes as data (with -z)"),
     ('P', "the byte to write (205 by default) or to verify"),

@@ -3,6 +3,7 @@
 mod command;
 mod on_disk;
 mod opening;
+mod reopen;
 mod report;
 mod session;
 mod transfer;
@@ -11,6 +12,7 @@ mod words;
 use crate::cache::{CacheMode, Discard, is_native};
 use crate::failure::{Failure, Outcome};
 use crate::image_name::Naming;
+use crate::null::{self, is_null};
 use crate::{options, program, runtime};
 use isobath_disk::{ImageFormat, SnapshotChoice};
 use isobath_ring::Readiness;
@@ -86,10 +88,19 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             }
             let shown = name.display().to_string();
             let shown = Some(shown).filter(|_| !args.naming.image_opts);
-            let format = args.format.as_deref().map(|format| {
+            // That of a disk without contents, which is named with its driver.
+            let driver = args.format.as_deref().filter(|format| is_null(format));
+            let format = args.format.as_deref().filter(|format| !is_null(format));
+            let format = format.map(|format| {
                 ImageFormat::from_name(format).ok_or_else(|| format!("Unknown driver '{format}'"))
             });
             let image = format.transpose().and_then(|format| args.naming.parse(name, format));
+            let image = image.and_then(|image| match driver {
+                Some(driver) if !null::is_name(&image.path) => {
+                    Err(format!("The only allowed filename for this driver is '{driver}://'"))
+                }
+                _ => Ok(image),
+            });
             let image = image.map_err(|reason| cannot_open(shown.as_deref(), reason))?;
             Some(Opening {
                 image,

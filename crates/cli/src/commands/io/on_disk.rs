@@ -1,6 +1,7 @@
 //! Commands on the open disk.
 
 use super::opening::Opened;
+use super::reopen::driver_of;
 use super::report::{Done, amount};
 use super::transfer::{Ended, Form, MOST, Read, Refusal, Write, failed, read_only};
 use super::words::{Words, number};
@@ -50,6 +51,7 @@ async fn discard(opened: &Opened, words: &Words<'_>) -> Result<Ended, Refusal> {
     if opened.is_read_only() {
         return Ok(read_only());
     }
+    let _alone = opened.alone().await;
     let start = Instant::now();
     if !opened.ignores_discards()
         && let Err(error) = opened.disk.discard(offset, length).await
@@ -142,6 +144,10 @@ async fn walk(
 
 fn info(opened: &Opened) -> String {
     let layer = opened.disk.layers().next();
+    if layer.is_some_and(|layer| driver_of(layer.name()) == "null-co") {
+        // The format's driver, and the protocol's.
+        return "format name: null-co\nformat name: null-co\n".into();
+    }
     let format = layer.map_or(ImageFormat::Raw, |layer| layer.format()).name();
     let header = layer.and_then(|layer| layer.header());
     let geometry = header.as_ref().and_then(|header| header.geometry().ok());

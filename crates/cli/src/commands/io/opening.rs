@@ -1,6 +1,7 @@
 //! Opening and reopening images.
 
 use crate::cache::{CacheMode, Discard};
+use crate::compressed::Compressed;
 use crate::failure::Failure;
 use crate::host::{ImageHost, images};
 use crate::image_name::{Image, reason};
@@ -8,6 +9,7 @@ use crate::options::printable;
 use crate::temporary;
 use isobath_disk::{Disk, ImageFormat, SnapshotChoice};
 use isobath_storage::Locking;
+use isobath_sync::AsyncMutexGuard;
 use std::fmt::Display;
 use std::sync::Arc;
 
@@ -33,6 +35,8 @@ pub(super) struct Opening {
 /// An open image.
 pub(super) struct Opened {
     pub(super) disk: Arc<Disk<ImageHost>>,
+    /// Compresses writes, if its options say so.
+    pub(super) compressed: Option<Compressed>,
     opening: Opening,
 }
 
@@ -45,9 +49,28 @@ pub(super) fn cannot_open(shown: Option<&str>, reason: impl Display) -> Failure 
 }
 
 impl Opening {
+    /// Opens it in this cache mode, whatever the options for the image say.
+    pub(super) fn set_cache(&mut self, cache: CacheMode) {
+        self.cache = cache;
+        self.image.forget_direct();
+    }
+
+    /// Opens it read-only or not, whatever the options for the image say.
+    pub(super) fn set_read_only(&mut self, read_only: bool) {
+        self.read_only = read_only;
+        self.image.set_read_only(read_only);
+    }
+
+    /// Whether the page cache is bypassed.
+    pub(super) fn is_direct(&self) -> bool {
+        self.image.is_direct(self.cache.is_direct())
+    }
+
     /// Opens the image.
     pub(super) async fn open(self) -> Result<Opened, Failure> {
-        let Self { image, cache, .. } = &self;
+        let Self { cache, .. } = &self;
+        let mut image = self.image.clone();
+        let compress = image.take_compress();
         let failed = |reason: String| cannot_open(self.shown.as_deref(), reason);
         let refused = |text: &str| Err(failed(text.to_owned()));
         if self.force_share && !self.read_only && !self.overlay {
@@ -73,14 +96,19 @@ impl Opening {
         let open = Disk::open(images().clone(), &image.path, &options).await;
         let mut disk = Arc::new(open.map_err(|error| failed(reason(&error)))?);
         image.fits(&disk).map_err(failed)?;
+        let mut compressed = None;
+        if compress && !reading {
+            let of = Compressed::of(disk.layers().next().map(|layer| &**layer));
+            compressed = Some(of.map_err(failed)?);
+        }
         if self.overlay {
             let format = disk.layers().next().map_or(ImageFormat::Raw, |layer| layer.format());
             let size = disk.size();
             disk.close().await?;
-            let overlay = temporary::overlay(image, format, size, cache.is_direct(), locking);
+            let overlay = temporary::overlay(&image, format, size, cache.is_direct(), locking);
             disk = Arc::new(overlay.await?.0);
         }
-        Ok(Opened { disk, opening: self })
+        Ok(Opened { disk, compressed, opening: self })
     }
 }
 
@@ -108,6 +136,14 @@ impl Opened {
         self.opening.copy_on_read && !self.is_read_only()
     }
 
+    /// Keeps compressed writes from running concurrently with another change.
+    pub(super) async fn alone(&self) -> Option<AsyncMutexGuard<'_, ()>> {
+        match &self.compressed {
+            Some(compressed) => Some(compressed.alone().await),
+            None => None,
+        }
+    }
+
     /// How it was opened.
     pub(super) fn opening(&self) -> &Opening {
         &self.opening
@@ -119,20 +155,20 @@ impl Opened {
     /// # Errors
     /// The reason, with the image as before, or `None` if it is closed.
     pub(super) async fn reopen(self, opening: Opening) -> Result<Self, (Failure, Option<Self>)> {
-        let before = self.opening;
-        let same_files = opening.read_only == before.read_only
-            || (opening.read_only && !self.disk.is_read_only());
-        let same_cache = opening.cache.is_direct() == before.cache.is_direct();
+        let Self { disk, compressed, opening: before } = self;
+        let same_files =
+            opening.read_only == before.read_only || (opening.read_only && !disk.is_read_only());
+        let same_cache = opening.is_direct() == before.is_direct();
         if before.overlay || (same_files && same_cache) {
-            if let Err(error) = self.disk.flush().await {
-                return Err((error.into(), Some(Self { disk: self.disk, opening: before })));
+            if let Err(error) = disk.flush().await {
+                return Err((error.into(), Some(Self { disk, compressed, opening: before })));
             }
-            return Ok(Self { disk: self.disk, opening });
+            return Ok(Self { disk, compressed, opening });
         }
-        if let Err(error) = self.disk.close().await {
+        if let Err(error) = disk.close().await {
             return Err((error.into(), None));
         }
-        drop(self.disk);
+        drop(disk);
         match opening.open().await {
             Ok(opened) => Ok(opened),
             Err(error) => Err((error, before.open().await.ok())),

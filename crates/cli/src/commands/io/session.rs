@@ -3,6 +3,7 @@
 use super::command::Command;
 use super::on_disk;
 use super::opening::{Opened, Opening, cannot_open};
+use super::reopen::Changes;
 use super::transfer::{Ended, Form, Read, Refusal, Write, read_only};
 use super::words::{BadOption, Words, number};
 use crate::cache::{CacheMode, Discard, is_native};
@@ -244,26 +245,21 @@ impl<'a> Session<'a> {
             return Err(complaint("Only one -r/-w option may be given"));
         }
         let cache = words.value('c').map(CacheMode::parse).transpose().map_err(complaint)?;
-        for (name, value) in
-            options::parse(&words.values('o').map(str::to_owned).collect::<Vec<_>>())
-        {
-            let known = matches!(name.as_str(), "lazy-refcounts" | "discard" | "detect-zeroes")
-                || name.starts_with("overlap-check")
-                || name.starts_with("pass-discard-")
-                || name.contains("cache-");
-            if !known {
-                return Err(complaint(format!("Cannot change the option '{name}'")));
-            }
-            if name == "lazy-refcounts" {
-                options::on_off(&name, &value).map_err(complaint)?;
-            }
-        }
+        let given: Vec<_> = words.values('o').map(str::to_owned).collect();
+        let Some(opened) = &self.opened else { return Err(Refusal::Usage) };
+        let has = (read_only || writable, cache.is_some());
+        let changes = Changes::parse(&options::parse(&given), has, opened).map_err(complaint)?;
         let Some(opened) = self.take().await.map_err(refused)? else {
             return Err(Refusal::Usage);
         };
         let mut opening = opened.opening().clone();
-        opening.read_only = (opening.read_only || read_only) && !writable;
-        opening.cache = cache.unwrap_or(opening.cache);
+        if read_only || writable {
+            opening.set_read_only(read_only);
+        }
+        if let Some(cache) = cache {
+            opening.set_cache(cache);
+        }
+        changes.apply(&mut opening);
         match opened.reopen(opening).await {
             Ok(opened) => self.opened = Some(Rc::new(opened)),
             Err((failure, opened)) => {

@@ -152,6 +152,16 @@ fn range_of(words: &Words<'_>, form: Form, limit: Option<&str>) -> Result<(u64, 
     Ok((offset, total))
 }
 
+/// Refuses what is not whole sectors, in qemu-io's words.
+fn check_sectors(values: &[(u64, &str)]) -> Result<(), Refusal> {
+    match values.iter().find(|(value, _)| !value.is_multiple_of(512)) {
+        Some((value, name)) => {
+            Err(format!("{value} is not a sector-aligned value for '{name}'").into())
+        }
+        None => Ok(()),
+    }
+}
+
 /// A read to perform.
 pub(super) struct Read {
     offset: u64,
@@ -161,7 +171,8 @@ pub(super) struct Read {
     dump: bool,
     style: Style,
     form: Form,
-    unsupported: bool,
+    /// The virtual machine's state is meant.
+    state: bool,
 }
 
 impl Read {
@@ -179,8 +190,11 @@ impl Read {
             return Err("pattern verification range exceeds end of read data".to_owned().into());
         }
         let verify = expected.map(|byte| (byte, start as usize..end as usize));
-        let (style, dump) = (Style::of(words), words.has('v'));
-        Ok(Self { offset, length, verify, dump, style, form, unsupported: words.has('b') })
+        let (style, dump, state) = (Style::of(words), words.has('v'), words.has('b'));
+        if state {
+            check_sectors(&[(offset, "offset"), (length, "count")])?;
+        }
+        Ok(Self { offset, length, verify, dump, style, form, state })
     }
 
     /// Performs the read.
@@ -188,16 +202,23 @@ impl Read {
         let disk = &opened.disk;
         let Self { offset, length, .. } = self;
         let name = if self.form == Form::Plain { "read" } else { "readv" };
-        if self.unsupported {
+        if self.state && disk.active_qcow2().is_none() {
             return failed(name, Fault::Errno(libc::ENOTSUP));
         }
         let start = Instant::now();
         if opened.copies_on_read()
+            && !self.state
             && let Err(error) = copy_up(disk, offset, length).await
         {
             return failed(name, error);
         }
-        let buf = match disk.read(offset, IoBuf::zeroed(length as usize)).await {
+        let buf = IoBuf::zeroed(length as usize);
+        let read = if self.state {
+            Box::pin(disk.read_vm_state(offset, buf)).await
+        } else {
+            disk.read(offset, buf).await
+        };
+        let buf = match read {
             Ok(buf) => buf,
             Err(error) => return failed(name, error),
         };
@@ -245,19 +266,27 @@ pub(super) struct Write {
     durable: bool,
     style: Style,
     form: Form,
-    unsupported: bool,
 }
 
 /// The data to write.
 enum Source {
     Zeroes(ZeroFlags),
-    Bytes { pattern: Vec<u8>, compressed: bool },
+    Bytes { pattern: Vec<u8>, to: To },
+}
+
+/// Where data is written to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum To {
+    Disk,
+    /// Compressed.
+    Compressed,
+    /// The virtual machine's state.
+    State,
 }
 
 impl Write {
     pub(super) fn parse(words: &Words<'_>, form: Form) -> Result<Self, Refusal> {
         let zeroes = words.has('z');
-        let compressed = words.has('c');
         let durable = words.has('f');
         let byte = words.value('P').map(pattern).transpose()?;
         let file = words.value('s');
@@ -268,7 +297,7 @@ impl Write {
             ),
             (words.has('b') && zeroes, "-b and -z cannot be specified at the same time"),
             (
-                durable && (compressed || words.has('b')),
+                durable && (words.has('c') || words.has('b')),
                 "-f and -b or -c cannot be specified at the same time",
             ),
             (words.has('n') && !zeroes, "-n requires -z to be specified"),
@@ -288,11 +317,13 @@ impl Write {
             Some(" without -n")
         };
         let (offset, length) = range_of(words, form, limit)?;
-        for (value, text, name) in [(offset, 0, "offset"), (length, 1, "count")] {
-            if compressed && value % 512 != 0 {
-                let text = words.arguments.get(text).copied().unwrap_or_default();
-                return Err(format!("{text} is not a sector-aligned value for '{name}'").into());
-            }
+        let to = match (words.has('b'), words.has('c')) {
+            (true, _) => To::State,
+            (false, true) => To::Compressed,
+            (false, false) => To::Disk,
+        };
+        if to != To::Disk {
+            check_sectors(&[(offset, "offset"), (length, "count")])?;
         }
         let source = if zeroes {
             Source::Zeroes(ZeroFlags { may_unmap: words.has('u'), only_fast: words.has('n') })
@@ -301,10 +332,10 @@ impl Write {
                 Some(file) => pattern_file(file, length)?,
                 None => vec![byte.unwrap_or(PATTERN)],
             };
-            Source::Bytes { pattern, compressed }
+            Source::Bytes { pattern, to }
         };
-        let (style, unsupported) = (Style::of(words), words.has('b'));
-        Ok(Self { offset, length, source, durable, style, form, unsupported })
+        let style = Style::of(words);
+        Ok(Self { offset, length, source, durable, style, form })
     }
 
     /// Performs the write.
@@ -317,9 +348,6 @@ impl Write {
         };
         if opened.is_read_only() {
             return read_only();
-        }
-        if self.unsupported {
-            return failed(name, Fault::Errno(libc::ENOTSUP));
         }
         let start = Instant::now();
         if let Err(fault) = self.perform(opened).await {
@@ -337,15 +365,23 @@ impl Write {
             Source::Zeroes(flags) => {
                 let may_unmap = flags.may_unmap && !opened.ignores_discards();
                 let flags = ZeroFlags { may_unmap, ..*flags };
+                let _alone = opened.alone().await;
                 disk.write_zeroes(self.offset, self.length, flags).await?;
             }
-            Source::Bytes { pattern, compressed } => {
+            Source::Bytes { pattern, to } => {
                 let mut buf = IoBuf::zeroed(self.length as usize);
                 fill(&mut buf, pattern);
-                if *compressed {
-                    write_compressed(disk, self.offset, buf).await?;
-                } else {
-                    disk.write(self.offset, buf).await?;
+                match (to, &opened.compressed) {
+                    (To::Disk, Some(compressed)) => {
+                        disk.check_range(self.offset, self.length)?;
+                        Box::pin(compressed.write(&**disk, self.offset, &buf)).await?;
+                    }
+                    (To::Disk, None) => drop(disk.write(self.offset, buf).await?),
+                    (To::Compressed, _) => write_compressed(disk, self.offset, buf).await?,
+                    (To::State, _) if disk.active_qcow2().is_none() => {
+                        return Err(Fault::Errno(libc::ENOTSUP));
+                    }
+                    (To::State, _) => drop(Box::pin(disk.write_vm_state(self.offset, buf)).await?),
                 }
             }
         }

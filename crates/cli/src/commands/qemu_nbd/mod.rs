@@ -4,6 +4,7 @@ mod list;
 mod view;
 
 use crate::cache::{CacheMode, Discard, is_native};
+use crate::compressed::Compressed;
 use crate::failure::{Failure, Outcome};
 use crate::host::{ImageHost, images};
 use crate::image_name::{Image, NO_SNAPSHOT, Naming, reason};
@@ -24,7 +25,7 @@ use isobath_storage::Locking;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use view::{Compressed, DetectZeroes, View};
+use view::{DetectZeroes, View};
 
 /// Serve an image over NBD, with qemu-nbd's options
 ///
@@ -359,7 +360,9 @@ impl Args {
             Some(disk) => disk?,
             None => return Err(Failure::new("interrupted by a signal during startup")),
         };
-        let compressed = if compress { Compressed::of(&disk).map(Some) } else { Ok(None) };
+        let layers = disk.layers();
+        let active = layers.first().map(|layer| &**layer);
+        let compressed = if compress { Compressed::of(active).map(Some) } else { Ok(None) };
         let served = match compressed {
             Ok(compressed) => self.serve_disk(&disk, compressed, endpoint, daemon, signals).await,
             Err(reason) => Err(self.cannot_open(reason)),

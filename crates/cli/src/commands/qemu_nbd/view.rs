@@ -1,11 +1,12 @@
 //! A disk as exposed by the options of `qemu-nbd`.
 
 use crate::cache::CacheMode;
+use crate::compressed::Compressed;
 use crate::host::ImageHost;
 use isobath_disk::copy::is_zero;
 use isobath_disk::{BlockDevice, BlockStatus, LiveDisk, Result, ZeroFlags};
 use isobath_storage::IoBuf;
-use isobath_sync::{AsyncMutex, AsyncMutexGuard};
+use isobath_sync::AsyncMutexGuard;
 use std::sync::Arc;
 
 /// What to do with writes of zeroes.
@@ -32,57 +33,6 @@ impl DetectZeroes {
     }
 }
 
-/// Compresses all writes, in whole clusters.
-pub(super) struct Compressed {
-    cluster_size: u64,
-    /// Held during every change: a write of a part of a cluster reads the rest and writes the whole cluster.
-    alone: AsyncMutex<()>,
-}
-
-impl Compressed {
-    /// Compression for this disk.
-    ///
-    /// # Errors
-    /// If its image cannot hold compressed clusters.
-    pub(super) fn of(disk: &LiveDisk<ImageHost>) -> std::result::Result<Self, String> {
-        let layers = disk.layers();
-        let active = layers.first();
-        let geometry = active.and_then(|layer| Some(layer.as_qcow2()?.geometry));
-        match geometry.filter(|geometry| !geometry.has_data_file()) {
-            Some(_) if active.is_some_and(|layer| layer.is_encrypted()) => {
-                Err("Compression and encryption not supported at the same time".into())
-            }
-            Some(geometry) => {
-                let cluster_size = geometry.cluster_size();
-                Ok(Self { cluster_size, alone: AsyncMutex::default() })
-            }
-            None => Err("Compression is not supported for this image".into()),
-        }
-    }
-
-    async fn write(&self, disk: &LiveDisk<ImageHost>, offset: u64, buf: &IoBuf) -> Result<()> {
-        let end = offset + buf.len() as u64;
-        let mut at = offset;
-        while at < end {
-            let start = at - at % self.cluster_size;
-            let limit = (start + self.cluster_size).min(disk.size());
-            let until = end.min(limit);
-            let bytes = &buf[(at - offset) as usize..(until - offset) as usize];
-            let _alone = self.alone.lock().await;
-            let cluster = if bytes.len() as u64 == limit - start {
-                IoBuf::copy_of(bytes)
-            } else {
-                let mut cluster = disk.read(start, IoBuf::zeroed((limit - start) as usize)).await?;
-                cluster[(at - start) as usize..][..bytes.len()].copy_from_slice(bytes);
-                cluster
-            };
-            disk.write_compressed(start, cluster).await?;
-            at = until;
-        }
-        Ok(())
-    }
-}
-
 /// A part of a disk, from `offset` to its end.
 pub(super) struct View {
     pub(super) disk: Arc<LiveDisk<ImageHost>>,
@@ -100,7 +50,7 @@ impl View {
     /// Keeps other changes from running concurrently with writes of whole clusters.
     async fn alone(&self) -> Option<AsyncMutexGuard<'_, ()>> {
         match &self.compressed {
-            Some(compressed) => Some(compressed.alone.lock().await),
+            Some(compressed) => Some(compressed.alone().await),
             None => None,
         }
     }
@@ -140,7 +90,7 @@ impl BlockDevice for View {
             self.disk.write_zeroes(at, buf.len() as u64, flags).await?;
             buf
         } else if let Some(compressed) = &self.compressed {
-            Box::pin(compressed.write(&self.disk, at, &buf)).await?;
+            Box::pin(compressed.write(&*self.disk, at, &buf)).await?;
             buf
         } else {
             self.disk.write(at, buf).await?

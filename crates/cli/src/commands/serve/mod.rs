@@ -98,11 +98,17 @@ async fn serve<H: Host + Clone>(
         return Err(failure);
     }
 
+    let pid_file = match args.pid_file.as_deref().map(pid_file::create).transpose() {
+        Ok(pid_file) => pid_file,
+        Err(failure) => {
+            monitor.end().await;
+            return Err(failure);
+        }
+    };
     // Clients are served even if the announcement cannot be printed.
     if let Err(error) = announce(out, monitor) {
         tracing::warn!(%error, "cannot print the exports' addresses");
     }
-    let pid_file = args.pid_file.as_deref().map(pid_file::create).transpose()?;
     if let Some(daemon) = daemon {
         daemon.ready().map_err(|error| Failure::new(error).context("/dev/null"))?;
     }

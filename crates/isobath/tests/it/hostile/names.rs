@@ -30,12 +30,16 @@ fn overlay(image: &Path, backing: &str, format: Option<&str>) {
     block_on(create(&FileHost.any(), &made, &new)).unwrap();
     fs::rename(&made, image).unwrap();
     if format.is_none() {
-        // The format's extension becomes one that is not known.
-        let mut bytes = fs::read(image).unwrap();
-        let place = bytes.windows(4).position(|four| four == [0xe2, 0x79, 0x2a, 0xca]).unwrap();
-        bytes[place..place + 4].copy_from_slice(b"none");
-        fs::write(image, bytes).unwrap();
+        forget_format(image);
     }
+}
+
+/// Makes the extension with the backing file's format one that is not known.
+fn forget_format(image: &Path) {
+    let mut bytes = fs::read(image).unwrap();
+    let place = bytes.windows(4).position(|four| four == [0xe2, 0x79, 0x2a, 0xca]).unwrap();
+    bytes[place..place + 4].copy_from_slice(b"none");
+    fs::write(image, bytes).unwrap();
 }
 
 async fn read_first(image: PathBuf, trust: Trust) -> Result<Vec<u8>> {
@@ -63,6 +67,12 @@ pub(super) fn within(directory: &Path) -> Trust {
 fn names_that_are_instructions_are_not_followed() {
     for name in [
         "json:{\"driver\":\"file\",\"filename\":\"/etc/shadow\"}",
+        r#"json:{"driver":"nbd","host":"localhost","port":"10809"}"#,
+        r#"json:{"driver":"raw","file":{"driver":"nbd","host":"localhost","port":"10809"}}"#,
+        r#"json:{"driver":"raw","file":{"driver":"host_cdrom","filename":"/dev/cdrom"}}"#,
+        r#"json:{"driver":"raw","file.filename":"nbd:localhost:10809"}"#,
+        r#"json:{"driver":"raw","file.filename":"json:{}"}"#,
+        r#"json:{"driver":"raw","file":{"driver":"host_device","filename":"base"}}"#,
         "nbd:localhost:10809",
         "nbd+unix:///export?socket=/tmp/s",
         "ssh://root@localhost/etc/shadow",
@@ -117,6 +127,50 @@ fn an_untrusted_image_names_files_of_its_own_directory_only() {
     fs::write(directory.path().join("base.raw"), [7; 4096]).unwrap();
     let bytes = block_on(read_first(image, within(directory.path()))).unwrap();
     assert_eq!(bytes, [7; 4096]);
+}
+
+/// A file and its format, as a description of them names it.
+fn described(driver: &str, file: &Path) -> String {
+    let file = file.to_str().unwrap();
+    format!(r#"json:{{"driver":"raw","file":{{"driver":"{driver}","filename":"{file}"}}}}"#)
+}
+
+#[test]
+fn a_described_file_is_trusted_no_more_than_a_named_one() {
+    let outside = tempfile::tempdir().unwrap();
+    let secret = outside.path().join("secret");
+    fs::write(&secret, [0x5e; 4096]).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    fs::write(path.join("base.raw"), [7; 4096]).unwrap();
+    symlink(&secret, path.join("link")).unwrap();
+    symlink(outside.path(), path.join("directory")).unwrap();
+    symlink("/dev/zero", path.join("device")).unwrap();
+    for driver in ["file", "host_device"] {
+        for file in [
+            &secret,
+            &path.join("link"),
+            &path.join("directory/secret"),
+            &path.join("../../../../../../etc/shadow"),
+            &path.join("device"),
+        ] {
+            let image = path.join("image.qcow2");
+            overlay(&image, &described(driver, file), Some("raw"));
+            let message = refusal(&image, within(path));
+            assert!(message.contains("outside"), "{message}");
+        }
+    }
+    let image = path.join("inside.qcow2");
+    overlay(&image, &described("file", &path.join("base.raw")), Some("raw"));
+    assert_eq!(block_on(read_first(image.clone(), within(path))).unwrap(), [7; 4096]);
+    assert!(refusal(&image, within(outside.path())).contains("outside"));
+    // Its format is given with its name or in the header, or else not probed either.
+    forget_format(&image);
+    assert_eq!(block_on(read_first(image.clone(), within(path))).unwrap(), [7; 4096]);
+    let base = path.join("base.raw");
+    let bare = format!(r#"json:{{"file.filename":"{}"}}"#, base.display());
+    overlay(&image, &bare, None);
+    assert!(refusal(&image, within(path)).contains("format"));
 }
 
 #[test]

@@ -22,7 +22,7 @@ pub(super) enum Form {
     Absolute,
     /// `file:`; QEMU looks for a relative name where it runs, Isobath where the image is.
     File,
-    /// QEMU alone opens it.
+    /// A description; relative, Isobath opens it only where it means the same to QEMU.
     Json,
     /// A symbolic link beside the file.
     Link,

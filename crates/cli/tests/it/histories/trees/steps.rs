@@ -433,9 +433,7 @@ impl Tree {
         let snapshots = |tree: &Self, id| !tree.image(id).snapshots().is_empty();
         let reason = if snapshots(self, layer) && !keep {
             Some(("refused: snapshots would be lost", "internal snapshots"))
-        } else if self.nodes.values().any(|node| node.form == Form::Json && node.below.is_some())
-            && !keep
-        {
+        } else if self.nodes.keys().any(|id| self.depends_on_directory(*id)) && !keep {
             Some(("refused: unknown names", "which may need the layer"))
         } else if self.in_use(layer) && !keep {
             Some(("refused: the layer is in use", "lock"))

@@ -226,11 +226,19 @@ impl Tree {
         self.nodes.keys().copied().filter(is_above).collect()
     }
 
-    /// Whether only QEMU opens it.
+    /// Whether it is left to QEMU: Isobath opens it depending on where it runs.
     pub(super) fn foreign(&self, id: usize) -> bool {
         self.chain(id)
             .iter()
             .any(|id| self.nodes[id].below.is_some() && self.nodes[id].form == Form::Json)
+    }
+
+    /// Whether its backing file is another one to a program that runs elsewhere.
+    pub(super) fn depends_on_directory(&self, id: usize) -> bool {
+        let node = &self.nodes[&id];
+        let name = self.image(id).info["backing-filename"].as_str().unwrap_or_default();
+        let absolute = name.contains(r#""filename":"/"#);
+        node.below.is_some() && node.form == Form::Json && !absolute
     }
 
     pub(super) fn unsettled(&self, id: usize) -> bool {
