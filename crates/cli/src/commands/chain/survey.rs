@@ -112,7 +112,7 @@ impl Output {
     /// What begins it.
     fn beginning(self) -> &'static [&'static str] {
         match self {
-            Self::Human => &[" files in ", " directories, "],
+            Self::Human => &[" file", " in ", " director", " s, "],
             Self::Json => &["{", "\"paths\": ["],
             Self::Csv => &["image,length,"],
             Self::Parquet => &["PAR1"],
