@@ -2,7 +2,8 @@
 //!
 //! An access to a page past the end of its file raises SIGBUS, which would end the process and with it the disks of
 //! other clients. Instead, a handler puts zeroes in place of the page and notes that the mapping has lost memory; the
-//! queues that use it then stop, and its client is disconnected. For all other addresses the signal does what it did
+//! queues that use it then stop, and its client is disconnected. When a second page is missing, all of the mapping is
+//! replaced. For all other addresses the signal does what it did
 //! before.
 //!
 //! The handler runs in the middle of anything. It takes no lock and allocates nothing: it walks a list whose slots are
@@ -121,7 +122,8 @@ impl Slot {
             .then_some(range)
     }
 
-    /// Puts zeroes in place of the page at `address`, if it is in the mapping; whether that was done.
+    /// Puts zeroes in place of the page at `address`, if it is in the mapping, and of the whole mapping if that is not
+    /// the first one; whether that was done.
     fn replace(&self, address: usize) -> bool {
         let Some((start, length, block)) = self.range() else { return false };
         let Some(distance) = address.checked_sub(start).filter(|distance| *distance < length)
@@ -129,14 +131,12 @@ impl Slot {
             return false;
         };
         let from = distance & !(block - 1);
-        // The process has a limited number of mappings. If there can be no more, the whole one is replaced.
-        let replaced =
-            map_zeroes(start + from, block.min(length - from)) || map_zeroes(start, length);
-        if replaced {
-            self.lost.store(true, Ordering::Release);
-            LOSSES.fetch_add(1, Ordering::Release);
-        }
-        replaced
+        // It is noted first, so that whoever has used the zeroes finds that it is.
+        let again = self.lost.swap(true, Ordering::AcqRel);
+        LOSSES.fetch_add(1, Ordering::Release);
+        // Nobody needs a mapping in which more is missing, and a signal for each page of it would take long. The process
+        // also has a limited number of mappings. If there can be no more, the whole one is replaced, too.
+        !again && map_zeroes(start + from, block.min(length - from)) || map_zeroes(start, length)
     }
 }
 
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_is_gone_is_zeroes_and_the_others_stay() {
+    fn a_page_that_is_gone_is_zeroes_and_the_others_stay_until_a_second_one_is() {
         let (file, start) = mapped(4);
         let guard = Guard::new(start, 4 * PAGE, PAGE).unwrap();
         // SAFETY: within the mapping, which is guarded.
@@ -263,8 +263,10 @@ mod tests {
             assert_eq!((lost, *libc::__errno_location()), (0, libc::EAGAIN));
             byte(2).write_volatile(8);
             assert_eq!(byte(2).read_volatile(), 8);
+            assert_eq!(byte(1).read_volatile(), 7);
             byte(3).write_volatile(9);
-            assert_eq!((byte(1).read_volatile(), byte(3).read_volatile()), (7, 9));
+            let found = [0, 1, 2, 3].map(|page| byte(page).read_volatile());
+            assert_eq!(found, [0, 0, 0, 9]);
         }
         assert!(guard.is_lost() && losses() > before);
         drop(guard);

@@ -214,11 +214,12 @@ impl InFlight {
         }
     }
 
-    /// Records that a batch of requests has ended. `publish` shows them to the driver and returns the new used index.
+    /// Records that a batch of requests has ended. `publish` shows them to the driver and returns the new used index, or
+    /// `None` if the driver may not see them: the next server then finds out by the used ring.
     pub(crate) fn end(
         &mut self,
         heads: impl Iterator<Item = u16> + Clone,
-        publish: impl FnOnce() -> u16,
+        publish: impl FnOnce() -> Option<u16>,
     ) {
         for head in heads.clone() {
             let Some(entry) = self.entry(head) else { continue };
@@ -228,7 +229,7 @@ impl InFlight {
         if !self.alive() {
             return;
         }
-        let used = publish();
+        let Some(used) = publish() else { return };
         for head in heads {
             let Some(entry) = self.entry(head) else { continue };
             if self.alive() {
@@ -273,6 +274,19 @@ mod tests {
         region.queue(1).unwrap()
     }
 
+    #[test]
+    fn a_batch_that_the_driver_may_not_have_seen_is_in_flight_unless_the_used_ring_has_it() {
+        for (used, expected) in [(0, vec![5, 2, 7]), (2, vec![7])] {
+            let region = region();
+            let mut first = list(&region);
+            for head in [5, 2, 7] {
+                first.begin(head);
+            }
+            first.end([2, 5].into_iter(), || None);
+            assert_eq!(list(&region).recover(used), expected);
+        }
+    }
+
     fn region() -> Arc<Region> {
         let file = create(2, SIZE).unwrap();
         Arc::new(Region::new(&file, 0, length(2, SIZE), 2, SIZE).unwrap())
@@ -286,7 +300,7 @@ mod tests {
         for head in [5, 2, 7, 0] {
             first.begin(head);
         }
-        first.end([2].into_iter(), || 1);
+        first.end([2].into_iter(), || Some(1));
         let mut second = list(&region);
         assert_eq!(second.recover(1), [5, 7, 0]);
         second.begin(1);
@@ -294,7 +308,7 @@ mod tests {
         assert!(region.queue(0).unwrap().recover(0).is_empty());
         // A new ring, whose index starts over, has nothing in flight from the old ring's last batch.
         let mut third = list(&region);
-        third.end([5, 7, 0, 1].into_iter(), || 5);
+        third.end([5, 7, 0, 1].into_iter(), || Some(5));
         assert!(list(&region).recover(0).is_empty());
     }
 
@@ -320,7 +334,7 @@ mod tests {
             let batch: Vec<u16> = open.drain(..open.len().min(round % 4 + 1)).collect();
             list.end(batch.iter().copied(), || {
                 used.extend(&batch);
-                used.len() as u16
+                Some(used.len() as u16)
             });
             free.extend(&batch);
         }

@@ -1,8 +1,9 @@
 //! A guest's memory, shared by the client and mapped into this process.
 
 use super::guard::Guard;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
+use std::mem::MaybeUninit;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::ptr::NonNull;
@@ -32,8 +33,24 @@ impl RegionAt {
     }
 }
 
-/// The smallest page.
-const PAGE: u64 = 4096;
+/// The unit in which a file is mapped, in bytes: on hugetlbfs the huge page, of which the file system's blocks are. Other
+/// file systems' blocks may be larger than the pages of which memory consists.
+fn mapping_unit(file: &File, data: &Metadata) -> io::Result<u64> {
+    let mut system = MaybeUninit::<libc::statfs>::uninit();
+    // SAFETY: a plain system call on an open descriptor, which fills `system` if it succeeds.
+    let system = unsafe {
+        if libc::fstatfs(file.as_raw_fd(), system.as_mut_ptr()) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        system.assume_init()
+    };
+    if system.f_type == libc::HUGETLBFS_MAGIC {
+        return Ok(data.blksize());
+    }
+    // SAFETY: the call has no preconditions.
+    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    u64::try_from(page).map_err(|_| io::Error::other("the size of a page is unknown"))
+}
 
 /// A part of a file, mapped shared for reading and writing.
 ///
@@ -68,8 +85,8 @@ impl Mapping {
         let end = offset.checked_add(length).filter(|end| length > 0 && *end <= data.size());
         let end =
             end.ok_or_else(|| invalid("the mapping is empty or extends past the end of its file"))?;
-        // On hugetlbfs, the block is the huge page, to which offsets and lengths must be aligned.
-        let block = data.blksize().max(PAGE);
+        // Offsets and lengths must be aligned to it.
+        let block = mapping_unit(file, &data)?;
         if !block.is_power_of_two() {
             return Err(invalid("the file's block size is not a power of two"));
         }

@@ -23,8 +23,9 @@
 //! # }
 //! ```
 //!
-//! Neither a guest nor its virtual machine monitor can harm the process or other clients. A monitor that cuts the
-//! shared memory short while it is in use is disconnected. To survive that, a handler for SIGBUS is installed once
+//! Neither a guest nor its virtual machine monitor can harm the process or other clients, with one exception: a monitor
+//! that shares a file of a FUSE file system as its memory can make the threads that serve it wait. A monitor that cuts
+//! the shared memory short while it is in use is disconnected. To survive that, a handler for SIGBUS is installed once
 //! memory is mapped; other faults do what they did before.
 
 mod bounce;

@@ -82,6 +82,7 @@ pub(crate) async fn run<D: BlockDevice>(setup: Setup<D>) -> u16 {
         error: setup.error,
         look: Look { most: setup.poll, now: Duration::ZERO, since: None },
         broken: false,
+        memory_lost: false,
         losses: None,
         lost: setup.lost,
     };
@@ -112,6 +113,9 @@ struct Queue<D, F, S> {
     look: Look,
     /// Whether the ring was invalid; nothing more is then taken from it.
     broken: bool,
+    /// Whether a part of the client's memory is missing. Nothing more is then shown to the driver, and the requests that
+    /// were taken stay in the list of those in flight.
+    memory_lost: bool,
     /// How many pages all clients together had lost when this queue last looked for losses.
     losses: Option<usize>,
     lost: Arc<Stop>,
@@ -125,12 +129,13 @@ where
 {
     /// Starts the requests that the last server left in flight, and continues where it stopped.
     fn recover(&mut self) {
-        let Some(list) = &mut self.list else { return };
+        let used = self.ring.used_index();
+        self.look_for_losses();
+        let Some(list) = self.list.as_mut().filter(|_| !self.memory_lost) else { return };
         if list.size() < self.ring.size() {
             self.give_up(RingError::Inflight("it is too short"));
             return;
         }
-        let used = self.ring.used_index();
         let heads = list.recover(used);
         if heads.iter().any(|head| *head >= self.ring.size()) {
             self.give_up(RingError::Inflight("it refers to descriptors that do not exist"));
@@ -180,6 +185,10 @@ where
         while self.open < usize::from(self.ring.size()) {
             let Some(head) = self.ring.take()? else { break };
             taken = true;
+            self.look_for_losses();
+            if self.memory_lost {
+                break;
+            }
             if let Some(list) = &mut self.list {
                 list.begin(head);
             }
@@ -215,30 +224,46 @@ where
         }
     }
 
+    /// Starts a request, unless what describes it is in lost memory.
     fn begin(&mut self, head: u16) {
         self.open += 1;
         self.chain.follow(&self.ring, head);
-        if let Some(job) = self.context.accept(&mut self.chain, head) {
-            self.slots.start((self.serve)(self.context.clone(), job));
+        let job = self.context.accept(&mut self.chain, head);
+        self.look_for_losses();
+        match job {
+            Some(_) if self.memory_lost => self.open -= 1,
+            Some(job) => self.slots.start((self.serve)(self.context.clone(), job)),
+            None => {}
         }
     }
 
     /// Shows completed requests to the driver.
     fn finish(&mut self) {
-        let mut done = self.context.done.borrow_mut();
+        let mut done = self.context.done.take();
         if done.is_empty() {
             return;
         }
         self.open -= done.len();
-        let ring = &mut self.ring;
-        for end in done.iter() {
-            ring.put(end.head, end.written);
+        for end in &done {
+            self.ring.put(end.head, end.written);
         }
+        // The requests may have used what is lost.
+        self.look_for_losses();
+        if self.memory_lost {
+            return;
+        }
+        let (ring, known) = (&mut self.ring, self.losses);
         match &mut self.list {
             None => drop(ring.publish()),
-            Some(list) => list.end(done.iter().map(|end| end.head), || ring.publish()),
+            Some(list) => list.end(done.iter().map(|end| end.head), || {
+                let used = ring.publish();
+                // If the ring was lost meanwhile, the driver may not see this.
+                let is_same = known == Some(losses()) || !ring.memory().is_lost();
+                is_same.then_some(used)
+            }),
         }
         done.clear();
+        self.context.done.replace(done);
         if self.ring.needs_notification() {
             self.call.notify();
         }
@@ -256,6 +281,7 @@ where
             tracing::warn!(queue = self.context.queue, "a client has cut its memory short");
             self.lost.request();
         }
+        self.memory_lost |= lost;
         self.broken |= lost;
     }
 

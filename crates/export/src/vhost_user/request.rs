@@ -307,6 +307,7 @@ impl<D: BlockDevice> Context<D> {
     ) -> Result<()> {
         for some in segments.chunks(TOGETHER) {
             let _taken = self.bounces.take(some.len() * size_of::<F>()).await;
+            self.check_memory()?;
             all(with_offsets(offset, some).map(&pass)).await?;
             offset += total(some) as u64;
         }
@@ -326,6 +327,7 @@ impl<D: BlockDevice> Context<D> {
             let step = left.min(COPY);
             let _taken = self.bounces.take(Pool::footprint(step)).await;
             let Pooled { data, spare } = self.pool.take(step);
+            self.check_memory()?;
             let data = self.device.read(at, data).await?;
             let mut from = data.get(..step).ok_or(DiskError::Closed)?;
             while let Some(piece) = pieces.next(from.len()) {
@@ -364,17 +366,23 @@ impl<D: BlockDevice> Context<D> {
                 unsafe { now.copy_from_nonoverlapping(piece.start, piece.length) };
                 to = rest;
             }
-            if self.memory.is_lost() {
-                // The data may be zeroes that the guest never wrote.
-                return Err(DiskError::Refused {
-                    image: "the guest's memory".into(),
-                    reason: "it was cut short while a request used it".into(),
-                });
-            }
+            // The data may be zeroes that the guest never wrote.
+            self.check_memory()?;
             let data = self.device.write(at, data).await?;
             self.pool.put(Pooled { data, spare });
             at += step as u64;
             left -= step;
+        }
+        Ok(())
+    }
+
+    /// Fails if a part of the guest's memory is missing.
+    fn check_memory(&self) -> Result<()> {
+        if self.memory.is_lost() {
+            return Err(DiskError::Refused {
+                image: "the guest's memory".into(),
+                reason: "it was cut short while a request used it".into(),
+            });
         }
         Ok(())
     }

@@ -601,15 +601,7 @@ fn memory_cut_short_under_a_request_costs_its_client_only() {
 fn a_list_of_requests_cut_short_costs_its_client_only() {
     let (served, other) = (served(), served());
     let neighbour = Raw::start(&other.socket, 1, 16, FEATURES);
-    let raw = Raw::connect(&served.socket, 1, 16);
-    raw.agree(FEATURES);
-    let list = tempfile::tempfile().unwrap();
-    list.set_len(320).unwrap();
-    // 320 bytes at 0, for 1 queue of 16.
-    let area = [&320_u64.to_ne_bytes()[..], &[0; 8], &[1, 0, 16, 0, 0, 0, 0, 0]].concat();
-    assert!(raw.is_done(32, &area, &[&list]));
-    raw.start_queue(0, 0);
-    raw.assert_works(0);
+    let (raw, list) = with_list(&served);
     list.set_len(0).unwrap();
     raw.offer(0, 0);
     raw.kick(0);
@@ -634,6 +626,96 @@ fn what_lost_memory_held_is_not_written() {
     raw.kick(0);
     raw.wait_closed();
     assert!(served.device.bytes(0, 1024) == [7; 1024]);
+}
+
+/// A page that tests lose. The rings, headers and status bytes are elsewhere.
+const LOST: u64 = MEMORY as u64 - 4096;
+
+/// Connects a client whose list of the requests in flight, for one queue of 16, is in a file of the test.
+fn with_list(served: &VhostServed<MemoryDisk>) -> (Raw, File) {
+    let raw = Raw::connect(&served.socket, 1, 16);
+    raw.agree(FEATURES);
+    let list = tempfile::tempfile().unwrap();
+    list.set_len(320).unwrap();
+    let area = [&320_u64.to_ne_bytes()[..], &[0; 8], &[1, 0, 16, 0, 0, 0, 0, 0]].concat();
+    assert!(raw.is_done(32, &area, &[&list]));
+    raw.start_queue(0, 0);
+    raw.assert_works(0);
+    (raw, list)
+}
+
+#[test]
+fn a_request_that_used_lost_memory_is_not_answered() {
+    let served = served();
+    for (kind, pieces) in [
+        (IN, vec![(LOST, 512)]),
+        (OUT, vec![(LOST, 512)]),
+        (IN, vec![(BUFFER, 512), (LOST, 512)]),
+        (8, vec![(LOST, 20)]),
+    ] {
+        let (raw, list) = with_list(&served);
+        raw.memory.write(HEADER, &header(kind, 64));
+        raw.describe(0, 0, descriptor(HEADER, 16, NEXT, 1));
+        let flags = NEXT | if kind == OUT { 0 } else { WRITE };
+        for (index, (address, length)) in pieces.iter().enumerate() {
+            let index = index as u16 + 1;
+            raw.describe(0, index, descriptor(*address, *length, flags, index + 1));
+        }
+        raw.describe(0, pieces.len() as u16 + 1, descriptor(STATUS, 1, WRITE, 0));
+        let before = raw.used_index(0);
+        raw.offer(0, 0);
+        raw.memory.file.set_len(LOST).unwrap();
+        raw.kick(0);
+        raw.wait_closed();
+        assert_eq!(raw.used_index(0), before, "kind {kind}: {pieces:x?}");
+        let mut mark = [0];
+        std::os::unix::fs::FileExt::read_exact_at(&list, &mut mark, 16).unwrap();
+        assert_eq!(mark, [1], "kind {kind}: {pieces:x?} is still in flight");
+    }
+}
+
+#[test]
+fn a_request_that_lost_memory_describes_is_not_carried_out() {
+    let served = served();
+    let (raw, _list) = with_list(&served);
+    assert_eq!(raw.transfer(0, OUT, 0, &[7; 512]).0, OK);
+    // A write, according to the part of its header that is left, and of sector 0, according to what is lost.
+    raw.memory.write(LOST - 4, &header(OUT, 64));
+    raw.memory.write(BUFFER, &[9; 512]);
+    raw.describe(0, 0, descriptor(LOST - 4, 16, NEXT, 1));
+    raw.describe(0, 1, descriptor(BUFFER, 512, NEXT, 2));
+    raw.describe(0, 2, descriptor(STATUS, 1, WRITE, 0));
+    raw.offer(0, 0);
+    raw.memory.file.set_len(LOST).unwrap();
+    raw.kick(0);
+    raw.wait_closed();
+    served.wait_connected(false);
+    assert!(served.device.bytes(0, 512) == [7; 512]);
+}
+
+#[test]
+fn a_ring_in_lost_memory_puts_no_request_in_the_list() {
+    let served = served();
+    let (raw, list) = with_list(&served);
+    let mark = |head: u64| {
+        let mut mark = [0];
+        std::os::unix::fs::FileExt::read_exact_at(&list, &mut mark, 16 + 16 * head).unwrap();
+        mark[0]
+    };
+    // The queue starts again, with its available ring across the start of the page.
+    let base = raw.stop_queue(0);
+    raw.memory.set_half(LOST - 2, base + 1);
+    raw.memory.write(LOST, &[3; 2 * 16]);
+    raw.tell(8, &state(0, 16));
+    raw.tell(10, &state(0, u32::from(base)));
+    raw.tell(9, &addresses(0, USER, USER + USED, USER + LOST - 4));
+    raw.memory.file.set_len(LOST).unwrap();
+    raw.tell_with(12, &0_u64.to_ne_bytes(), &[&raw.kicks[0]]);
+    raw.kick(0);
+    raw.wait_closed();
+    served.wait_connected(false);
+    assert_eq!(raw.used_index(0), base);
+    assert_eq!([0, 3].map(mark), [0, 0]);
 }
 
 fn wait_readable(file: &File) {
