@@ -410,6 +410,7 @@ fn describe(new: &NewDisk, size: u64, given: &[(String, String)]) -> String {
     let mut text = format!("fmt={}", new.format.name());
     // Writing to a string cannot fail.
     let mut put = |name: &str, value: &str| {
+        let value = value.replace(',', ",,");
         let _ = write!(text, " {name}={value}");
     };
     let typed = |name: &str| typed(given, name);

@@ -195,6 +195,27 @@ fn a_reopening_changes_or_keeps_options_as_in_qemu() {
 }
 
 #[test]
+fn a_compressed_write_beside_one_through_a_filter_is_kept() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("image");
+    qemu::create(&image, "qcow2", 2 << 20, "cluster_size=2M");
+    let _ = qemu::io(&image, "qcow2", &["write -P 3 0 2M"]).ok();
+    let opts = format!(
+        "driver=compress,file.driver=qcow2,file.file.driver=file,file.file.filename={}",
+        image.display()
+    );
+    // The filter reads the cluster and writes all of it.
+    let commands = ["aio_write -P 1 0 512", "write -c -P 2 0 2M", "aio_flush", "read -P 2 512 1M"];
+    let mut arguments = args!["io", "--image-opts"];
+    for command in commands {
+        arguments.extend(args!["-c", command]);
+    }
+    arguments.push(opts.into());
+    let done = run_program(ISOBATH, arguments).ok();
+    assert!(!done.text().contains("failed"), "{}", done.report());
+}
+
+#[test]
 fn a_filter_compresses_what_is_written() {
     let directory = tempfile::tempdir().unwrap();
     let image = directory.path().join("image");

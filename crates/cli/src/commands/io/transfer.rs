@@ -377,7 +377,10 @@ impl Write {
                         Box::pin(compressed.write(&**disk, self.offset, &buf)).await?;
                     }
                     (To::Disk, None) => drop(disk.write(self.offset, buf).await?),
-                    (To::Compressed, _) => write_compressed(disk, self.offset, buf).await?,
+                    (To::Compressed, _) => {
+                        let _alone = opened.alone().await;
+                        write_compressed(disk, self.offset, buf).await?;
+                    }
                     (To::State, _) if disk.active_qcow2().is_none() => {
                         return Err(Fault::Errno(libc::ENOTSUP));
                     }
