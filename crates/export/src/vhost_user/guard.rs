@@ -134,8 +134,8 @@ impl Slot {
         // It is noted first, so that whoever has used the zeroes finds that it is.
         let again = self.lost.swap(true, Ordering::AcqRel);
         LOSSES.fetch_add(1, Ordering::Release);
-        // Nobody needs a mapping in which more is missing, and a signal for each page of it would take long. The process
-        // also has a limited number of mappings. If there can be no more, the whole one is replaced, too.
+        // Nobody needs a mapping in which more is missing, and a signal for each page of it would take long. The
+        // process also has a limited number of mappings. If there can be no more, the whole one is replaced, too.
         !again && map_zeroes(start + from, block.min(length - from)) || map_zeroes(start, length)
     }
 }

@@ -214,8 +214,8 @@ impl InFlight {
         }
     }
 
-    /// Records that a batch of requests has ended. `publish` shows them to the driver and returns the new used index, or
-    /// `None` if the driver may not see them: the next server then finds out by the used ring.
+    /// Records that a batch of requests has ended. `publish` shows them to the driver and returns the new used index,
+    /// or `None` if the driver may not see them: the next server then finds out by the used ring.
     pub(crate) fn end(
         &mut self,
         heads: impl Iterator<Item = u16> + Clone,

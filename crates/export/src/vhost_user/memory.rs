@@ -33,8 +33,8 @@ impl RegionAt {
     }
 }
 
-/// The unit in which a file is mapped, in bytes: on hugetlbfs the huge page, of which the file system's blocks are. Other
-/// file systems' blocks may be larger than the pages of which memory consists.
+/// The unit in which a file is mapped, in bytes: on hugetlbfs the huge page, of which the file system's blocks are.
+/// Other file systems' blocks may be larger than the pages of which memory consists.
 fn mapping_unit(file: &File, data: &Metadata) -> io::Result<u64> {
     let mut system = MaybeUninit::<libc::statfs>::uninit();
     // SAFETY: a plain system call on an open descriptor, which fills `system` if it succeeds.

@@ -113,8 +113,8 @@ struct Queue<D, F, S> {
     look: Look,
     /// Whether the ring was invalid; nothing more is then taken from it.
     broken: bool,
-    /// Whether a part of the client's memory is missing. Nothing more is then shown to the driver, and the requests that
-    /// were taken stay in the list of those in flight.
+    /// Whether a part of the client's memory is missing. Nothing more is then shown to the driver, and the requests
+    /// that were taken stay in the list of those in flight.
     memory_lost: bool,
     /// How many pages all clients together had lost when this queue last looked for losses.
     losses: Option<usize>,
