@@ -41,7 +41,7 @@ pub fn name_in_header<'a, H: Host>(
 
 /// The file name that a header's backing or data file name stands for, or an error if it is not a plain file name: QEMU
 /// would take `json:` and `protocol:` names as instructions to open something else, and an image must not choose that
-/// for its user. A backing file may be a [description](Description) of a file by its name, which QEMU takes relative to
+/// for its user. A backing file may be a description of a file by its name, which QEMU takes relative to
 /// the directory that the program runs in: a relative one must mean the same in the image's directory.
 pub fn plain_file_name<'a>(image: &Path, field: &str, name: &'a str) -> Result<Cow<'a, str>> {
     let refuse = |why: &str| {
@@ -97,7 +97,7 @@ fn protocol_of(name: &str) -> Option<&str> {
 }
 
 /// The format by name of a backing file: the one that the header gives with its name, or else the one that the name
-/// itself [describes](Description).
+/// itself describes.
 ///
 /// # Errors
 /// If they differ.

@@ -22,7 +22,7 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// If the file cannot be opened, locked, read or written; it is not a qcow2 image
-/// ([`DiskError::Unsupported`](crate::DiskError::Unsupported)); or its header cannot be used. Errors beyond the header
+/// ([`DiskError::Unsupported`]); or its header cannot be used. Errors beyond the header
 /// are in the report.
 pub async fn check<H: Host>(
     host: &H,
