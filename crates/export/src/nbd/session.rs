@@ -148,7 +148,7 @@ pub(crate) struct Session<'a, D, T> {
     sends: Cell<u64>,
     /// Why sending has failed.
     broken: RefCell<Option<io::Error>>,
-    /// Whether the client has disconnected: replies are then dropped, and nothing more is received.
+    /// Whether the session is over: replies are then dropped, and nothing more is received.
     gone: Cell<bool>,
     /// Whether the client was seen to disconnect while requests may still be received that it sent before.
     hung_up: Cell<bool>,
@@ -392,7 +392,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         Ok(())
     }
 
-    /// Whether sending has failed, or the client has disconnected and everything was received that it sent.
+    /// Whether nothing more can be sent or received.
     fn is_broken(&self) -> bool {
         self.gone.get()
     }
@@ -459,7 +459,11 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                 batch.bufs = bufs;
                 if let Err(error) = result {
                     self.broken.replace(Some(error));
-                    self.gone.set(true);
+                    // What a client sent before it left is received up to its end. A connection that is still open has
+                    // no end, and its client would wait for replies.
+                    let has_left = self.transport.is_gone();
+                    let state = if has_left { &self.hung_up } else { &self.gone };
+                    state.set(true);
                 }
             }
             self.release(batch.replies, batch.reserved);

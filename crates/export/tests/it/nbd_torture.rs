@@ -143,6 +143,28 @@ fn reads_of_a_client_that_has_left_are_cancelled_and_its_writes_are_not() {
 }
 
 #[test]
+fn writes_of_a_client_that_leaves_while_a_reply_is_being_sent_are_carried_out() {
+    const LARGE: u32 = 256 << 10;
+    let in_flight = InFlight { requests: 4, bytes: 4 * MIB };
+    let limits = Limits { in_flight, ..Limits::default() };
+    let served = Served::with(vec![export("disk", MemoryDisk::new(MIB))], limits, 1);
+    let mut client = Client::ready(&served);
+    let mut requests: Vec<u8> =
+        (0..20).flat_map(|cookie| request(command::READ, 0, cookie, (0, LARGE), &[])).collect();
+    for cookie in 20..30 {
+        requests.extend(request(command::WRITE, 0, cookie, (cookie * 8192, 512), &[7; 512]));
+    }
+    client.send(&requests);
+    // More than fits into the socket's buffer, so that a send waits.
+    until("replies", || served.disk(0).read.load(Ordering::Relaxed) >= MIB);
+    drop(client);
+    until("the end of the connection", || served.server.connections() == 0);
+    for at in 20..30 {
+        assert_eq!(served.disk(0).bytes(at * 8192, 512), [7; 512]);
+    }
+}
+
+#[test]
 fn a_client_that_has_only_closed_its_side_gets_its_replies() {
     let in_flight = InFlight { requests: 2, bytes: MIB };
     let limits = Limits { in_flight, ..Limits::default() };
