@@ -3,7 +3,8 @@
 //! The program uses one type of host, so that the engine is compiled once.
 
 use crate::failure::Failure;
-use isobath_nbd_client::{NbdHost, is_name};
+use isobath_nbd_client::name::ExportName;
+use isobath_nbd_client::{Encryption, NbdHost, is_name};
 use isobath_storage::either::{EitherHost, Side};
 use isobath_storage::window::{Part, WindowHost};
 use isobath_storage::{FileId, Host, Locking, OpenMode, StorageExt};
@@ -20,9 +21,11 @@ type WholeFile = <EitherHost<FileHost, NbdHost> as Host>::File;
 /// An open file of an image.
 pub(crate) type ImageFile = <ImageHost as Host>::File;
 
+static EXPORTS: LazyLock<NbdHost> = LazyLock::new(NbdHost::default);
+
 static IMAGES: LazyLock<ImageHost> = LazyLock::new(|| {
     let is_second = |name: &Path| name.to_str().is_some_and(is_name);
-    WindowHost::new(EitherHost::new(FileHost, NbdHost::default(), move |name| {
+    WindowHost::new(EitherHost::new(FileHost, EXPORTS.clone(), move |name| {
         if is_second(name) { Side::Second } else { Side::First }
     }))
 });
@@ -30,6 +33,11 @@ static IMAGES: LazyLock<ImageHost> = LazyLock::new(|| {
 /// The host of all images.
 pub(crate) fn images() -> &'static ImageHost {
     &IMAGES
+}
+
+/// Encrypts all later connections to an export.
+pub(crate) fn encrypt_export(name: &ExportName, encryption: Encryption) {
+    EXPORTS.encrypt(name, encryption);
 }
 
 /// Whether a name is that of an NBD export, or of a part of one.

@@ -4,6 +4,7 @@ use crate::connection::Connection;
 use crate::file::NbdFile;
 use crate::name::{ExportName, Server, is_name};
 use isobath_storage::{FileId, Host, OpenMode, Operation, Result, Storage, StorageError, ZeroMode};
+use isobath_tls::ClientCredentials;
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::fmt;
@@ -21,6 +22,15 @@ const CLEARED: u64 = 512;
 /// Stands for the device number in a [`FileId`].
 const DEVICE: u64 = u64::from_be_bytes(*b"\0\0\0\0\0nbd");
 
+/// How the connections to an export are encrypted.
+#[derive(Clone, Debug)]
+pub struct Encryption {
+    /// The client's certificates.
+    pub credentials: ClientCredentials,
+    /// The host name or IP address that the server's certificate must be for.
+    pub host: String,
+}
+
 type Connections = HashMap<(Server, String), Weak<Connection>>;
 
 /// A host whose files are exports of NBD servers, opened by [name](crate::name).
@@ -34,12 +44,13 @@ type Connections = HashMap<(Server, String), Weak<Connection>>;
 #[derive(Clone)]
 pub struct NbdHost {
     connections: Arc<Mutex<Connections>>,
+    encrypted: Arc<Mutex<HashMap<(Server, String), Encryption>>>,
     patience: Duration,
 }
 
 impl Default for NbdHost {
     fn default() -> Self {
-        Self { connections: Arc::default(), patience: PATIENCE }
+        Self { connections: Arc::default(), encrypted: Arc::default(), patience: PATIENCE }
     }
 }
 
@@ -56,18 +67,29 @@ impl NbdHost {
         Self { patience, ..Self::default() }
     }
 
+    /// Encrypts all later connections to an export, by whichever of its names it is opened.
+    pub fn encrypt(&self, name: &ExportName, encryption: Encryption) {
+        self.encrypted.lock().insert(key(name), encryption);
+    }
+
     fn connection(&self, name: &ExportName) -> io::Result<Arc<Connection>> {
-        let key = (name.server().clone(), name.export().to_owned());
+        let key = key(name);
         let mut connections = self.connections.lock();
         let there = connections.get(&key).and_then(Weak::upgrade);
         if let Some(connection) = there.filter(|connection| connection.is_alive()) {
             return Ok(connection);
         }
+        let encryption = self.encrypted.lock().get(&key).cloned();
         connections.retain(|_, connection| connection.strong_count() > 0);
-        let connection = Arc::new(Connection::start(name.clone(), self.patience)?);
+        let connection = Arc::new(Connection::start(name.clone(), encryption, self.patience)?);
         connections.insert(key, Arc::downgrade(&connection));
         Ok(connection)
     }
+}
+
+/// What tells exports apart.
+fn key(name: &ExportName) -> (Server, String) {
+    (name.server().clone(), name.export().to_owned())
 }
 
 /// The export of this name.

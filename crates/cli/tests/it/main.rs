@@ -46,6 +46,7 @@ mod serve_ends;
 mod serving;
 mod sockets;
 mod sweep;
+mod tls;
 mod two_programs;
 mod unheard;
 mod untrusted;

@@ -331,7 +331,8 @@ impl<D: BlockDevice> Server<D> {
             return;
         }
         let delivered = async {
-            while unsent(stream) > 0 {
+            // Of a connection that was reset nothing arrives any more.
+            while unsent(stream) > 0 && !connection.is_gone() {
                 sleep(DELIVERY_PAUSE).await;
             }
         };

@@ -5,6 +5,8 @@ use crate::failure::Failure;
 use crate::options::{on_off, printable};
 use crate::server::endpoint::{Endpoint, PORT};
 use crate::server::listen;
+use crate::server::tls::{SecuredEndpoint, Tls};
+use crate::tls_objects::TlsObject;
 use isobath_ring::net::Access;
 use isobath_ring::net::{Listener, Stream};
 use isobath_ring::{JoinHandle, sleep, spawn};
@@ -57,11 +59,22 @@ fn port(text: &str) -> Result<u16, Failure> {
     text.parse().map_err(|_| Failure::new(format_args!("'{}' is not a TCP port", printable(text))))
 }
 
-/// The address in `--nbd-server`.
-pub(super) fn nbd_address(text: &str) -> Result<Endpoint, Failure> {
+/// The address in `--nbd-server`, and its encryption, by the objects that it names.
+pub(super) fn nbd_address(
+    text: &str,
+    objects: &[TlsObject],
+) -> Result<(SecuredEndpoint, Tls), Failure> {
     let pairs = super::pairs(text, "");
-    only(&pairs, &["addr.type", "addr.path", "addr.host", "addr.port", "max-connections"])
-        .map_err(|failure| failure.context("--nbd-server"))?;
+    let known = [
+        "addr.type",
+        "addr.path",
+        "addr.host",
+        "addr.port",
+        "max-connections",
+        "tls-creds",
+        "tls-authz",
+    ];
+    only(&pairs, &known).map_err(|failure| failure.context("--nbd-server"))?;
     if value(&pairs, "max-connections").is_some_and(|most| most != "0") {
         return Err(Failure::new(
             "--nbd-server: only max-connections=0 is supported; up to 128 clients are served at a \
@@ -81,7 +94,10 @@ pub(super) fn nbd_address(text: &str) -> Result<Endpoint, Failure> {
             )));
         }
     };
-    Ok(address)
+    let (credentials, authorization) = (value(&pairs, "tls-creds"), value(&pairs, "tls-authz"));
+    let secured = Tls::of_objects(objects, credentials, authorization);
+    let (mode, tls) = secured.map_err(|failure| failure.context("--nbd-server"))?;
+    Ok((SecuredEndpoint { endpoint: address, mode: Some(mode) }, tls))
 }
 
 impl Chardev {

@@ -14,6 +14,7 @@ use crate::failure::{Failure, Outcome};
 use crate::host::images;
 use crate::server::daemon::Daemon;
 use crate::server::signals::either;
+use crate::server::tls::{Tls, TlsArgs};
 use crate::server::{listen, pid_file, signals, threads};
 use crate::{messages, runtime};
 use announce::announce;
@@ -33,6 +34,9 @@ use std::sync::Arc;
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let names = args.export_names()?;
     args.frontends.check(args.images.len())?;
+    TlsArgs::check_qmp(&args.qmp)?;
+    args.tls.check(args.frontends.addresses().chain(&args.qmp))?;
+    let tls = args.tls.read()?;
     let daemon = match args.daemonize.then(Daemon::start) {
         None => None,
         Some(Ok(daemon)) => Some(daemon),
@@ -45,9 +49,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         #[cfg(feature = "slow-disk")]
         if let Some(disk) = args.slow_disk {
             let host = SlowHost::new(images().clone(), disk);
-            return Box::pin(run_on(host, args, names, out, daemon)).await;
+            return Box::pin(run_on(host, args, names, &tls, out, daemon)).await;
         }
-        Box::pin(run_on(images().clone(), args, names, out, daemon)).await
+        Box::pin(run_on(images().clone(), args, names, &tls, out, daemon)).await
     })
 }
 
@@ -56,6 +60,7 @@ async fn run_on<H: Host + Clone>(
     host: H,
     args: &Args,
     names: Vec<String>,
+    tls: &Tls,
     out: &mut dyn Write,
     daemon: Option<Daemon>,
 ) -> Outcome {
@@ -64,7 +69,7 @@ async fn run_on<H: Host + Clone>(
         Some(disks) => disks?,
         None => return Err(Failure::new("interrupted by a signal during startup")),
     };
-    let served = serve(host, args, names, &disks, signals, out, daemon).await;
+    let served = serve(host, args, names, tls, &disks, signals, out, daemon).await;
     let closed = disks::close(&disks).await;
     served.and(closed).map(|()| 0)
 }
@@ -74,14 +79,15 @@ async fn serve<H: Host + Clone>(
     host: H,
     args: &Args,
     names: Vec<String>,
+    tls: &Tls,
     disks: &[Arc<LiveDisk<H>>],
     signals: Signals,
     out: &mut dyn Write,
     daemon: Option<Daemon>,
 ) -> Result<(), Failure> {
     let access = args.access();
-    let listeners = args.frontends.listen(access)?;
-    let controls = listen::listen(&args.qmp, "--qmp", access)?;
+    let listeners = args.frontends.listen(access, tls)?;
+    let controls = tls.listen(&args.qmp, "--qmp", access)?;
     let scraped = listen::listen(&args.metrics, "--metrics", access)?;
     let workers = threads::start(args.threads)?;
     let handles: Vec<Handle> = workers.iter().map(|worker| worker.handle().clone()).collect();
