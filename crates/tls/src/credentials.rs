@@ -377,3 +377,93 @@ impl ClientCertVerifier for Named {
         self.inner.supported_verify_schemes()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Blocking;
+    use isobath_testkit::certificates::Authority;
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+    use std::thread;
+
+    /// Sends a word from a client to a server, and returns what came of it on each side.
+    fn talk(
+        server: &ServerCredentials,
+        client: &ClientCredentials,
+        host: &str,
+    ) -> (io::Result<String>, io::Result<()>) {
+        let (here, there) = UnixStream::pair().unwrap();
+        let channel = server.channel().unwrap();
+        let listening = thread::spawn(move || {
+            let mut text = [0; 5];
+            Blocking::handshake(there, channel)?.read_exact(&mut text)?;
+            Ok(String::from_utf8_lossy(&text).into_owned())
+        });
+        let channel = client.channel(host).unwrap();
+        let sent =
+            Blocking::handshake(here, channel).and_then(|mut stream| stream.write_all(b"hello"));
+        (listening.join().unwrap(), sent)
+    }
+
+    #[test]
+    fn a_client_verifies_the_servers_name_and_authority() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        let (authority, foreign) = (Authority::new(&at("one")), Authority::new(&at("other")));
+        authority.server(&at("server"));
+        authority.client(&at("client"), "/CN=client");
+        foreign.client(&at("stranger"), "/CN=client");
+        let server = ServerCredentials::read(&at("server"), Admission::Everyone).unwrap();
+        let client = ClientCredentials::read(&at("client")).unwrap();
+        for host in ["localhost", "127.0.0.1", "::1"] {
+            assert_eq!(talk(&server, &client, host).0.unwrap(), "hello");
+        }
+        assert!(talk(&server, &client, "example.org").1.is_err());
+        let stranger = ClientCredentials::read(&at("stranger")).unwrap();
+        assert!(talk(&server, &stranger, "localhost").1.is_err());
+        assert!(client.channel("not a name").is_err());
+    }
+
+    #[test]
+    fn a_client_refuses_a_revoked_server() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        let authority = Authority::new(&at("authority"));
+        authority.server(&at("server"));
+        authority.client(&at("client"), "/CN=client");
+        let server = ServerCredentials::read(&at("server"), Admission::Certified).unwrap();
+        let client = || ClientCredentials::read(&at("client")).unwrap();
+        assert!(talk(&server, &client(), "localhost").0.is_ok());
+        // The list of revocations is read as a client's certificate is.
+        fs::copy(at("server/server-cert.pem"), at("server/client-cert.pem")).unwrap();
+        authority.revoke(&at("server"), &at("client"));
+        assert!(talk(&server, &client(), "localhost").1.is_err());
+    }
+
+    #[test]
+    fn files_that_cannot_be_used_are_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        let authority = Authority::new(&at("authority"));
+        authority.server(&at("s"));
+        authority.client(&at("c"), "/CN=c");
+        let server = || ServerCredentials::read(&at("s"), Admission::Certified);
+        let said = |error: CredentialsError| error.to_string();
+        fs::write(at("s/ca-crl.pem"), "nothing").unwrap();
+        assert!(said(server().unwrap_err()).contains("ca-crl.pem"));
+        fs::write(at("s/ca-crl.pem"), "-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n")
+            .unwrap();
+        assert!(said(server().unwrap_err()).contains("ca-crl.pem"));
+        fs::remove_file(at("s/ca-crl.pem")).unwrap();
+        fs::copy(at("c/client-key.pem"), at("s/server-key.pem")).unwrap();
+        assert!(said(server().unwrap_err()).contains("server-key.pem"));
+        fs::write(at("s/server-key.pem"), "").unwrap();
+        assert!(said(server().unwrap_err()).contains("unencrypted private key"));
+        fs::remove_file(at("s/ca-cert.pem")).unwrap();
+        assert!(said(server().unwrap_err()).contains("ca-cert.pem"));
+        fs::remove_file(at("c/client-key.pem")).unwrap();
+        let half = ClientCredentials::read(&at("c")).unwrap_err();
+        assert!(matches!(half, CredentialsError::Half { .. }), "{half}");
+    }
+}

@@ -26,7 +26,7 @@ impl Kind {
 }
 
 /// The attributes that have a name, in GnuTLS.
-const NAMES: [(&str, &str, Kind); 22] = [
+const NAMES: [(&str, &str, Kind); 23] = [
     ("2.5.4.3", "CN", Kind::Directory),
     ("2.5.4.4", "surName", Kind::Directory),
     ("2.5.4.5", "serialNumber", Kind::Printable),
@@ -40,6 +40,7 @@ const NAMES: [(&str, &str, Kind); 22] = [
     ("2.5.4.13", "description", Kind::Directory),
     ("2.5.4.15", "businessCategory", Kind::Directory),
     ("2.5.4.17", "postalCode", Kind::Directory),
+    ("2.5.4.20", "telephoneNumber", Kind::Printable),
     ("2.5.4.41", "name", Kind::Directory),
     ("2.5.4.42", "givenName", Kind::Directory),
     ("2.5.4.43", "initials", Kind::Directory),
@@ -111,5 +112,92 @@ fn escape(value: &str, text: &mut String) {
             text.push('\\');
         }
         text.push(character);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn element(tag: u8, contents: &[u8]) -> Vec<u8> {
+        let mut bytes = vec![tag];
+        match contents.len() {
+            length @ 0..=0x7f => bytes.push(length as u8),
+            length => bytes.extend([0x82, (length >> 8) as u8, length as u8]),
+        }
+        bytes.extend_from_slice(contents);
+        bytes
+    }
+
+    fn attribute(identifier: &[u8], tag: u8, value: &[u8]) -> Vec<u8> {
+        let parts = [element(OBJECT_IDENTIFIER, identifier), element(tag, value)];
+        element(SEQUENCE, &parts.concat())
+    }
+
+    fn common_name(value: &str) -> Vec<u8> {
+        element(SET, &attribute(&[0x55, 4, 3], UTF8_STRING, value.as_bytes()))
+    }
+
+    /// What GnuTLS 3.7 prints for these values (`gnutls_x509_crt_get_dn`).
+    #[test]
+    fn values_are_escaped_as_by_gnutls() {
+        for (value, text) in [
+            ("laptop.example.com", "CN=laptop.example.com"),
+            ("a, b", r"CN=a\, b"),
+            ("a+b", r"CN=a\+b"),
+            ("a\"b", r#"CN=a\"b"#),
+            ("a\\b", r"CN=a\\b"),
+            ("a<b>c;d", r"CN=a\<b\>c\;d"),
+            ("a=b", "CN=a=b"),
+            ("#hash", r"CN=\#hash"),
+            ("a#b", "CN=a#b"),
+            ("  two  ", r"CN=\  two \ "),
+            (" ", r"CN=\ "),
+            ("é", "CN=é"),
+            ("a\x01b", "CN=a\x01b"),
+        ] {
+            assert_eq!(distinguished_name(&common_name(value)).as_deref(), Some(text));
+        }
+    }
+
+    #[test]
+    fn attributes_are_in_the_certificates_order() {
+        let country = element(SET, &attribute(&[0x55, 4, 6], PRINTABLE_STRING, b"GB"));
+        let several = [
+            attribute(&[0x55, 4, 3], UTF8_STRING, b"x"),
+            attribute(&[0x55, 4, 10], PRINTABLE_STRING, b"y"),
+        ];
+        let several = element(SET, &several.concat());
+        let mail = [0x2a, 0x86, 0x48, 0x86, 0xf7, 0x0d, 1, 9, 1];
+        let mail = element(SET, &attribute(&mail, IA5_STRING, b"a@b.c"));
+        let name = distinguished_name(&[country, several, mail].concat());
+        assert_eq!(name.as_deref(), Some("C=GB,CN=x+O=y,EMAIL=a@b.c"));
+    }
+
+    /// Else a value could be made to look like another name.
+    #[test]
+    fn what_has_no_text_is_in_hexadecimal() {
+        let one = |identifier: &[u8], tag, value: &[u8]| {
+            distinguished_name(&element(SET, &attribute(identifier, tag, value))).unwrap()
+        };
+        assert_eq!(one(&[0x2a, 3, 4, 5], UTF8_STRING, b"hello"), "1.2.3.4.5=#0c0568656c6c6f");
+        assert_eq!(one(&[0x55, 4, 72], UTF8_STRING, b"rl"), "2.5.4.72=#0c02726c");
+        assert_eq!(one(&[0x55, 4, 20], UTF8_STRING, b"1"), "telephoneNumber=#0c0131");
+        assert_eq!(one(&[0x55, 4, 3], UTF8_STRING, b"a\0b"), "CN=#0c03610062");
+        assert_eq!(one(&[0x55, 4, 3], UTF8_STRING, b"\xff"), "CN=#0c01ff");
+        assert_eq!(one(&[0x55, 4, 3], 0x04, b"a"), "CN=#040161");
+        assert_eq!(one(&[0x55, 4, 6], UTF8_STRING, b"GB"), "C=#0c024742");
+    }
+
+    #[test]
+    fn what_is_not_a_name_has_no_text() {
+        let whole = common_name("abc");
+        assert_eq!(distinguished_name(&[]).as_deref(), Some(""));
+        for length in 1..whole.len() {
+            assert_eq!(distinguished_name(&whole[..length]), None);
+        }
+        assert_eq!(distinguished_name(&element(SET, &[])), None);
+        let trailing = [&attribute(&[0x55, 4, 3], UTF8_STRING, b"a")[2..], &[0]].concat();
+        assert_eq!(distinguished_name(&element(SET, &element(SEQUENCE, &trailing))), None);
     }
 }

@@ -81,6 +81,7 @@ fn yes_or_no(text: &str) -> Result<bool, String> {
 }
 
 /// The credentials for the addresses of a server, and whether its clients are authenticated by them.
+#[derive(Debug)]
 pub(crate) struct Tls {
     credentials: Option<Arc<ServerCredentials>>,
     authenticated: bool,

@@ -119,6 +119,12 @@ fn qemus_names_of_the_servers_encrypt_as_its_own_do() {
     };
     assert_eq!(size("client").ok().text().trim(), MIB.to_string());
     assert_ne!(size("server").code(), 0);
+    let client = format!("tls-creds-x509,id=c,dir={}", place.at("client").display());
+    let list = ["-k", socket.to_str().unwrap(), "--tls-creds", "c", "--tls-hostname", "localhost"];
+    let list = [&["qemu-nbd", "--list", "--object", &client], &list[..]].concat();
+    let listed = run_program(ISOBATH, &list).ok().text();
+    assert!(listed.contains("exports available: 1"), "{listed}");
+    let _ = run_program(ISOBATH, &list[..6]).exits(1);
     let _ = server.stop().ok();
 
     let mut command = Command::new(ISOBATH);
@@ -193,6 +199,32 @@ fn another_name_is_not_admitted() {
     let options = ["--nbd", "127.0.0.1:0", "--tls-creds", "server", "--tls-authz", "CN=client"];
     let server = place.serve(&options);
     assert_ne!(info(tools::require("qemu-img"), &server, &place.at("client")).code(), 0);
+    let _ = server.stop().ok();
+}
+
+#[test]
+fn the_documented_certificates_work() {
+    let page = std::fs::read_to_string(tools::workspace().join("docs/tls.md")).unwrap();
+    let (_, rest) = page.split_once("```sh\n").unwrap();
+    let (script, _) = rest.split_once("```").unwrap();
+    let place = Place::new();
+    let made = place.at("made");
+    std::fs::create_dir(&made).unwrap();
+    let mut shell = Command::new("sh");
+    let _ = isobath_testkit::process::run(shell.current_dir(&made).args(["-ec", script])).ok();
+    let name = "CN=laptop,O=Example Org,C=GB";
+    let options = ["--nbd", "127.0.0.1:0", "--tls-creds", "made/server", "--tls-authz", name];
+    let server = place.serve(&options);
+    let found = info(tools::require("qemu-img"), &server, &made.join("client"));
+    // QEMU asks for a certificate of the address.
+    assert!(found.exits(1).stderr.contains("not match the hostname"));
+    let uri = format!(
+        "nbds://localhost:{}/vm?tls-certificates={}",
+        value(&server.output(), "server.port"),
+        made.join("client").display()
+    );
+    let size = run_program(tools::require("nbdinfo"), ["--size", &uri]).ok().text();
+    assert_eq!(size.trim(), MIB.to_string());
     let _ = server.stop().ok();
 }
 

@@ -11,7 +11,7 @@ use crate::server::daemon::Daemon;
 use crate::server::endpoint::{Endpoint, PORT};
 use crate::server::tls::{Mode, SecuredEndpoint, Tls};
 use crate::server::{pid_file, signals, threads};
-use crate::{messages, options, runtime, size, temporary};
+use crate::{messages, options, runtime, size, temporary, tls_objects};
 use isobath_disk::clock::SystemClock;
 use isobath_disk::{
     BlockDevice, ImageFormat, InfoOptions, LiveDisk, MetadataMode, OpenOptions, SnapshotChoice,
@@ -23,6 +23,7 @@ use isobath_export::nbd::{Export, ExportError, ExportedBitmap, Limits, Server, W
 use isobath_ring::net::Access;
 use isobath_ring::{Handle, spawn};
 use isobath_storage::Locking;
+use isobath_tls::Channel;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -165,7 +166,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         if args.image.is_some() {
             return Err(Failure::usage("List mode is incompatible with a file name"));
         }
-        list::print(&endpoint, out)?;
+        list::print(&endpoint, args.channel(&endpoint)?, out)?;
         return Ok(0);
     }
     let Some(name) = &args.image else {
@@ -201,6 +202,32 @@ impl Args {
                 Ok(Endpoint::Tcp { host, port: self.port.unwrap_or(PORT) })
             }
         }
+    }
+
+    /// The client's side of an encrypted connection to the server at `endpoint`, if there is to be one.
+    fn channel(&self, endpoint: &Endpoint) -> Result<Option<Channel>, Failure> {
+        if self.tls_authz.is_some() {
+            return Err(Failure::new("TLS authorization is incompatible with export list"));
+        }
+        let Some(id) = &self.tls_creds else {
+            return match self.tls_hostname {
+                Some(_) => Err(Failure::new("--tls-hostname needs --tls-creds")),
+                None => Ok(None),
+            };
+        };
+        tls_objects::define(self.naming.objects.tls());
+        let credentials = tls_objects::client(id).map_err(Failure::new)?;
+        let host = match (self.tls_hostname.as_deref(), endpoint) {
+            (Some(host), _) => host,
+            (None, Endpoint::Tcp { host, .. }) => host,
+            (None, Endpoint::Unix(_)) => {
+                return Err(Failure::new(
+                    "a socket file has no host name; give the name in the server's certificate by \
+                     --tls-hostname",
+                ));
+            }
+        };
+        credentials.channel(host).map(Some).map_err(Failure::new)
     }
 
     /// The encryption of the connections.

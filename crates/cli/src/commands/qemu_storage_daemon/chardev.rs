@@ -267,12 +267,17 @@ mod tests {
         for text in ["stdio", "socket,id=a,path=x", "null,id=a", "socket,id=a,server=on", "x=y"] {
             assert!(parsed(text).is_err(), "{text}");
         }
-        let tcp = nbd_address("addr.type=inet,addr.host=localhost,addr.port=7").unwrap();
-        assert_eq!(tcp, Endpoint::Tcp { host: "localhost".into(), port: 7 });
-        for text in
-            ["", "addr.type=vsock", "addr.type=unix", "addr.type=inet,addr.host=a,addr.port=x"]
-        {
-            assert!(nbd_address(text).is_err(), "{text}");
+        let (tcp, _) = nbd_address("addr.type=inet,addr.host=localhost,addr.port=7", &[]).unwrap();
+        assert_eq!(tcp.endpoint, Endpoint::Tcp { host: "localhost".into(), port: 7 });
+        for text in [
+            "",
+            "addr.type=vsock",
+            "addr.type=unix",
+            "addr.type=inet,addr.host=a,addr.port=x",
+            "addr.type=inet,addr.host=a,addr.port=1,tls-creds=t",
+            "addr.type=inet,addr.host=a,addr.port=1,tls-authz=z",
+        ] {
+            assert!(nbd_address(text, &[]).is_err(), "{text}");
         }
     }
 }
