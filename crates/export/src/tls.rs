@@ -167,7 +167,7 @@ impl Connection {
 }
 
 /// A failure of the encryption.
-fn failed(error: isobath_tls::TlsError) -> io::Error {
+fn failed(error: &isobath_tls::TlsError) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, format!("TLS: {error}"))
 }
 
@@ -211,7 +211,7 @@ impl Secured {
     fn decrypt(&self) -> io::Result<usize> {
         let mut received = self.received.borrow_mut();
         let input = received.buf.get(received.start..received.end).unwrap_or_default();
-        let taken = self.channel.borrow_mut().received(input).map_err(failed)?;
+        let taken = self.channel.borrow_mut().received(input).map_err(|error| failed(&error))?;
         received.start += taken;
         Ok(taken)
     }

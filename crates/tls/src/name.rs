@@ -25,7 +25,7 @@ impl Kind {
     }
 }
 
-/// The attributes that have a name, in GnuTLS.
+/// The attributes that have a name, as `GnuTLS` has it.
 const NAMES: [(&str, &str, Kind); 23] = [
     ("2.5.4.3", "CN", Kind::Directory),
     ("2.5.4.4", "surName", Kind::Directory),
@@ -52,7 +52,7 @@ const NAMES: [(&str, &str, Kind); 23] = [
     ("1.2.840.113549.1.9.1", "EMAIL", Kind::Ia5),
 ];
 
-/// A name as GnuTLS and therefore QEMU prints it, such as `CN=laptop.example.com,O=Example Org,C=GB`: in the
+/// A name as `GnuTLS` and therefore QEMU prints it, such as `CN=laptop.example.com,O=Example Org,C=GB`: in the
 /// certificate's order, escaped as in RFC 4514. `contents` are those of the DER sequence, without its tag and length.
 ///
 /// `None` if it is not a name. Attributes and values that have no text are printed in hexadecimal, so that different
@@ -138,7 +138,7 @@ mod tests {
         element(SET, &attribute(&[0x55, 4, 3], UTF8_STRING, value.as_bytes()))
     }
 
-    /// What GnuTLS 3.7 prints for these values (`gnutls_x509_crt_get_dn`).
+    /// What `GnuTLS` 3.7 prints for these values (`gnutls_x509_crt_get_dn`).
     #[test]
     fn values_are_escaped_as_by_gnutls() {
         for (value, text) in [

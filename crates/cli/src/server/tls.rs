@@ -61,15 +61,15 @@ pub(crate) struct TlsArgs {
     /// Encrypt the connections of NBD and QMP over TCP by TLS, with the certificates in this directory, under QEMU's
     /// names: server-cert.pem, server-key.pem, ca-cert.pem, and ca-crl.pem if there is one. A socket file is encrypted
     /// only with ',tls=required'
-    #[arg(long, value_name = "DIR")]
-    tls_creds: Option<PathBuf>,
+    #[arg(id = "tls_creds", long = "tls-creds", value_name = "DIR")]
+    creds: Option<PathBuf>,
     /// Whether clients need a certificate of an authority in ca-cert.pem
-    #[arg(long, value_name = "yes|no", default_value = "yes", action = clap::ArgAction::Set, value_parser = yes_or_no, requires = "tls_creds")]
-    tls_verify_peer: bool,
+    #[arg(long = "tls-verify-peer", value_name = "yes|no", default_value = "yes", action = clap::ArgAction::Set, value_parser = yes_or_no, requires = "tls_creds")]
+    verify_peer: bool,
     /// Admit only clients whose certificate has this distinguished name, such as 'CN=laptop,O=Example Org,C=GB', in the
     /// certificate's order; can be repeated
-    #[arg(long, value_name = "NAME", requires = "tls_creds")]
-    tls_authz: Vec<String>,
+    #[arg(long = "tls-authz", value_name = "NAME", requires = "tls_creds")]
+    authz: Vec<String>,
 }
 
 fn yes_or_no(text: &str) -> Result<bool, String> {
@@ -90,16 +90,16 @@ pub(crate) struct Tls {
 impl TlsArgs {
     /// Reads the credentials.
     pub(crate) fn read(&self) -> Result<Tls, Failure> {
-        let Some(directory) = &self.tls_creds else {
+        let Some(directory) = &self.creds else {
             return Ok(Tls { credentials: None, authenticated: false });
         };
-        if !self.tls_verify_peer && !self.tls_authz.is_empty() {
+        if !self.verify_peer && !self.authz.is_empty() {
             return Err(Failure::usage(
                 "--tls-authz needs clients' certificates; it cannot be used with \
                  --tls-verify-peer no",
             ));
         }
-        let admission = match (self.tls_verify_peer, self.tls_authz.as_slice()) {
+        let admission = match (self.verify_peer, self.authz.as_slice()) {
             (false, _) => Admission::Everyone,
             (true, []) => Admission::Certified,
             (true, names) => Admission::Named(names.to_vec()),
@@ -124,7 +124,7 @@ impl TlsArgs {
         &self,
         mut endpoints: impl Iterator<Item = &'a SecuredEndpoint>,
     ) -> Result<(), Failure> {
-        if self.tls_creds.is_some() && !endpoints.any(|endpoint| endpoint.mode(true) != Mode::Off) {
+        if self.creds.is_some() && !endpoints.any(|endpoint| endpoint.mode(true) != Mode::Off) {
             return Err(Failure::usage(
                 "--tls-creds is given, but no address is encrypted: give a TCP address, or a socket \
                  file as unix:PATH,tls=required",

@@ -20,7 +20,7 @@ use tempfile::TempDir;
 
 const MIB: usize = 1 << 20;
 const SUBJECT: &str = "/C=GB/O=Example, Org/CN=client";
-/// As GnuTLS prints it.
+/// As `GnuTLS` prints it.
 const NAME: &str = r"C=GB,O=Example\, Org,CN=client";
 
 /// An authority, a server's credentials and a client's.
