@@ -69,7 +69,11 @@ impl NbdHost {
 
     /// Encrypts all later connections to an export, by whichever of its names it is opened.
     pub fn encrypt(&self, name: &ExportName, encryption: Encryption) {
-        self.encrypted.lock().insert(key(name), encryption);
+        let key = key(name);
+        if self.encrypted.lock().insert(key.clone(), encryption).is_none() {
+            // One that is not encrypted is not shared any more.
+            self.connections.lock().remove(&key);
+        }
     }
 
     fn connection(&self, name: &ExportName) -> io::Result<Arc<Connection>> {
