@@ -22,8 +22,8 @@ fn exports() -> [ExportInfo; 2] {
     [export("disk", false), export("", true)]
 }
 
-/// The handshake up to `STARTTLS` and after it: where encryption is required a client learns nothing before it, and what
-/// was agreed on before it does not count, however the input is cut.
+/// The handshake up to `STARTTLS` and after it: where encryption is required a client learns nothing before it, and
+/// what was agreed on before it does not count, however the input is cut.
 pub fn nbd_starttls(mut input: &[u8]) {
     let [piece, required] = take(&mut input);
     let piece = usize::from(piece) + 1;

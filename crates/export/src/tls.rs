@@ -95,8 +95,8 @@ impl Connection {
         self.secured.get().is_some()
     }
 
-    /// Performs the server's side of the TLS handshake; everything afterwards is encrypted. Nothing else may be received
-    /// or sent meanwhile. If the future is dropped, or fails, the connection can only be closed.
+    /// Performs the server's side of the TLS handshake; everything afterwards is encrypted. Nothing else may be
+    /// received or sent meanwhile. If the future is dropped, or fails, the connection can only be closed.
     ///
     /// # Errors
     /// The client does not speak TLS, is not admitted, or disconnects; or the connection is encrypted already.

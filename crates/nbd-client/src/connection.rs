@@ -5,8 +5,8 @@
 //! ends the connection; every request, current or later, then fails with the same error.
 
 use crate::call::{Call, Done};
+use crate::encryption::Encryption;
 use crate::handshake::{Agreed, HandshakeError, negotiate, negotiate_secured};
-use crate::host::Encryption;
 use crate::name::{ExportName, Server};
 use crate::reply::{
     CHUNK_REST, Chunk, Expected, Extent, MAGIC, SIMPLE_REST, Simple, Step, Style, Violation, errno,

@@ -1,10 +1,10 @@
 //! Opening exports by their names.
 
 use crate::connection::Connection;
+use crate::encryption::Encryption;
 use crate::file::NbdFile;
 use crate::name::{ExportName, Server, is_name};
 use isobath_storage::{FileId, Host, OpenMode, Operation, Result, Storage, StorageError, ZeroMode};
-use isobath_tls::ClientCredentials;
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::fmt;
@@ -21,15 +21,6 @@ const CLEARED: u64 = 512;
 
 /// Stands for the device number in a [`FileId`].
 const DEVICE: u64 = u64::from_be_bytes(*b"\0\0\0\0\0nbd");
-
-/// How the connections to an export are encrypted.
-#[derive(Clone, Debug)]
-pub struct Encryption {
-    /// The client's certificates.
-    pub credentials: ClientCredentials,
-    /// The host name or IP address that the server's certificate must be for.
-    pub host: String,
-}
 
 type Connections = HashMap<(Server, String), Weak<Connection>>;
 

@@ -14,6 +14,7 @@
 
 mod call;
 mod connection;
+mod encryption;
 mod file;
 pub mod handshake;
 mod host;
@@ -21,6 +22,7 @@ pub mod name;
 pub mod reply;
 pub mod wire;
 
+pub use encryption::Encryption;
 pub use file::NbdFile;
-pub use host::{Encryption, NbdHost, identity};
+pub use host::{NbdHost, identity};
 pub use name::is_name;

@@ -51,7 +51,11 @@ pub enum CredentialsError {
         reason: String,
     },
     /// The certificate and the key do not belong together, or this implementation cannot use them.
-    #[error("the certificate in '{}' and the key in '{}' cannot be used: {error}", certificate.display(), key.display())]
+    #[error(
+        "the certificate in '{}' and the key in '{}' cannot be used: {error}",
+        certificate.display(),
+        key.display()
+    )]
     Pair {
         /// The certificate's file.
         certificate: PathBuf,
@@ -128,8 +132,8 @@ fn provider() -> Arc<CryptoProvider> {
 
 impl ServerCredentials {
     /// Reads `server-cert.pem`, with the certificates between it and its authority after it, and `server-key.pem`;
-    /// unless everyone is admitted also `ca-cert.pem` and, if it is there, `ca-crl.pem`. Later changes of the files have
-    /// no effect.
+    /// unless everyone is admitted also `ca-cert.pem` and, if it is there, `ca-crl.pem`. Later changes of the files
+    /// have no effect.
     ///
     /// # Errors
     /// A file is missing or unusable, or the certificate and the key do not belong together.

@@ -64,7 +64,14 @@ pub(crate) struct TlsArgs {
     #[arg(id = "tls_creds", long = "tls-creds", value_name = "DIR")]
     creds: Option<PathBuf>,
     /// Whether clients need a certificate of an authority in ca-cert.pem
-    #[arg(long = "tls-verify-peer", value_name = "yes|no", default_value = "yes", action = clap::ArgAction::Set, value_parser = yes_or_no, requires = "tls_creds")]
+    #[arg(
+        long = "tls-verify-peer",
+        value_name = "yes|no",
+        default_value = "yes",
+        action = clap::ArgAction::Set,
+        value_parser = yes_or_no,
+        requires = "tls_creds"
+    )]
     verify_peer: bool,
     /// Admit only clients whose certificate has this distinguished name, such as 'CN=laptop,O=Example Org,C=GB', in the
     /// certificate's order; can be repeated

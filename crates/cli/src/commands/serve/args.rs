@@ -29,8 +29,8 @@ use std::path::PathBuf;
 /// a second is ignored.
 ///
 /// Without --tls-creds connections are neither authenticated nor encrypted: anyone who can connect can read the disk
-/// and, unless --read-only is given, write to it. To a socket file only this user can connect, unless --socket-mode says
-/// otherwise.
+/// and, unless --read-only is given, write to it. To a socket file only this user can connect, unless --socket-mode
+/// says otherwise.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
