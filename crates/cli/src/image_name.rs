@@ -6,6 +6,7 @@
 use crate::failure::Failure;
 use crate::host::{self, ImageHost, images};
 use crate::null::{self, is_null};
+use crate::tls_objects::{self, TlsObject};
 use crate::trust::Trusting;
 use crate::{nbd_options, options, size};
 use isobath_disk::encryption::{Secret, Secrets};
@@ -71,7 +72,8 @@ impl SecretFile {
 /// QEMU's objects that a command uses.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub(crate) struct Objects {
-    /// Define an object, such as secret,id=NAME,file=FILE; can be repeated
+    /// Define an object, such as secret,id=NAME,file=FILE or tls-creds-x509,id=NAME,dir=DIR,endpoint=client; can be
+    /// repeated
     #[arg(long, value_name = "OBJECT", value_parser = object)]
     pub(crate) object: Vec<String>,
 }
@@ -89,7 +91,18 @@ impl Objects {
         found.load().map(Arc::new)
     }
 
-    /// The arguments of QMP's `object-add` for an object's text.
+    /// The objects for encrypted connections.
+    pub(crate) fn tls(&self) -> Vec<TlsObject> {
+        let all = self.object.iter().filter_map(|text| tls_object(text).ok());
+        all.flatten().collect()
+    }
+
+    /// The texts of the secrets.
+    pub(crate) fn secrets(&self) -> impl Iterator<Item = &String> {
+        self.object.iter().filter(|text| matches!(tls_object(text), Ok(None)))
+    }
+
+    /// The arguments of QMP's `object-add` for the text of a secret.
     ///
     /// # Errors
     /// If its value is not in a file.
@@ -118,20 +131,34 @@ fn file_of(description: &Description) -> Result<&str, String> {
     }
 }
 
-/// The secret that an object's text describes.
-fn describe(text: &str) -> Result<Description, String> {
+/// An object's kind, and its options.
+fn split(text: &str) -> (&str, Vec<(String, String)>) {
     let (kind, rest) = text.split_once(',').unwrap_or((text, ""));
     let kind = kind.strip_prefix("qom-type=").unwrap_or(kind);
+    (kind, options::parse(&[rest.to_owned()]))
+}
+
+/// The secret that an object's text describes.
+fn describe(text: &str) -> Result<Description, String> {
+    let (kind, pairs) = split(text);
     if kind != "secret" {
         return Err(format!("Parameter 'qom-type' does not accept value '{kind}'"));
     }
-    let pairs = options::parse(&[rest.to_owned()]);
     Description::of(pairs.iter().map(|(name, value)| (name.as_str(), value.as_str())))
 }
 
-/// Checks an object: a secret with an ID, and one source of its value.
+/// Checks an object: a secret with an ID and one source of its value, or one for encrypted connections.
 fn object(text: &str) -> Result<String, String> {
-    describe(text).map(|_| text.to_owned())
+    match tls_object(text)? {
+        Some(_) => Ok(text.to_owned()),
+        None => describe(text).map(|_| text.to_owned()),
+    }
+}
+
+/// The object for encrypted connections that a text describes, if it is one.
+fn tls_object(text: &str) -> Result<Option<TlsObject>, String> {
+    let (kind, pairs) = split(text);
+    tls_objects::is_kind(kind).then(|| tls_objects::describe(kind, &pairs)).transpose()
 }
 
 /// An image given to a command.
@@ -207,6 +234,7 @@ impl Naming {
     fn parse_name(&self, name: &Path, format: Option<ImageFormat>) -> Result<Image, String> {
         let shown = name.to_string_lossy().into_owned();
         let secrets = self.secret_file.load()?;
+        tls_objects::define(self.objects.tls());
         let plain = |path: PathBuf, format| Image {
             secrets: secrets.clone(),
             ..Image::plain(shown.clone(), path, format)

@@ -47,6 +47,7 @@ mod serve_ends;
 mod serving;
 mod sockets;
 mod sweep;
+mod tls;
 mod two_programs;
 mod unheard;
 mod untrusted;

@@ -7,7 +7,7 @@ use super::outbox::Outbox;
 use super::request::{BadMagic, Command, Request, Terms};
 use super::transport::Transport;
 use super::window::{NARROW, WINDOW, Window};
-use crate::budget::{Budget, Share};
+use crate::budget::Share;
 use crate::pool::{Pool, Pooled};
 use crate::slots::Slots;
 use crate::stop::Stop;
@@ -76,19 +76,37 @@ pub(crate) struct Negotiated<D> {
     pub(crate) window: Window,
 }
 
-/// Performs the handshake. Returns `None` if the client ended it, left before choosing an export, or is not kept by
-/// `keeps`, which is asked before the client hears that it was successful.
+/// What a negotiation led to.
+pub(crate) enum Negotiation<D> {
+    /// The client ended it, left before choosing an export, or was not kept.
+    Over,
+    /// The client begins a TLS handshake; the negotiation continues encrypted.
+    StartTls,
+    /// The client has chosen an export.
+    Done(Negotiated<D>),
+}
+
+/// Sends the greeting.
+///
+/// # Errors
+/// If the connection failed.
+pub(crate) async fn greet<T: Transport>(transport: &T) -> io::Result<()> {
+    transport.send(vec![IoBuf::copy_of(&Handshake::greeting())]).await.0
+}
+
+/// Negotiates until the client has chosen an export, begins a TLS handshake, or ends, or is not kept by
+/// `keeps`, which is asked before the client hears that its choice was successful.
 ///
 /// # Errors
 /// If the client violated the protocol, or the connection failed.
 pub(crate) async fn negotiate<D: BlockDevice, T: Transport>(
+    handshake: &mut Handshake,
     transport: &T,
     exports: &Exports<D>,
     keeps: impl Fn() -> bool,
-) -> Result<Option<Negotiated<D>>, SessionError> {
-    let mut handshake = Handshake::default();
+) -> Result<Negotiation<D>, SessionError> {
     let mut window = Window::new();
-    let mut output = Handshake::greeting().to_vec();
+    let mut output = Vec::new();
     loop {
         if !output.is_empty() {
             transport.send(vec![IoBuf::copy_of(&output)]).await.0?;
@@ -107,7 +125,7 @@ pub(crate) async fn negotiate<D: BlockDevice, T: Transport>(
         let step = step?;
         window.skip(step.consumed);
         if client.is_some() && !keeps() {
-            return Ok(None);
+            return Ok(Negotiation::Over);
         }
         if step.outcome != Outcome::More && !output.is_empty() {
             transport.send(vec![IoBuf::copy_of(&output)]).await.0?;
@@ -115,13 +133,17 @@ pub(crate) async fn negotiate<D: BlockDevice, T: Transport>(
         }
         match step.outcome {
             Outcome::Transmission(agreement) => {
-                return Ok(client.map(|client| Negotiated { agreement, client, window }));
+                return Ok(client.map_or(Negotiation::Over, |client| {
+                    Negotiation::Done(Negotiated { agreement, client, window })
+                }));
             }
-            Outcome::Aborted => return Ok(None),
+            Outcome::Aborted => return Ok(Negotiation::Over),
+            // Nothing unread is left in the window.
+            Outcome::StartTls => return Ok(Negotiation::StartTls),
             Outcome::More if !output.is_empty() => {}
             Outcome::More => {
                 if window.fill(transport, WINDOW).await? == 0 {
-                    return Ok(None);
+                    return Ok(Negotiation::Over);
                 }
             }
         }
@@ -183,7 +205,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         agreement: Agreement,
         limit: InFlight,
         pool: &'a Pool,
-        budget: &'a Budget,
+        share: Share<'a>,
     ) -> Self {
         Self {
             device: &entry.export.device,
@@ -197,7 +219,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
             outbox: RefCell::new(Outbox::new()),
             requests: Cell::new(0),
             bytes: Cell::new(0),
-            share: RefCell::new(budget.share()),
+            share: RefCell::new(share),
             sends: Cell::new(0),
             broken: RefCell::new(None),
             gone: Cell::new(false),

@@ -17,6 +17,7 @@ mod memory_disk;
 mod nbd_clients;
 mod nbd_exports;
 mod nbd_session;
+mod nbd_tls;
 mod nbd_torture;
 #[path = "../common/script.rs"]
 mod script;

@@ -8,6 +8,7 @@ use crate::failure::Failure;
 use crate::image_name::SecretFile;
 use crate::server::endpoint::Endpoint;
 use crate::server::group;
+use crate::server::tls::{SecuredEndpoint, TlsArgs};
 use crate::trust::Trusting;
 use crate::{options, size};
 use isobath_disk::{ImageFormat, MetadataMode, SnapshotChoice};
@@ -27,16 +28,18 @@ use std::path::PathBuf;
 /// closed. A second signal ends it immediately, like a crash: flushed data is not lost. The same signal repeated within
 /// a second is ignored.
 ///
-/// Connections are neither authenticated nor encrypted: anyone who can connect can read the disk and, unless
-/// --read-only is given, write to it. To a socket file only this user can connect, unless --socket-mode says otherwise.
+/// Without --tls-creds connections are neither authenticated nor encrypted: anyone who can connect can read the disk
+/// and, unless --read-only is given, write to it. To a socket file only this user can connect, unless --socket-mode
+/// says otherwise.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     pub(super) frontends: FrontendArgs,
     /// Listen for QMP connections, from 'isobath ctl' and other management programs, on a socket file or a TCP port (of
-    /// the loopback interface unless HOST is given); can be repeated
+    /// the loopback interface unless HOST is given); can be repeated. ',tls=required' or ',tls=off' behind it overrides
+    /// what --tls-creds says
     #[arg(long, value_name = "unix:PATH|HOST:PORT")]
-    pub(super) qmp: Vec<Endpoint>,
+    pub(super) qmp: Vec<SecuredEndpoint>,
     /// Accept QMP clients of every user whom the permissions of the socket file let connect, not only of this server's
     /// user and root
     #[arg(long)]
@@ -45,6 +48,8 @@ pub(crate) struct Args {
     /// HOST is given); can be repeated
     #[arg(long, value_name = "[HOST:]PORT|unix:PATH")]
     pub(super) metrics: Vec<Endpoint>,
+    #[command(flatten)]
+    pub(super) tls: TlsArgs,
     /// The permissions of the server's socket files, in octal, whatever the umask
     #[arg(long, value_name = "MODE", default_value = "0600", value_parser = socket_mode)]
     pub(super) socket_mode: u32,
