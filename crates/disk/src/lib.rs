@@ -43,6 +43,7 @@ mod status;
 mod store_index;
 #[cfg(test)]
 mod testing;
+pub mod throttle;
 mod touched;
 pub mod write;
 
