@@ -12,7 +12,9 @@ use isobath_disk::{
     BackingFile, Below, Disk, DiskError, ImageFormat, InfoOptions, OpenOptions, Trust,
 };
 use isobath_qcow2::{FormatError, FormatErrorKind};
+use isobath_qmp::schema::{check, from_text};
 use isobath_qmp::secret::{Description, Source};
+use isobath_qmp::tables::SCHEMA;
 use isobath_storage::window::Part;
 use isobath_storage::{Locking, Operation, StorageError};
 use serde_json::{Map, Value};
@@ -91,8 +93,11 @@ impl Objects {
     /// The arguments of QMP's `object-add` for an object's text.
     ///
     /// # Errors
-    /// If its value is not in a file.
+    /// If a secret's value is not in a file, or a throttle group is not one.
     pub(crate) fn arguments(text: &str) -> Result<Map<String, Value>, String> {
+        if is_throttle_group(text) {
+            return throttle_group(text);
+        }
         let described = describe(text)?;
         let format = if described.base64 { "base64" } else { "raw" };
         let values = [
@@ -128,9 +133,28 @@ fn describe(text: &str) -> Result<Description, String> {
     Description::of(pairs.iter().map(|(name, value)| (name.as_str(), value.as_str())))
 }
 
-/// Checks an object: a secret with an ID, and one source of its value.
+/// Checks an object: a secret with an ID, and one source of its value; or a throttle group.
 fn object(text: &str) -> Result<String, String> {
-    describe(text).map(|_| text.to_owned())
+    let checked = match is_throttle_group(text) {
+        true => throttle_group(text).map(drop),
+        false => describe(text).map(drop),
+    };
+    checked.map(|()| text.to_owned())
+}
+
+fn is_throttle_group(text: &str) -> bool {
+    let kind = text.split(',').next().unwrap_or_default();
+    kind.strip_prefix("qom-type=").unwrap_or(kind) == "throttle-group"
+}
+
+/// The arguments of `object-add` for a throttle group.
+fn throttle_group(text: &str) -> Result<Map<String, Value>, String> {
+    let kind = if text.starts_with("qom-type=") { "" } else { "qom-type=" };
+    let pairs = options::parse(&[format!("{kind}{text}")]);
+    let command = SCHEMA.command("object-add").ok_or("objects are not supported")?;
+    let arguments = from_text(command.arguments, &pairs).map_err(|error| error.to_string())?;
+    check(command.arguments, &arguments).map_err(|error| error.to_string())?;
+    Ok(arguments)
 }
 
 /// An image given to a command.

@@ -138,6 +138,7 @@ impl Args {
             failed => failed,
         };
         signals::end_at_the_second(signals, None);
+        control.service().let_pass();
         frontends.stop();
         for ended in listening {
             match ended.await {
