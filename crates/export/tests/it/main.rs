@@ -26,6 +26,7 @@ mod vhost_driver;
 mod vhost_guest;
 mod vhost_hostile;
 mod vhost_killed;
+mod vhost_limits;
 #[path = "../common/vhost_process.rs"]
 mod vhost_process;
 #[path = "../common/vhost_raw.rs"]
