@@ -135,11 +135,12 @@ fn describe(text: &str) -> Result<Description, String> {
 
 /// Checks an object: a secret with an ID, and one source of its value; or a throttle group.
 fn object(text: &str) -> Result<String, String> {
-    let checked = match is_throttle_group(text) {
-        true => throttle_group(text).map(drop),
-        false => describe(text).map(drop),
-    };
-    checked.map(|()| text.to_owned())
+    if is_throttle_group(text) {
+        throttle_group(text)?;
+    } else {
+        describe(text)?;
+    }
+    Ok(text.to_owned())
 }
 
 fn is_throttle_group(text: &str) -> bool {

@@ -17,7 +17,9 @@ const MIB: u64 = 1 << 20;
 fn start() -> (TempDir, Live, Client) {
     let directory = tempfile::tempdir().unwrap();
     let images = ["a", "b"].map(|name| directory.path().join(name));
-    images.iter().for_each(|image| qemu::create(image, "qcow2", MIB, ""));
+    for image in &images {
+        qemu::create(image, "qcow2", MIB, "");
+    }
     let devices = [("a", &*images[0]), ("b", &*images[1])];
     let live = Live::start(directory.path(), &devices);
     let client = live.client();
