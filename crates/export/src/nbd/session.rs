@@ -12,6 +12,7 @@ use crate::pool::{Pool, Pooled};
 use crate::slots::Slots;
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
+use isobath_ring::others_wait;
 use isobath_storage::IoBuf;
 use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
@@ -21,6 +22,8 @@ use std::task::Poll;
 
 /// Payloads up to this length in bytes are received through the window.
 const SMALL_PAYLOAD: usize = 32 << 10;
+/// How many requests a session starts before it checks whether the thread's other tasks wait, and yields if they do.
+const AT_ONCE: usize = 8;
 /// While this many bytes or more wait to be sent, no request is started: the disk is faster than the client, and data
 /// read just in time is still in the processor's cache when it is sent.
 const MAX_QUEUED: usize = 2 << 20;
@@ -143,6 +146,8 @@ pub(crate) struct Session<'a, D, T> {
     sends: Cell<u64>,
     /// Why sending has failed.
     broken: RefCell<Option<io::Error>>,
+    /// Whether the thread's other tasks are to have their turn.
+    yields: Cell<bool>,
     /// Whether the client has disconnected: replies are then dropped, and nothing more is read.
     gone: Cell<bool>,
 }
@@ -193,6 +198,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
             share: RefCell::new(budget.share()),
             sends: Cell::new(0),
             broken: RefCell::new(None),
+            yields: Cell::new(false),
             gone: Cell::new(false),
         }
     }
@@ -226,7 +232,8 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                     slots.borrow_mut().poll_all(cx);
                 }
                 let sends = self.sends.get();
-                if writer.as_mut().poll(cx).is_ready() || self.sends.get() == sends {
+                let yields = self.yields.replace(false);
+                if writer.as_mut().poll(cx).is_ready() || self.sends.get() == sends || yields {
                     break;
                 }
             }
@@ -269,8 +276,13 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         busy: impl Fn() -> bool,
     ) -> End {
         let mut size = WINDOW;
+        let mut started = 0;
         loop {
             while let Some(header) = window.unread().first_chunk().copied() {
+                if started == AT_ONCE {
+                    self.give_others_their_turn().await;
+                }
+                started = started % AT_ONCE + 1;
                 match self.read_one(header, window, &start).await {
                     Ok(large) => size = if large { NARROW } else { WINDOW },
                     Err(end) => return end,
@@ -287,6 +299,20 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                 Err(end) => return end,
             }
         }
+    }
+
+    /// Lets the thread's other tasks run if any of them is ready.
+    async fn give_others_their_turn(&self) {
+        let mut first = true;
+        poll_fn(|cx| {
+            if std::mem::take(&mut first) && others_wait(cx.waker()) {
+                self.yields.set(true);
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+            Poll::Ready(())
+        })
+        .await;
     }
 
     /// Receives one request; returns whether it had a large payload.

@@ -24,6 +24,8 @@ use std::time::{Duration, Instant};
 const POOL_BYTES: usize = 16 << 20;
 /// How many times a queue looks for more requests before it yields to the thread's other tasks.
 const ROUNDS: usize = 8;
+/// How many requests a queue takes before it checks whether the thread's other tasks wait, and yields if they do.
+const AT_ONCE: usize = 8;
 /// The shortest time for which polling for requests is worthwhile.
 const LEAST_LOOK: Duration = Duration::from_micros(4);
 
@@ -75,6 +77,7 @@ pub(crate) async fn run<D: BlockDevice>(setup: Setup<D>) -> u16 {
         call: setup.call,
         error: setup.error,
         look: Look { most: setup.poll, now: Duration::ZERO, since: None },
+        yields: false,
         broken: false,
     };
     queue.recover();
@@ -100,6 +103,8 @@ struct Queue<D, F, S> {
     call: Arc<Notifier>,
     error: Arc<Notifier>,
     look: Look,
+    /// Whether the thread's other tasks are to have their turn.
+    yields: bool,
     /// Whether the ring was invalid; nothing more is then taken from it.
     broken: bool,
 }
@@ -141,6 +146,7 @@ where
     }
 
     fn turn(&mut self, cx: &mut task::Context<'_>, stopping: bool) -> Poll<()> {
+        self.yields = false;
         for _ in 0..ROUNDS {
             self.slots.poll(cx);
             self.finish();
@@ -151,28 +157,34 @@ where
                 return Poll::Pending;
             }
             match self.fetch(cx) {
+                Ok(Poll::Ready(())) if self.yields => break,
                 Ok(Poll::Ready(())) => {}
                 Ok(Poll::Pending) => return Poll::Pending,
                 Err(error) => self.give_up(error),
             }
         }
+        self.finish();
         cx.waker().wake_by_ref();
         Poll::Pending
     }
 
     /// Takes available requests, or arranges to be woken when there are any.
     fn fetch(&mut self, cx: &mut task::Context<'_>) -> Result<Poll<()>, RingError> {
-        let mut taken = false;
+        let mut taken = 0;
         // A driver cannot have more requests in flight than there are descriptors.
         while self.open < usize::from(self.ring.size()) {
+            if taken == AT_ONCE && isobath_ring::others_wait(cx.waker()) {
+                self.yields = true;
+                break;
+            }
             let Some(head) = self.ring.take()? else { break };
-            taken = true;
+            taken = taken % AT_ONCE + 1;
             if let Some(list) = &mut self.list {
                 list.begin(head);
             }
             self.begin(head);
         }
-        if taken {
+        if taken > 0 {
             self.look.found();
             return Ok(Poll::Ready(()));
         }
