@@ -616,6 +616,50 @@ fn a_request_alone_passes_as_soon_as_it_may() {
     }
 }
 
+#[test]
+fn requests_on_several_threads_all_pass_and_none_too_early() {
+    const THREADS: u32 = 4;
+    const REQUESTS: u32 = 100;
+    const RATE: u32 = 2000;
+    let clock = Arc::<crate::clock::SystemClock>::default();
+    let group = Arc::new(Group::new("g", Arc::clone(&clock) as Arc<dyn Clock>));
+    group.set_limits(&limits(&[("iops-total", u64::from(RATE))]));
+    let start = clock.now();
+    let threads: Vec<_> = (0..THREADS)
+        .map(|number| {
+            let group = Arc::clone(&group);
+            std::thread::spawn(move || {
+                let config = isobath_ring::Config::default();
+                let executor = isobath_ring::Executor::new(&config).unwrap();
+                executor.block_on(async move {
+                    let disk = Rc::new(Throttle::default());
+                    disk.set_group(Some(group));
+                    let requests: Vec<_> = (0..REQUESTS)
+                        .map(|request| {
+                            let disk = Rc::clone(&disk);
+                            let (direction, bytes) = if request % 2 == 0 { READ } else { WRITE };
+                            isobath_ring::spawn(async move { disk.pass(direction, bytes).await })
+                        })
+                        .collect();
+                    for (at, request) in requests.into_iter().enumerate() {
+                        // Some are given up while they wait, others at the moment that they may pass.
+                        if number == 0 && at % 3 == 0 {
+                            request.abort();
+                        }
+                        let ended = request.await;
+                        assert!(ended.is_ok() || number == 0);
+                    }
+                });
+            })
+        })
+        .collect();
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    // The last thread's requests, and those of the others that were not given up, have passed at the rate.
+    let passed = REQUESTS * (THREADS - 1);
+    let least = SECOND * (passed - RATE / 10 - 1) / RATE;
+    assert!(clock.now().saturating_sub(start) >= least);
+}
+
 /// A disk in memory with the clock of the tasks.
 fn live_disk(tasks: &Tasks) -> Arc<LiveDisk<isobath_storage::memory::MemoryHost>> {
     let options = OpenOptions::new().writable(true);
