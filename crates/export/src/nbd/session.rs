@@ -22,8 +22,10 @@ use std::task::Poll;
 
 /// Payloads up to this length in bytes are received through the window.
 const SMALL_PAYLOAD: usize = 32 << 10;
-/// How many requests a session starts before it checks whether the thread's other tasks wait, and yields if they do.
+/// How much work a session does before it checks whether the thread's other tasks wait, and yields if they do: requests
+/// received, and pieces of this many bytes that they read or write.
 const AT_ONCE: usize = 8;
+const PIECE: usize = 16 << 10;
 /// While this many bytes or more wait to be sent, no request is started: the disk is faster than the client, and data
 /// read just in time is still in the processor's cache when it is sent.
 const MAX_QUEUED: usize = 2 << 20;
@@ -146,6 +148,8 @@ pub(crate) struct Session<'a, D, T> {
     sends: Cell<u64>,
     /// Why sending has failed.
     broken: RefCell<Option<io::Error>>,
+    /// The work since the last check.
+    work: Cell<usize>,
     /// Whether the thread's other tasks are to have their turn.
     yields: Cell<bool>,
     /// Whether the client has disconnected: replies are then dropped, and nothing more is read.
@@ -198,6 +202,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
             share: RefCell::new(budget.share()),
             sends: Cell::new(0),
             broken: RefCell::new(None),
+            work: Cell::new(0),
             yields: Cell::new(false),
             gone: Cell::new(false),
         }
@@ -276,13 +281,12 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         busy: impl Fn() -> bool,
     ) -> End {
         let mut size = WINDOW;
-        let mut started = 0;
         loop {
             while let Some(header) = window.unread().first_chunk().copied() {
-                if started == AT_ONCE {
+                if self.work.get() >= AT_ONCE {
+                    self.work.set(0);
                     self.give_others_their_turn().await;
                 }
-                started = started % AT_ONCE + 1;
                 match self.read_one(header, window, &start).await {
                     Ok(large) => size = if large { NARROW } else { WINDOW },
                     Err(end) => return end,
@@ -433,6 +437,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                 && self.share.borrow_mut().poll_take(bytes, cx).is_ready()
             {
                 self.requests.set(requests + 1);
+                self.work.set(self.work.get() + 1 + bytes / PIECE);
                 self.bytes.set(held + bytes);
                 Poll::Ready(Ok(()))
             } else {

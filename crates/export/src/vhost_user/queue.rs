@@ -24,8 +24,10 @@ use std::time::{Duration, Instant};
 const POOL_BYTES: usize = 16 << 20;
 /// How many times a queue looks for more requests before it yields to the thread's other tasks.
 const ROUNDS: usize = 8;
-/// How many requests a queue takes before it checks whether the thread's other tasks wait, and yields if they do.
+/// How much work a queue does before it checks whether the thread's other tasks wait, and yields if they do: requests
+/// taken, and pieces of this many bytes that were read at once.
 const AT_ONCE: usize = 8;
+const PIECE: usize = 16 << 10;
 /// The shortest time for which polling for requests is worthwhile.
 const LEAST_LOOK: Duration = Duration::from_micros(4);
 
@@ -170,21 +172,24 @@ where
 
     /// Takes available requests, or arranges to be woken when there are any.
     fn fetch(&mut self, cx: &mut task::Context<'_>) -> Result<Poll<()>, RingError> {
-        let mut taken = 0;
+        let (mut taken, mut work) = (false, 0);
         // A driver cannot have more requests in flight than there are descriptors.
         while self.open < usize::from(self.ring.size()) {
-            if taken == AT_ONCE && isobath_ring::others_wait(cx.waker()) {
-                self.yields = true;
-                break;
+            if work >= AT_ONCE {
+                if isobath_ring::others_wait(cx.waker()) {
+                    self.yields = true;
+                    break;
+                }
+                work = 0;
             }
             let Some(head) = self.ring.take()? else { break };
-            taken = taken % AT_ONCE + 1;
+            taken = true;
             if let Some(list) = &mut self.list {
                 list.begin(head);
             }
-            self.begin(head);
+            work += 1 + self.begin(head) / PIECE;
         }
-        if taken > 0 {
+        if taken {
             self.look.found();
             return Ok(Poll::Ready(()));
         }
@@ -214,12 +219,15 @@ where
         }
     }
 
-    fn begin(&mut self, head: u16) {
+    /// Begins a request; gives the bytes that it has read at once.
+    fn begin(&mut self, head: u16) -> usize {
+        let ended = self.context.done.borrow().len();
         self.open += 1;
         self.chain.follow(&self.ring, head);
         if let Some(job) = self.context.accept(&mut self.chain, head) {
             self.slots.start((self.serve)(self.context.clone(), job));
         }
+        self.context.done.borrow().iter().skip(ended).map(|end| end.written as usize).sum()
     }
 
     /// Shows completed requests to the driver.
