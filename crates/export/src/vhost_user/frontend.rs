@@ -110,7 +110,7 @@ impl<D: BlockDevice> Frontend<D> for VhostUserFrontend {
         let accepting = listener.as_fd().try_clone_to_owned()?;
         let control = Control { server: Arc::clone(&server), path };
         let mut workers = self.workers.clone();
-        // Most machines use the first queues only: those of each export are begin on another thread.
+        // Many machines have a single queue: let those of different disks be on different threads.
         if !workers.is_empty() {
             let first = self.exports.fetch_add(1, Ordering::Relaxed) % workers.len();
             workers.rotate_left(first);
