@@ -653,7 +653,9 @@ fn requests_on_several_threads_all_pass_and_none_too_early() {
             })
         })
         .collect();
-    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    for thread in threads {
+        thread.join().unwrap();
+    }
     // The last thread's requests, and those of the others that were not given up, have passed at the rate.
     let passed = REQUESTS * (THREADS - 1);
     let least = SECOND * (passed - RATE / 10 - 1) / RATE;
