@@ -14,7 +14,9 @@ use isobath_disk::{
     BackingFile, Below, Disk, DiskError, ImageFormat, InfoOptions, OpenOptions, Trust,
 };
 use isobath_qcow2::{FormatError, FormatErrorKind};
+use isobath_qmp::schema::{check, from_text};
 use isobath_qmp::secret::{Description, Source};
+use isobath_qmp::tables::SCHEMA;
 use isobath_storage::window::Part;
 use isobath_storage::{Locking, Operation, StorageError};
 use serde_json::{Map, Value};
@@ -97,16 +99,19 @@ impl Objects {
         all.flatten().collect()
     }
 
-    /// The texts of the secrets.
-    pub(crate) fn secrets(&self) -> impl Iterator<Item = &String> {
+    /// The texts of the others, which are created by QMP.
+    pub(crate) fn for_qmp(&self) -> impl Iterator<Item = &String> {
         self.object.iter().filter(|text| matches!(tls_object(text), Ok(None)))
     }
 
-    /// The arguments of QMP's `object-add` for the text of a secret.
+    /// The arguments of QMP's `object-add` for the text of a secret or a throttle group.
     ///
     /// # Errors
-    /// If its value is not in a file.
+    /// If a secret's value is not in a file, or a throttle group is not one.
     pub(crate) fn arguments(text: &str) -> Result<Map<String, Value>, String> {
+        if is_throttle_group(text) {
+            return throttle_group(text);
+        }
         let described = describe(text)?;
         let format = if described.base64 { "base64" } else { "raw" };
         let values = [
@@ -147,18 +152,36 @@ fn describe(text: &str) -> Result<Description, String> {
     Description::of(pairs.iter().map(|(name, value)| (name.as_str(), value.as_str())))
 }
 
-/// Checks an object: a secret with an ID and one source of its value, or one for encrypted connections.
+/// Checks an object: a secret with an ID and one source of its value, one for encrypted connections, or a throttle
+/// group.
 fn object(text: &str) -> Result<String, String> {
-    match tls_object(text)? {
-        Some(_) => Ok(text.to_owned()),
-        None => describe(text).map(|_| text.to_owned()),
+    if is_throttle_group(text) {
+        throttle_group(text)?;
+    } else if tls_object(text)?.is_none() {
+        describe(text)?;
     }
+    Ok(text.to_owned())
 }
 
 /// The object for encrypted connections that a text describes, if it is one.
 fn tls_object(text: &str) -> Result<Option<TlsObject>, String> {
     let (kind, pairs) = split(text);
     tls_objects::is_kind(kind).then(|| tls_objects::describe(kind, &pairs)).transpose()
+}
+
+fn is_throttle_group(text: &str) -> bool {
+    let kind = text.split(',').next().unwrap_or_default();
+    kind.strip_prefix("qom-type=").unwrap_or(kind) == "throttle-group"
+}
+
+/// The arguments of `object-add` for a throttle group.
+fn throttle_group(text: &str) -> Result<Map<String, Value>, String> {
+    let kind = if text.starts_with("qom-type=") { "" } else { "qom-type=" };
+    let pairs = options::parse(&[format!("{kind}{text}")]);
+    let command = SCHEMA.command("object-add").ok_or("objects are not supported")?;
+    let arguments = from_text(command.arguments, &pairs).map_err(|error| error.to_string())?;
+    check(command.arguments, &arguments).map_err(|error| error.to_string())?;
+    Ok(arguments)
 }
 
 /// An image given to a command.

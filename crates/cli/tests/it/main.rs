@@ -29,6 +29,7 @@ mod internal_snapshots;
 mod io_like_qemu_io;
 mod it_can_fail;
 mod left_alone;
+mod limits;
 mod live;
 mod live_guest;
 mod live_killed;

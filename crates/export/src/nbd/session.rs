@@ -12,6 +12,7 @@ use crate::pool::{Pool, Pooled};
 use crate::slots::Slots;
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
+use isobath_ring::others_wait;
 use isobath_storage::IoBuf;
 use std::cell::{Cell, RefCell};
 use std::future::{Future, pending, poll_fn};
@@ -21,6 +22,10 @@ use std::task::Poll;
 
 /// Payloads up to this length in bytes are received through the window.
 const SMALL_PAYLOAD: usize = 32 << 10;
+/// How much work a session does before it checks whether the thread's other tasks wait, and yields if they do: requests
+/// received, and pieces of this many bytes that they read or write.
+const AT_ONCE: usize = 8;
+const PIECE: usize = 16 << 10;
 /// While this many bytes or more wait to be sent, no request is started: the disk is faster than the client, and data
 /// read just in time is still in the processor's cache when it is sent.
 const MAX_QUEUED: usize = 2 << 20;
@@ -170,6 +175,10 @@ pub(crate) struct Session<'a, D, T> {
     sends: Cell<u64>,
     /// Why sending has failed.
     broken: RefCell<Option<io::Error>>,
+    /// The work since the last check.
+    work: Cell<usize>,
+    /// Whether the thread's other tasks are to have their turn.
+    yields: Cell<bool>,
     /// Whether the client has disconnected: replies are then dropped, and nothing more is received.
     gone: Cell<bool>,
     /// Whether the client was seen to disconnect while requests may still be received that it sent before.
@@ -222,6 +231,8 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
             share: RefCell::new(share),
             sends: Cell::new(0),
             broken: RefCell::new(None),
+            work: Cell::new(0),
+            yields: Cell::new(false),
             gone: Cell::new(false),
             hung_up: Cell::new(false),
         }
@@ -260,7 +271,8 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                     continue;
                 }
                 let sends = self.sends.get();
-                if writer.as_mut().poll(cx).is_ready() || self.sends.get() == sends {
+                let yields = self.yields.replace(false);
+                if writer.as_mut().poll(cx).is_ready() || self.sends.get() == sends || yields {
                     break;
                 }
             }
@@ -312,6 +324,10 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         let mut size = WINDOW;
         loop {
             while let Some(header) = window.unread().first_chunk().copied() {
+                if self.work.get() >= AT_ONCE {
+                    self.work.set(0);
+                    self.give_others_their_turn().await;
+                }
                 match self.read_one(header, window, &start).await {
                     Ok(large) => size = if large { NARROW } else { WINDOW },
                     Err(end) => return end,
@@ -328,6 +344,20 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                 Err(end) => return end,
             }
         }
+    }
+
+    /// Lets the thread's other tasks run if any of them is ready.
+    async fn give_others_their_turn(&self) {
+        let mut first = true;
+        poll_fn(|cx| {
+            if std::mem::take(&mut first) && others_wait(cx.waker()) {
+                self.yields.set(true);
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+            Poll::Ready(())
+        })
+        .await;
     }
 
     /// Receives one request; returns whether it had a large payload.
@@ -454,6 +484,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                 && self.share.borrow_mut().poll_take(bytes, cx).is_ready()
             {
                 self.requests.set(requests + 1);
+                self.work.set(self.work.get() + 1 + bytes / PIECE);
                 self.bytes.set(held + bytes);
                 Poll::Ready(Ok(()))
             } else {

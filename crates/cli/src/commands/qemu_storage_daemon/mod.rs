@@ -139,6 +139,7 @@ impl Args {
             failed => failed,
         };
         signals::end_at_the_second(signals, None);
+        control.service().let_pass();
         frontends.stop();
         for ended in listening {
             match ended.await {
@@ -161,7 +162,7 @@ impl Args {
 
     /// Adds the nodes and the exports.
     async fn begin(&self, control: &Daemons) -> Result<(), Failure> {
-        for object in self.objects.secrets() {
+        for object in self.objects.for_qmp() {
             let failed = |reason: String| {
                 Failure::new(format_args!("--object {}: {reason}", options::printable(object)))
             };

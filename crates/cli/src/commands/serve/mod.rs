@@ -7,6 +7,7 @@ mod disks;
 mod frontends;
 #[cfg(feature = "slow-disk")]
 mod slow;
+mod throttle;
 
 pub(crate) use args::Args;
 
@@ -34,6 +35,7 @@ use std::sync::Arc;
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let names = args.export_names()?;
     args.frontends.check(args.images.len())?;
+    throttle::check(&args.throttle, args.images.len())?;
     TlsArgs::check_qmp(&args.qmp)?;
     args.tls.check(args.frontends.addresses().chain(&args.qmp))?;
     let order = Order { args, names, tls: args.tls.read()? };
@@ -105,7 +107,9 @@ async fn serve<H: Host + Clone>(
     let monitor = Monitor::new(host, opening, drives.collect(), frontends.clone(), events.clone());
     let control = qmp::Server::new(monitor, events, args.qmp_limits());
     let monitor = control.service();
-    if let Err(failure) = args.frontends.export(monitor, &frontends, access) {
+    let limited = throttle::apply(&args.throttle, monitor);
+    let exported = limited.and_then(|()| args.frontends.export(monitor, &frontends, access));
+    if let Err(failure) = exported {
         monitor.end().await;
         return Err(failure);
     }
