@@ -153,8 +153,8 @@ impl<H: Host> LiveDisk<H> {
         &self.clock
     }
 
-    /// The limits of its requests. They apply to [`read`](Self::read), [`write`](Self::write), zero-writes and discards,
-    /// not to jobs.
+    /// The limits of its requests. They apply to [`read`](Self::read), [`write`](Self::write), zero-writes and
+    /// discards, not to jobs.
     pub fn throttle(&self) -> &Throttle {
         &self.throttle
     }

@@ -1,13 +1,13 @@
 //! Limits on the requests of disks: bytes and requests per second, with bursts, for one disk or a group of disks.
 //!
-//! The limits are QEMU's, with its meanings (its `docs/throttle.txt`): leaky buckets that all disks of a group fill, and
-//! the disks of a group take turns. Reads and writes count, zero-writes and discards as writes; flushes and queries do
-//! not.
+//! The limits are QEMU's, with its meanings (its `docs/throttle.txt`): leaky buckets that all disks of a group fill,
+//! and the disks of a group take turns. Reads and writes count, zero-writes and discards as writes; flushes and
+//! queries do not.
 //!
 //! A request that must wait does so before it reaches the disk ([`LiveDisk`](crate::live::LiveDisk) asks
-//! [`Throttle`]): it holds no lock, is not inside the gate, and is not counted as in flight, so no change of the chain,
-//! job or flush waits for it. Whoever must wait for the requests of a frontend to end lets them
-//! pass meanwhile ([`Throttle::drain`]).
+//! [`Throttle`]): it holds no lock, is not inside the gate, and is not counted as in flight, so no change of the
+//! chain, job or flush waits for it. Whoever must wait for the requests of a frontend to end lets them pass meanwhile
+//! ([`Throttle::drain`]).
 
 mod bucket;
 mod group;

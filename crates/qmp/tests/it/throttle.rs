@@ -197,7 +197,11 @@ fn a_throttle_group_limits_the_nodes_above_which_it_stands() {
         let file = json!({"driver": "file", "filename": directory.path().join(name)});
         json!({"driver": "qcow2", "file": file})
     };
-    let filter = |name: &str, file: Value| json!({"driver": "throttle", "node-name": name, "throttle-group": "tg", "file": file});
+    let filter = |name: &str, file: Value| {
+        let mut node = json!({"driver": "throttle", "throttle-group": "tg", "file": file});
+        node["node-name"] = name.into();
+        node
+    };
     let mut below = image("c");
     below["node-name"] = "c0".into();
     client.execute("blockdev-add", below).unwrap();

@@ -47,8 +47,8 @@ pub fn may_go_on(bytes: usize) -> bool {
 }
 
 /// Whether tasks of this thread's executor other than the one that `own` wakes are ready, or may be because of another
-/// thread. Takes the completions of their operations for that. A task that always has more to do then yields, so that they need not wait for all of it. `false`
-/// outside `block_on`.
+/// thread. Takes the completions of their operations for that. A task that always has more to do then yields, so that
+/// they need not wait for all of it. `false` outside `block_on`.
 pub fn others_wait(own: &Waker) -> bool {
     current().is_some_and(|local| local.others_wait(own))
 }

@@ -89,10 +89,10 @@ pub(crate) struct Args {
     /// Memory limit of each disk's map, such as 64M [default: as much as the disk needs, at most 132M]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(super) map_cache: Option<u64>,
-    /// Limit the requests to an image: iops-total, iops-read, iops-write, bps-total, bps-read and bps-write, in requests
-    /// and bytes per second, each also with -max (the rate of a burst) and -max-length (of a burst, in seconds);
-    /// iops-size, above which a request counts as several; and group, the name of limits that images share. With
-    /// several images, repeat the option, one per image in order; an empty value sets no limit
+    /// Limit the requests to an image: iops-total, iops-read, iops-write, bps-total, bps-read and bps-write, in
+    /// requests and bytes per second, each also with -max (the rate of a burst) and -max-length (of a burst, in
+    /// seconds); iops-size, above which a request counts as several; and group, the name of limits that images share.
+    /// With several images, repeat the option, one per image in order; an empty value sets no limit
     #[arg(long, value_name = "LIMIT=N,...", value_parser = throttle::parse)]
     pub(super) throttle: Vec<Throttling>,
     /// The images' format [default: detected]. Required for raw images unless --read-only is given
