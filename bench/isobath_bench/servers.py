@@ -102,9 +102,9 @@ class Server:
         self.socket.unlink(missing_ok=True)
 
 
-def isobath(image, *options, log="warn", socket="isobath", patience=60):
+def isobath(image, *options, log="warn", socket="isobath", patience=60, listen=None):
     socket = tools.WORK / f"{socket}.sock"
-    command = [tools.ISOBATH, "serve", image, "--nbd", f"unix:{socket}", *options]
+    command = [tools.ISOBATH, "serve", image, *(listen or ["--nbd", f"unix:{socket}"]), *options]
     return Server("isobath", command, socket, patience=patience, environment={"ISOBATH_LOG": log})
 
 

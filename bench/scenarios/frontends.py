@@ -2,7 +2,7 @@
 and the engine behind them alone. Ratios are medians of those within a round; NBD's are of medians."""
 
 from isobath_bench import scenario
-from isobath_bench.frontends import engine, fuse, idle, latency, nbd, scale, sequential, vhost, writes
+from isobath_bench.frontends import engine, fuse, idle, latency, nbd, neighbours, scale, sequential, vhost, writes
 
 PARTS = {
     "vhost": vhost,
@@ -14,6 +14,7 @@ PARTS = {
     "nbd": nbd,
     "engine": engine,
     "idle": idle,
+    "neighbours": neighbours,
 }
 
 

@@ -17,6 +17,7 @@ mod nbd_session;
 mod qmp;
 mod restart_log;
 mod seeds;
+mod tls;
 mod vhost_messages;
 mod vhost_user;
 
@@ -27,11 +28,12 @@ pub use fuse::fuse;
 pub use image::image;
 pub use journal::journal;
 pub use luks::luks;
-pub use nbd::{nbd_handshake, nbd_request};
+pub use nbd::{nbd_handshake, nbd_request, nbd_starttls};
 pub use nbd_session::nbd_session;
 pub use qmp::{job_file, qmp};
 pub use restart_log::restart_log;
 pub use seeds::seeds;
+pub use tls::tls_name;
 pub use vhost_messages::vhost_messages;
 pub use vhost_user::vhost_user;
 
@@ -62,6 +64,8 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("vhost_messages", vhost_messages),
     ("formats", formats),
     ("luks", luks),
+    ("nbd_starttls", nbd_starttls),
+    ("tls_name", tls_name),
 ];
 
 /// Takes bytes for the target's own choices from the front of its input; zeroes when it runs out.

@@ -82,7 +82,7 @@ fn serve(files: &Files, talk: impl AsyncFnOnce(&Served)) {
             let disk = disk.expect("a valid image");
             // Nobody accepts its clients.
             let listener = Listener::bind_tcp((Ipv4Addr::LOCALHOST, 0).into()).expect("a port");
-            let listeners = Listeners::from([("nbd", vec![listener])]);
+            let listeners = Listeners::from([("nbd", vec![listener.into()])]);
             let frontends = Frontends::start(&[], listeners).expect("frontends");
             let drives = vec![Drive::new("disk", disk.clone())];
             let events = Events::default();

@@ -77,6 +77,11 @@ fn valid(target: &str) -> Vec<Vec<u8>> {
         "journal" => journals(),
         "embedded" => leads(),
         "nbd_handshake" => vec![handshake(255), handshake(0)],
+        "nbd_starttls" => vec![starttls(true), starttls(false)],
+        "tls_name" => vec![
+            b"\x31\x0b\x30\x09\x06\x03\x55\x04\x06\x13\x02GB\x31\x0c\x30\x0a\x06\x03\x55\x04\x03\x0c\x03a,b"
+                .to_vec(),
+        ],
         "nbd_session" => sessions(),
         "fuse" => crate::fuse::valid_inputs(),
         "qmp" => crate::qmp::conversations(),
@@ -227,6 +232,15 @@ fn image(new: &NewImage) -> Vec<u8> {
         bytes[start..start + part.len()].copy_from_slice(&part);
     }
     bytes
+}
+
+/// A client's part of a handshake that it encrypts: structured replies, `STARTTLS` at the end of a piece, and a whole
+/// handshake after it.
+fn starttls(required: bool) -> Vec<u8> {
+    let first: [&[u8]; 2] = [b"IHAVEOPT\0\0\0\x08\0\0\0\0", b"IHAVEOPT\0\0\0\x05\0\0\0\0"];
+    let first = [&3u32.to_be_bytes()[..], &first.concat()].concat();
+    let prefix = [first.len() as u8 - 1, u8::from(required)];
+    [&prefix[..], &first, &handshake(0)[5..]].concat()
 }
 
 /// A client's part of a handshake: structured replies, a list, a context, and the export `disk`.

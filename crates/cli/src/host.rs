@@ -4,7 +4,8 @@
 
 use crate::failure::Failure;
 use crate::null::{self, NullHost};
-use isobath_nbd_client::{NbdHost, is_name};
+use isobath_nbd_client::name::ExportName;
+use isobath_nbd_client::{Encryption, NbdHost, is_name};
 use isobath_storage::either::{EitherHost, Side};
 use isobath_storage::window::{Part, WindowHost};
 use isobath_storage::{FileId, Host, Locking, OpenMode, StorageExt};
@@ -26,17 +27,23 @@ type OtherFile = <OtherHost as Host>::File;
 /// An open file of an image.
 pub(crate) type ImageFile = <ImageHost as Host>::File;
 
+static EXPORTS: LazyLock<NbdHost> = LazyLock::new(NbdHost::default);
+
 static IMAGES: LazyLock<ImageHost> = LazyLock::new(|| {
     let side = |second| if second { Side::Second } else { Side::First };
     let is_other = |name: &Path| null::is_name(name) || name.to_str().is_some_and(is_name);
-    let others =
-        EitherHost::new(NbdHost::default(), NullHost, move |name| side(null::is_name(name)));
+    let others = EitherHost::new(EXPORTS.clone(), NullHost, move |name| side(null::is_name(name)));
     WindowHost::new(EitherHost::new(FileHost, others, move |name| side(is_other(name))))
 });
 
 /// The host of all images.
 pub(crate) fn images() -> &'static ImageHost {
     &IMAGES
+}
+
+/// Encrypts all later connections to an export.
+pub(crate) fn encrypt_export(name: &ExportName, encryption: Encryption) {
+    EXPORTS.encrypt(name, encryption);
 }
 
 /// Whether a name is that of an NBD export, or of a part of one.

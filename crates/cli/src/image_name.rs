@@ -6,6 +6,7 @@
 use crate::failure::Failure;
 use crate::host::{self, ImageHost, images};
 use crate::null::{self, is_null};
+use crate::tls_objects::{self, TlsObject};
 use crate::trust::Trusting;
 use crate::{nbd_options, options, size};
 use isobath_disk::encryption::{Secret, Secrets};
@@ -13,7 +14,9 @@ use isobath_disk::{
     BackingFile, Below, Disk, DiskError, ImageFormat, InfoOptions, OpenOptions, Trust,
 };
 use isobath_qcow2::{FormatError, FormatErrorKind};
+use isobath_qmp::schema::{check, from_text};
 use isobath_qmp::secret::{Description, Source};
+use isobath_qmp::tables::SCHEMA;
 use isobath_storage::window::Part;
 use isobath_storage::{Locking, Operation, StorageError};
 use serde_json::{Map, Value};
@@ -71,7 +74,8 @@ impl SecretFile {
 /// QEMU's objects that a command uses.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub(crate) struct Objects {
-    /// Define an object, such as secret,id=NAME,file=FILE; can be repeated
+    /// Define an object, such as secret,id=NAME,file=FILE or tls-creds-x509,id=NAME,dir=DIR,endpoint=client; can be
+    /// repeated
     #[arg(long, value_name = "OBJECT", value_parser = object)]
     pub(crate) object: Vec<String>,
 }
@@ -89,11 +93,25 @@ impl Objects {
         found.load().map(Arc::new)
     }
 
-    /// The arguments of QMP's `object-add` for an object's text.
+    /// The objects for encrypted connections.
+    pub(crate) fn tls(&self) -> Vec<TlsObject> {
+        let all = self.object.iter().filter_map(|text| tls_object(text).ok());
+        all.flatten().collect()
+    }
+
+    /// The texts of the others, which are created by QMP.
+    pub(crate) fn for_qmp(&self) -> impl Iterator<Item = &String> {
+        self.object.iter().filter(|text| matches!(tls_object(text), Ok(None)))
+    }
+
+    /// The arguments of QMP's `object-add` for the text of a secret or a throttle group.
     ///
     /// # Errors
-    /// If its value is not in a file.
+    /// If a secret's value is not in a file, or a throttle group is not one.
     pub(crate) fn arguments(text: &str) -> Result<Map<String, Value>, String> {
+        if is_throttle_group(text) {
+            return throttle_group(text);
+        }
         let described = describe(text)?;
         let format = if described.base64 { "base64" } else { "raw" };
         let values = [
@@ -118,20 +136,52 @@ fn file_of(description: &Description) -> Result<&str, String> {
     }
 }
 
-/// The secret that an object's text describes.
-fn describe(text: &str) -> Result<Description, String> {
+/// An object's kind, and its options.
+fn split(text: &str) -> (&str, Vec<(String, String)>) {
     let (kind, rest) = text.split_once(',').unwrap_or((text, ""));
     let kind = kind.strip_prefix("qom-type=").unwrap_or(kind);
+    (kind, options::parse(&[rest.to_owned()]))
+}
+
+/// The secret that an object's text describes.
+fn describe(text: &str) -> Result<Description, String> {
+    let (kind, pairs) = split(text);
     if kind != "secret" {
         return Err(format!("Parameter 'qom-type' does not accept value '{kind}'"));
     }
-    let pairs = options::parse(&[rest.to_owned()]);
     Description::of(pairs.iter().map(|(name, value)| (name.as_str(), value.as_str())))
 }
 
-/// Checks an object: a secret with an ID, and one source of its value.
+/// Checks an object: a secret with an ID and one source of its value, one for encrypted connections, or a throttle
+/// group.
 fn object(text: &str) -> Result<String, String> {
-    describe(text).map(|_| text.to_owned())
+    if is_throttle_group(text) {
+        throttle_group(text)?;
+    } else if tls_object(text)?.is_none() {
+        describe(text)?;
+    }
+    Ok(text.to_owned())
+}
+
+/// The object for encrypted connections that a text describes, if it is one.
+fn tls_object(text: &str) -> Result<Option<TlsObject>, String> {
+    let (kind, pairs) = split(text);
+    tls_objects::is_kind(kind).then(|| tls_objects::describe(kind, &pairs)).transpose()
+}
+
+fn is_throttle_group(text: &str) -> bool {
+    let kind = text.split(',').next().unwrap_or_default();
+    kind.strip_prefix("qom-type=").unwrap_or(kind) == "throttle-group"
+}
+
+/// The arguments of `object-add` for a throttle group.
+fn throttle_group(text: &str) -> Result<Map<String, Value>, String> {
+    let kind = if text.starts_with("qom-type=") { "" } else { "qom-type=" };
+    let pairs = options::parse(&[format!("{kind}{text}")]);
+    let command = SCHEMA.command("object-add").ok_or("objects are not supported")?;
+    let arguments = from_text(command.arguments, &pairs).map_err(|error| error.to_string())?;
+    check(command.arguments, &arguments).map_err(|error| error.to_string())?;
+    Ok(arguments)
 }
 
 /// An image given to a command.
@@ -207,6 +257,7 @@ impl Naming {
     fn parse_name(&self, name: &Path, format: Option<ImageFormat>) -> Result<Image, String> {
         let shown = name.to_string_lossy().into_owned();
         let secrets = self.secret_file.load()?;
+        tls_objects::define(self.objects.tls());
         let plain = |path: PathBuf, format| Image {
             secrets: secrets.clone(),
             ..Image::plain(shown.clone(), path, format)

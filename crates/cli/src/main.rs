@@ -24,6 +24,7 @@ mod screen;
 mod server;
 mod size;
 mod temporary;
+mod tls_objects;
 mod trust;
 mod workers;
 

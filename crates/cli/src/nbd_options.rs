@@ -1,5 +1,7 @@
 //! QEMU's options for exports of NBD servers: `driver=nbd` and those of its address.
 
+use crate::{host, tls_objects};
+use isobath_nbd_client::Encryption;
 use isobath_nbd_client::name::{DEFAULT_PORT, ExportName, Server, port};
 use std::path::PathBuf;
 
@@ -15,7 +17,7 @@ pub(crate) fn named(name: &str) -> Result<PathBuf, String> {
 /// The name of the export that options describe. Takes the options, whose names begin with `prefix`, from `pairs`.
 ///
 /// # Errors
-/// They do not describe an export, or request TLS.
+/// They do not describe an export, or the credentials for TLS cannot be used.
 pub(crate) fn described(
     prefix: &str,
     pairs: &mut Vec<(String, String)>,
@@ -24,9 +26,7 @@ pub(crate) fn described(
         let at = pairs.iter().position(|(other, _)| other.strip_prefix(prefix) == Some(name))?;
         Some(pairs.swap_remove(at).1)
     };
-    if take("tls-creds").is_some() || take("tls-hostname").is_some() {
-        return Err("encrypted connections (TLS) to NBD servers are not supported".into());
-    }
+    let (credentials, hostname) = (take("tls-creds"), take("tls-hostname"));
     // These control how QEMU reconnects; here a lost connection is not replaced.
     for ignored in ["reconnect-delay", "open-timeout"] {
         take(ignored);
@@ -36,7 +36,8 @@ pub(crate) fn described(
         if export.is_some() {
             return Err("the export is named twice".into());
         }
-        return named(&name);
+        let export = ExportName::parse(&name).map_err(|error| error.to_string())?;
+        return opened(&export, credentials, hostname);
     }
     let (kind, path) = (take("server.type"), take("server.path").or_else(|| take("path")));
     let host = take("server.host").or_else(|| take("host"));
@@ -66,5 +67,33 @@ pub(crate) fn described(
         }
     };
     let export = ExportName::new(server, export).map_err(|error| error.to_string())?;
+    opened(&export, credentials, hostname)
+}
+
+/// The name by which the host opens an export, over TLS if there is the ID of credentials.
+fn opened(
+    export: &ExportName,
+    credentials: Option<String>,
+    hostname: Option<String>,
+) -> Result<PathBuf, String> {
+    match (credentials, hostname) {
+        (None, None) => {}
+        (None, Some(_)) => return Err("tls-hostname may not be used without tls-creds".into()),
+        (Some(id), hostname) => {
+            let credentials = tls_objects::client(&id)?;
+            let host = match (hostname, export.server()) {
+                (Some(host), _) => host,
+                (None, Server::Tcp { host, .. }) => host.clone(),
+                (None, Server::Unix(_)) => {
+                    return Err(
+                        "a socket file has no host name; give the name in the server's certificate \
+                         by tls-hostname"
+                            .into(),
+                    );
+                }
+            };
+            host::encrypt_export(export, Encryption { credentials, host });
+        }
+    }
     Ok(export.to_string().into())
 }

@@ -1,5 +1,6 @@
 //! The block device that every frontend serves.
 
+use crate::throttle::Drained;
 use isobath_image::{DiskError, Result};
 use isobath_storage::IoBuf;
 use std::future::{Future, pending};
@@ -87,12 +88,20 @@ pub trait BlockDevice: Send + Sync + 'static {
         let _ = known;
         pending()
     }
+
+    /// Lets requests pass without waiting for the disk's limits, those that wait too, until the returned value is
+    /// dropped. Frontends call it before they wait for their requests to end.
+    fn drain(&self) -> Drained {
+        Drained::default()
+    }
 }
 
 /// Implements the trait for a type that has its methods.
 macro_rules! block_device {
-    ($device:ident) => {
+    ($device:ident $($more:tt)*) => {
         impl<H: Host> BlockDevice for $device<H> {
+            $($more)*
+
             fn size(&self) -> u64 {
                 $device::size(self)
             }

@@ -43,6 +43,7 @@ mod status;
 mod store_index;
 #[cfg(test)]
 mod testing;
+pub mod throttle;
 mod touched;
 mod vm_state;
 pub mod write;

@@ -76,6 +76,16 @@ impl Share<'_> {
         Poll::Ready(())
     }
 
+    /// Counts bytes that the client holds already, whether they are available or not.
+    pub(crate) fn hold(&mut self, bytes: usize) {
+        let before = beyond(self.held);
+        self.held = self.held.saturating_add(bytes);
+        let more = beyond(self.held) - before;
+        if more > 0 {
+            self.budget.state.lock().held += more;
+        }
+    }
+
     /// Releases bytes.
     pub(crate) fn give(&mut self, bytes: usize) {
         let before = beyond(self.held);
@@ -140,6 +150,23 @@ mod tests {
         drop((greedy, other));
         assert_eq!(held(), 0);
         assert!(takes(&mut budget.share(), 32 * MIB));
+    }
+
+    #[test]
+    fn what_a_client_holds_anyway_counts() {
+        let budget = Budget::new(16 * MIB);
+        let held = || budget.state.lock().held;
+        let mut share = budget.share();
+        share.hold(MIB);
+        assert_eq!(held(), 0, "within what is guaranteed");
+        assert!(takes(&mut share, 3 * MIB));
+        assert!(!takes(&mut share, 3 * MIB), "less is left of it");
+        drop(share);
+        let mut share = budget.share();
+        share.hold(ASSURED + MIB);
+        assert_eq!(held(), MIB);
+        share.give(MIB);
+        assert_eq!(held(), 0);
     }
 
     struct Count(AtomicUsize);

@@ -3,6 +3,7 @@
 //! A frontend is started once, with the threads that serve its clients; disks are then exported over it and removed
 //! again. The command line and QMP do both only through this module, guided by the description in [`Protocol`].
 
+use crate::tls::Security;
 use isobath_disk::BlockDevice;
 use isobath_ring::Handle;
 use isobath_ring::net::Listener;
@@ -191,7 +192,23 @@ pub struct Start {
     pub workers: Vec<Handle>,
     /// Where clients of all exports connect. A [shared](Protocol::shared) server without listeners accepts no exports;
     /// a server that is not shared has no listeners.
-    pub listeners: Vec<Listener>,
+    pub listeners: Vec<Entrance>,
+}
+
+/// Where clients of a [shared](Protocol::shared) server connect.
+#[derive(Debug)]
+pub struct Entrance {
+    /// The socket.
+    pub listener: Listener,
+    /// Whether they encrypt.
+    pub security: Security,
+}
+
+impl From<Listener> for Entrance {
+    /// Without encryption.
+    fn from(listener: Listener) -> Self {
+        Self { listener, security: Security::Plain }
+    }
 }
 
 /// A started frontend.

@@ -12,4 +12,5 @@ mod pool;
 pub mod registry;
 mod slots;
 mod stop;
+pub mod tls;
 pub mod vhost_user;

@@ -1,9 +1,8 @@
 //! The table of frontends.
 
-use crate::frontend::{Frontend, FrontendError, Protocol, Start};
+use crate::frontend::{Entrance, Frontend, FrontendError, Protocol, Start};
 use crate::{fuse, nbd, vhost_user};
 use isobath_disk::BlockDevice;
-use isobath_ring::net::Listener;
 use isobath_ring::{Handle, JoinHandle, spawn};
 use std::collections::BTreeMap;
 use std::io;
@@ -33,7 +32,7 @@ frontends! {
 pub struct Frontends<D: BlockDevice>(Vec<Rc<dyn Frontend<D>>>);
 
 /// Where clients of [shared](Protocol::shared) servers connect, by protocol name.
-pub type Listeners = BTreeMap<&'static str, Vec<Listener>>;
+pub type Listeners = BTreeMap<&'static str, Vec<Entrance>>;
 
 impl<D: BlockDevice> Frontends<D> {
     /// Starts all frontends. Clients are served by `workers`, or on this thread if there are none.

@@ -5,7 +5,8 @@
 //! ends the connection; every request, current or later, then fails with the same error.
 
 use crate::call::{Call, Done};
-use crate::handshake::{Agreed, negotiate};
+use crate::encryption::Encryption;
+use crate::handshake::{Agreed, HandshakeError, negotiate, negotiate_secured};
 use crate::name::{ExportName, Server};
 use crate::reply::{
     CHUNK_REST, Chunk, Expected, Extent, MAGIC, SIMPLE_REST, Simple, Step, Style, Violation, errno,
@@ -13,8 +14,10 @@ use crate::reply::{
 use crate::wire::{REQUEST_MAGIC, command};
 use isobath_storage::{IoBuf, cause};
 use isobath_sync::{AsyncMutex, Condition, WaitGroup};
+use isobath_tls::{Channel, Unread};
 use parking_lot::{Condvar, Mutex};
 use socket2::{Domain, SockAddr, Socket, Type};
+use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 use std::future::poll_fn;
 use std::io::{self, ErrorKind, IoSlice, Read, Write};
@@ -27,6 +30,10 @@ use std::time::{Duration, Instant};
 const MAX_VECTORS: usize = 1024;
 /// Bytes skipped at a time.
 const SKIPPED_AT_ONCE: usize = 64 << 10;
+/// Bytes encrypted at a time.
+const STEP: usize = 64 << 10;
+/// Room for the bytes that those grow by.
+const GROWTH: usize = 8 << 10;
 
 /// Why a connection has ended.
 #[derive(Clone, Debug)]
@@ -79,6 +86,8 @@ struct Queued {
 #[derive(Default)]
 struct State {
     socket: Option<Arc<Socket>>,
+    /// The encryption, if there is any, once the export was chosen.
+    channel: Option<Arc<Mutex<Channel>>>,
     agreed: Option<Agreed>,
     failed: Option<Failure>,
     cookies: u64,
@@ -92,6 +101,7 @@ struct State {
 /// The state that a connection shares with its threads.
 struct Inner {
     name: ExportName,
+    encryption: Option<Encryption>,
     state: Mutex<State>,
     /// Notified when there is something to send, and when there never will be again.
     queued: Condvar,
@@ -115,9 +125,14 @@ impl Connection {
     ///
     /// # Errors
     /// No thread can be started.
-    pub(crate) fn start(name: ExportName, patience: Duration) -> io::Result<Self> {
+    pub(crate) fn start(
+        name: ExportName,
+        encryption: Option<Encryption>,
+        patience: Duration,
+    ) -> io::Result<Self> {
         let inner = Arc::new(Inner {
             name,
+            encryption,
             state: Mutex::default(),
             queued: Condvar::new(),
             settled: Condition::default(),
@@ -251,7 +266,13 @@ impl Inner {
             let goodbye = Request { command: command::DISC, flags: 0, offset: 0, length: 0 };
             // If it fails, the server notices the end of the stream.
             let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-            let _ = socket.send_with_flags(&goodbye.header(state.cookies + 1), flags);
+            let header = goodbye.header(state.cookies + 1);
+            let _ = match &state.channel {
+                None => socket.send_with_flags(&header, flags),
+                Some(channel) => {
+                    socket.send_with_flags(&last_words(&mut channel.lock(), &header), flags)
+                }
+            };
         }
         drop(state);
         self.fail(ErrorKind::NotConnected, "the connection was closed");
@@ -260,19 +281,33 @@ impl Inner {
     /// The receiving thread: connects, starts the sending thread, and receives until the end.
     fn run(self: Arc<Self>, patience: Duration) {
         let until = Instant::now() + patience;
-        let (socket, agreed) = match self.connect(until) {
+        let Connected { socket, agreed, secured } = match self.connect(until) {
             Ok(connected) => connected,
             Err(Failure { kind, text }) => return self.fail(kind, &text),
         };
-        self.state.lock().agreed = Some(agreed);
+        let (channel, received) = match secured {
+            None => (None, Unread::default()),
+            Some((channel, received)) => (Some(Arc::new(Mutex::new(channel))), received),
+        };
+        {
+            let mut state = self.state.lock();
+            state.agreed = Some(agreed);
+            state.channel.clone_from(&channel);
+        }
         let sender = self.clone();
-        let to = socket.clone();
+        let to = Wire { socket: socket.clone(), channel: channel.clone() };
         let thread = thread::Builder::new().name("nbd-send".into());
         if let Err(error) = thread.spawn(move || sender.send_all(&to)) {
             return self.fail(error.kind(), &format!("no thread can be started: {error}"));
         }
         self.settled.changed();
-        let Err(end) = Receiver { inner: &self, socket: &socket, agreed }.receive_all();
+        let Err(end) = (Receiver {
+            inner: &self,
+            wire: Wire { socket, channel },
+            received: RefCell::new(received),
+            agreed,
+        })
+        .receive_all();
         let text = match end {
             End::Lost(error) if error.kind() == ErrorKind::UnexpectedEof => {
                 format!("the NBD server of '{}' closed the connection", self.name)
@@ -295,7 +330,7 @@ impl Inner {
     }
 
     /// Connects, and chooses the export.
-    fn connect(&self, until: Instant) -> Result<(Arc<Socket>, Agreed), Failure> {
+    fn connect(&self, until: Instant) -> Result<Connected, Failure> {
         let socket = self.reach(until).map_err(|error| Failure {
             kind: error.kind(),
             text: format!("Failed to connect to '{}': {}", self.name.server(), cause(&error))
@@ -313,15 +348,30 @@ impl Inner {
             state.socket = Some(socket.clone());
         }
         let mut stream = Deadline { socket: &socket, until };
-        let agreed = negotiate(&mut stream, self.name.export());
-        let agreed = agreed.map_err(|error| Failure {
+        let negotiated = match &self.encryption {
+            None => negotiate(&mut stream, self.name.export()).map(|agreed| (agreed, None)),
+            Some(encryption) => self.secure(stream, encryption),
+        };
+        let (agreed, secured) = negotiated.map_err(|error| Failure {
             kind: ErrorKind::ConnectionRefused,
             text: error.to_string().into(),
         })?;
         // From now on the server may take as long as it likes.
         let unlimited = socket.set_read_timeout(None).and_then(|()| socket.set_write_timeout(None));
         unlimited.map_err(|error| Failure { kind: error.kind(), text: cause(&error).into() })?;
-        Ok((socket, agreed))
+        Ok(Connected { socket, agreed, secured })
+    }
+
+    /// Encrypts the connection, and chooses the export.
+    fn secure(
+        &self,
+        stream: Deadline<'_>,
+        encryption: &Encryption,
+    ) -> Result<(Agreed, Option<(Channel, Unread)>), HandshakeError> {
+        let channel = encryption.credentials.channel(&encryption.host)?;
+        let (agreed, secured) = negotiate_secured(stream, channel, self.name.export())?;
+        let (_, channel, received) = secured.into_parts();
+        Ok((agreed, Some((channel, received))))
     }
 
     fn reach(&self, until: Instant) -> io::Result<Socket> {
@@ -352,7 +402,8 @@ impl Inner {
     }
 
     /// The sending thread.
-    fn send_all(&self, socket: &Socket) {
+    fn send_all(&self, wire: &Wire) {
+        let mut encrypted = Vec::new();
         loop {
             let next = {
                 let mut state = self.state.lock();
@@ -371,7 +422,7 @@ impl Inner {
             let Queued { request, cookie, call } = next;
             let data = request.command == command::WRITE;
             let Some(bufs) = call.start(data) else { continue };
-            let sent = send(socket, &request.header(cookie), &bufs);
+            let sent = wire.send(&request.header(cookie), &bufs, &mut encrypted);
             if data {
                 call.give_back(bufs);
             }
@@ -418,6 +469,93 @@ impl Write for Deadline<'_> {
     }
 }
 
+/// An established connection.
+struct Connected {
+    socket: Arc<Socket>,
+    agreed: Agreed,
+    /// If it is encrypted: the channel, and what was received and not decrypted.
+    secured: Option<(Channel, Unread)>,
+}
+
+/// What the two threads send to and receive from.
+struct Wire {
+    socket: Arc<Socket>,
+    channel: Option<Arc<Mutex<Channel>>>,
+}
+
+impl Wire {
+    /// Sends a header and the data that follows it. Only one thread may do so. `encrypted` is reused memory.
+    fn send(&self, header: &[u8], bufs: &[IoBuf], encrypted: &mut Vec<u8>) -> io::Result<()> {
+        let Some(channel) = &self.channel else { return send(&self.socket, header, bufs) };
+        let parts = std::iter::once(header).chain(bufs.iter().map(|buf| &buf[..]));
+        let mut waiting: Vec<IoSlice<'_>> = Vec::new();
+        let mut length = 0;
+        for piece in parts.flat_map(|part| part.chunks(STEP)) {
+            if length + piece.len() > STEP {
+                self.send_encrypted(channel, &waiting, encrypted)?;
+                waiting.clear();
+                length = 0;
+            }
+            waiting.push(IoSlice::new(piece));
+            length += piece.len();
+        }
+        self.send_encrypted(channel, &waiting, encrypted)
+    }
+
+    /// Encrypts and sends at most [`STEP`] bytes. The channel is not locked while they are sent: the other thread must
+    /// receive meanwhile.
+    fn send_encrypted(
+        &self,
+        channel: &Mutex<Channel>,
+        parts: &[IoSlice<'_>],
+        encrypted: &mut Vec<u8>,
+    ) -> io::Result<()> {
+        encrypted.resize(STEP + GROWTH, 0);
+        channel.lock().write(parts)?;
+        loop {
+            let count = channel.lock().output(encrypted);
+            match encrypted.get(..count).filter(|output| !output.is_empty()) {
+                Some(output) => send(&self.socket, output, &[])?,
+                None => return Ok(()),
+            }
+        }
+    }
+
+    /// Fills `buf`. Only one thread may do so. `received` has what was not decrypted before.
+    fn fill(&self, mut buf: &mut [u8], received: &mut Unread) -> io::Result<()> {
+        let mut socket = &*self.socket;
+        let Some(channel) = &self.channel else { return socket.read_exact(buf) };
+        while !buf.is_empty() {
+            let read = channel.lock().read(buf);
+            match read {
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok(count) => buf = buf.get_mut(count..).unwrap_or_default(),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    if received.is_empty() {
+                        match received.fill(&mut socket) {
+                            Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                            filled => filled?,
+                        };
+                    }
+                    received.decrypt(&mut channel.lock())?;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A last message, encrypted, and the end of the encrypted stream.
+fn last_words(channel: &mut Channel, message: &[u8]) -> Vec<u8> {
+    let mut encrypted = vec![0; GROWTH];
+    let written = channel.write(&[IoSlice::new(message)]);
+    channel.end();
+    let count = if written.is_ok() { channel.output(&mut encrypted) } else { 0 };
+    encrypted.truncate(count);
+    encrypted
+}
+
 /// Sends a header and the data that follows it.
 fn send(socket: &Socket, header: &[u8], bufs: &[IoBuf]) -> io::Result<()> {
     let mut parts: Vec<IoSlice<'_>> = Vec::with_capacity(bufs.len() + 1);
@@ -456,7 +594,8 @@ impl From<Violation> for End {
 
 struct Receiver<'a> {
     inner: &'a Inner,
-    socket: &'a Socket,
+    wire: Wire,
+    received: RefCell<Unread>,
     agreed: Agreed,
 }
 
@@ -468,8 +607,7 @@ impl Receiver<'_> {
     }
 
     fn fill(&self, buf: &mut [u8]) -> io::Result<()> {
-        let mut socket = self.socket;
-        socket.read_exact(buf)
+        self.wire.fill(buf, &mut self.received.borrow_mut())
     }
 
     fn receive_all(&self) -> Result<std::convert::Infallible, End> {

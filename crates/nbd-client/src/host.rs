@@ -1,6 +1,7 @@
 //! Opening exports by their names.
 
 use crate::connection::Connection;
+use crate::encryption::Encryption;
 use crate::file::NbdFile;
 use crate::name::{ExportName, Server, is_name};
 use isobath_storage::{FileId, Host, OpenMode, Operation, Result, Storage, StorageError, ZeroMode};
@@ -34,12 +35,13 @@ type Connections = HashMap<(Server, String), Weak<Connection>>;
 #[derive(Clone)]
 pub struct NbdHost {
     connections: Arc<Mutex<Connections>>,
+    encrypted: Arc<Mutex<HashMap<(Server, String), Encryption>>>,
     patience: Duration,
 }
 
 impl Default for NbdHost {
     fn default() -> Self {
-        Self { connections: Arc::default(), patience: PATIENCE }
+        Self { connections: Arc::default(), encrypted: Arc::default(), patience: PATIENCE }
     }
 }
 
@@ -56,18 +58,33 @@ impl NbdHost {
         Self { patience, ..Self::default() }
     }
 
+    /// Encrypts all later connections to an export, by whichever of its names it is opened.
+    pub fn encrypt(&self, name: &ExportName, encryption: Encryption) {
+        let key = key(name);
+        if self.encrypted.lock().insert(key.clone(), encryption).is_none() {
+            // One that is not encrypted is not shared any more.
+            self.connections.lock().remove(&key);
+        }
+    }
+
     fn connection(&self, name: &ExportName) -> io::Result<Arc<Connection>> {
-        let key = (name.server().clone(), name.export().to_owned());
+        let key = key(name);
         let mut connections = self.connections.lock();
         let there = connections.get(&key).and_then(Weak::upgrade);
         if let Some(connection) = there.filter(|connection| connection.is_alive()) {
             return Ok(connection);
         }
+        let encryption = self.encrypted.lock().get(&key).cloned();
         connections.retain(|_, connection| connection.strong_count() > 0);
-        let connection = Arc::new(Connection::start(name.clone(), self.patience)?);
+        let connection = Arc::new(Connection::start(name.clone(), encryption, self.patience)?);
         connections.insert(key, Arc::downgrade(&connection));
         Ok(connection)
     }
+}
+
+/// What tells exports apart.
+fn key(name: &ExportName) -> (Server, String) {
+    (name.server().clone(), name.export().to_owned())
 }
 
 /// The export of this name.

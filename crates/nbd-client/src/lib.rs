@@ -2,7 +2,7 @@
 //!
 //! [`NbdHost`] opens exports by QEMU's [names](name) for them: each is an [`NbdFile`] of a fixed length. It negotiates
 //! fixed newstyle, structured replies, block sizes and the context `base:allocation`, and works without those that a
-//! server lacks. TLS is not supported.
+//! server lacks. A connection is encrypted by TLS if [`NbdHost::encrypt`] says so.
 //!
 //! Any number of tasks may have requests in flight on one connection, which has two threads of its own: futures run on
 //! any executor, and the connection may outlive the one that opened it. A request owns its buffers until its reply has
@@ -14,6 +14,7 @@
 
 mod call;
 mod connection;
+mod encryption;
 mod file;
 pub mod handshake;
 mod host;
@@ -21,6 +22,7 @@ pub mod name;
 pub mod reply;
 pub mod wire;
 
+pub use encryption::Encryption;
 pub use file::NbdFile;
 pub use host::{NbdHost, identity};
 pub use name::is_name;

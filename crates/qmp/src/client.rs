@@ -1,6 +1,7 @@
 //! A blocking QMP client, for the command line.
 
 use crate::json::{self, Limits, Splitter};
+use isobath_tls::{Blocking, ClientCredentials};
 use serde_json::{Map, Value, json};
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -12,6 +13,9 @@ use std::time::{Duration, Instant};
 
 /// The longest reply accepted, enough for a disk with many thousands of layers.
 const LONGEST: usize = 256 << 20;
+
+/// How long a server may take to answer in a TLS handshake.
+const HANDSHAKE: Duration = Duration::from_secs(30);
 
 /// Why a command failed.
 #[derive(Debug, thiserror::Error)]
@@ -83,6 +87,13 @@ impl Address {
             _ => Self::Unix(text.into()),
         }
     }
+
+    /// The host of a TCP address, without brackets.
+    pub fn host(&self) -> Option<&str> {
+        let Self::Tcp(text) = self else { return None };
+        let host = text.rsplit_once(':').map_or(text.as_str(), |(host, _)| host);
+        Some(host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host))
+    }
 }
 
 enum Socket {
@@ -97,18 +108,55 @@ impl Socket {
             Self::Tcp(stream) => stream.set_read_timeout(timeout),
         }
     }
+}
 
+impl Read for Socket {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         match self {
             Self::Unix(stream) => stream.read(buf),
             Self::Tcp(stream) => stream.read(buf),
         }
     }
+}
+
+impl Write for Socket {
+    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::Unix(stream) => stream.write(buf),
+            Self::Tcp(stream) => stream.write(buf),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A connection, encrypted or not.
+enum Connection {
+    Plain(Socket),
+    Secured(Box<Blocking<Socket>>),
+}
+
+impl Connection {
+    fn socket(&self) -> &Socket {
+        match self {
+            Self::Plain(socket) => socket,
+            Self::Secured(secured) => secured.stream(),
+        }
+    }
+
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Plain(socket) => socket.read(buf),
+            Self::Secured(secured) => secured.read(buf),
+        }
+    }
 
     fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
         match self {
-            Self::Unix(stream) => stream.write_all(bytes),
-            Self::Tcp(stream) => stream.write_all(bytes),
+            Self::Plain(socket) => socket.write_all(bytes),
+            Self::Secured(secured) => secured.write_all(bytes),
         }
     }
 }
@@ -118,7 +166,7 @@ const DEEPEST: usize = 120;
 
 /// A session with an Isobath or QEMU server.
 pub struct Client {
-    socket: Socket,
+    connection: Connection,
     splitter: Splitter,
     /// Received but not yet processed.
     input: Vec<u8>,
@@ -132,16 +180,46 @@ impl Client {
     /// # Errors
     /// Nothing listens there, or it is not a QMP server.
     pub fn connect(address: &Address) -> Result<Self, ClientError> {
-        let socket = match address {
+        Self::begin(Connection::Plain(Self::connect_socket(address)?))
+    }
+
+    /// As [`connect`](Self::connect), over TLS: the server must show a certificate for `host`.
+    ///
+    /// # Errors
+    /// Nothing listens there; it is not a QMP server, or not one with TLS; or it refuses the credentials.
+    pub fn connect_secured(
+        address: &Address,
+        credentials: &ClientCredentials,
+        host: &str,
+    ) -> Result<Self, ClientError> {
+        let socket = Self::connect_socket(address)?;
+        let secured = credentials.channel(host).and_then(|channel| {
+            socket.set_timeout(Some(HANDSHAKE))?;
+            Blocking::handshake(socket, channel)
+        });
+        let address = match address {
+            Address::Unix(path) => path.display().to_string(),
+            Address::Tcp(host) => host.clone(),
+        };
+        let secured = secured.map_err(|error| ClientError::Connect { address, error })?;
+        Self::begin(Connection::Secured(Box::new(secured)))
+    }
+
+    fn connect_socket(address: &Address) -> Result<Socket, ClientError> {
+        match address {
             Address::Unix(path) => Self::connect_unix(path),
             Address::Tcp(host) => TcpStream::connect(host)
                 .map(Socket::Tcp)
                 .map_err(|error| ClientError::Connect { address: host.clone(), error }),
-        }?;
+        }
+    }
+
+    /// Negotiates capabilities.
+    fn begin(connection: Connection) -> Result<Self, ClientError> {
         let limits = Limits { bytes: LONGEST, depth: DEEPEST };
         let splitter = Splitter::new(limits);
         let mut client =
-            Self { socket, splitter, input: Vec::new(), events: VecDeque::new(), next_id: 0 };
+            Self { connection, splitter, input: Vec::new(), events: VecDeque::new(), next_id: 0 };
         let greeting = client.receive(None)?.unwrap_or_default();
         if greeting.get("QMP").is_none() {
             return Err(ClientError::NotQmp(format!(
@@ -161,7 +239,7 @@ impl Client {
 
     /// The ID of the process that listens on the server's socket file, in this process's PID namespace.
     pub fn server(&self) -> Option<u32> {
-        let Socket::Unix(stream) = &self.socket else { return None };
+        let Socket::Unix(stream) = self.connection.socket() else { return None };
         let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
         let mut length = size_of::<libc::ucred>() as libc::socklen_t;
         // SAFETY: `peer` has room for `length` bytes.
@@ -192,7 +270,7 @@ impl Client {
         {
             request.insert("arguments".into(), arguments);
         }
-        self.socket.write_all(&json::to_line(&request))?;
+        self.connection.write_all(&json::to_line(&request))?;
         loop {
             let Some(mut message) = self.receive(None)? else { continue };
             if message.contains_key("event") {
@@ -243,7 +321,7 @@ impl Client {
         patience: Option<Duration>,
     ) -> Result<Option<Map<String, Value>>, ClientError> {
         let not_qmp = |error: &dyn std::fmt::Display| ClientError::NotQmp(error.to_string());
-        self.socket.set_timeout(patience)?;
+        self.connection.socket().set_timeout(patience)?;
         loop {
             let mut input = self.input.as_slice();
             let found = self.splitter.next(&mut input);
@@ -257,7 +335,7 @@ impl Client {
                 };
             }
             let mut buf = vec![0; 64 << 10];
-            match self.socket.read(&mut buf) {
+            match self.connection.read(&mut buf) {
                 Ok(0) => return Err(ClientError::Closed),
                 Ok(count) => self.input.extend(buf.get(..count).unwrap_or_default()),
                 Err(error) => match error.kind() {
@@ -317,5 +395,8 @@ mod tests {
         ] {
             assert_eq!(Address::parse(text), address, "{text}");
         }
+        assert_eq!(tcp("localhost:4444").host(), Some("localhost"));
+        assert_eq!(tcp("[::1]:1").host(), Some("::1"));
+        assert_eq!(unix("a").host(), None);
     }
 }

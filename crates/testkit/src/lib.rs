@@ -10,6 +10,7 @@
 //!   contents, [`chain`] builds backing chains by running operations with any mixture of programs.
 //! * [`guest`] boots a Linux kernel on a disk and runs a script there, [`fs`] creates and checks the file systems for
 //!   it, [`scenario`] is a guest's root disk on a long chain.
+//! * [`certificates`] are for connections with TLS.
 //! * [`loop_device`] makes a file a block device.
 //! * [`fuse`] recognizes the errors that follow the end of a FUSE server.
 //! * [`seed`] makes random tests repeatable, [`evidence`] records what a campaign of them did.
@@ -21,6 +22,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by a panic")]
 
 pub mod bytes;
+pub mod certificates;
 pub mod chain;
 pub mod daemon;
 pub mod evidence;

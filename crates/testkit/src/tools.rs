@@ -22,6 +22,7 @@ const PACKAGES: &[(&str, &str)] = &[
     ("busybox", "busybox-static"),
     ("chromium-headless-shell", "chromium-headless-shell"),
     ("ldd", "libc-bin"),
+    ("openssl", "openssl"),
 ];
 
 /// The path of a program, from `PATH` and the system's own directories.

@@ -8,3 +8,4 @@ pub(crate) mod pid_file;
 pub(crate) mod runtime_directory;
 pub(crate) mod signals;
 pub(crate) mod threads;
+pub(crate) mod tls;

@@ -327,7 +327,7 @@ fn command_lines_are_refused_as_by_qemu() {
         ("-k /nosuch/socket raw.img", "was detected as raw"),
         ("-c /dev/nbd0 base.qcow2", "--connect is not supported"),
         ("-B enabled base.qcow2", "Bitmap 'enabled' is enabled"),
-        ("--tls-creds=tls0 base.qcow2", "--tls-creds is not supported"),
+        ("--tls-creds=tls0 base.qcow2", "No TLS credentials with id 'tls0'"),
         ("-k a -p 1 base.qcow2", "Cannot use both a socket file and a TCP address"),
     ] {
         let done = run(world.program(true).args(line.split_whitespace()));

@@ -97,6 +97,47 @@ fn exports_of_the_command_line_show_the_same() {
     assert!(ours.2[3 << 20..].starts_with(&[7; 1024]));
 }
 
+#[test]
+fn a_node_with_limits_shows_the_same() {
+    let world = World::new();
+    let socket = world.at("nbd");
+    let uri = format!("nbd+unix:///slow?socket={}", socket.display());
+    let lines = [
+        "--object throttle-group,id=old,x-iops-total=1000,x-iops-total-max=2000".to_owned(),
+        "--object throttle-group,id=g,limits.iops-total=1000,limits.bps-write=100000000".into(),
+        "--blockdev driver=file,node-name=file,filename=top.qcow2".into(),
+        "--blockdev qcow2,node-name=disk,file=file".into(),
+        "--blockdev throttle,node-name=slow,throttle-group=g,file=disk".into(),
+        format!("--nbd-server addr.type=unix,addr.path={}", socket.display()),
+        "--export nbd,id=one,node-name=slow,name=slow,writable=on".into(),
+        "--pidfile pid".into(),
+    ];
+    let [theirs, ours] = [false, true].map(|ours| {
+        let mut command = world.program(ours);
+        command.args(lines.iter().flat_map(|line| line.split_whitespace()));
+        let server = Server::start(&mut command, Ready::File(&world.at("pid")));
+        let write = ["write -P 7 3M 64k", "flush"];
+        let _ = qemu::io(Path::new(&uri), "raw", &write).ok();
+        let raw = world.at("raw");
+        let _ = qemu::img(args!["convert", "-f", "raw", "-O", "raw", &uri, &raw]).ok();
+        let done = server.stop().ok();
+        assert!(done.stderr.is_empty(), "{}", done.report());
+        let _ = fs::remove_file(&socket);
+        fs::read(raw).unwrap()
+    });
+    assert!(ours == theirs, "the disks differ");
+    for line in [
+        "--object throttle-group,id=g,x-iops=1",
+        "--object throttle-group,x-iops-total=1",
+        "--object throttle-group,id=g,limits.iops-total=x",
+        "--blockdev throttle,node-name=slow,throttle-group=h,file.driver=file,file.filename=top.qcow2",
+    ] {
+        let done = |ours| run(world.program(ours).args(line.split_whitespace()));
+        let [theirs, ours] = [false, true].map(done);
+        assert_eq!((ours.code(), theirs.code()), (1, 1), "{line}: {}", ours.report());
+    }
+}
+
 /// A session on standard input and output. Returns the replies, and what was left at the end.
 fn session(world: &World, ours: bool, options: &str, lines: &[&str]) -> Vec<Value> {
     let mut command = world.program(ours);

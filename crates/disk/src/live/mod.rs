@@ -23,6 +23,7 @@ use crate::clock::{Clock, SystemClock};
 use crate::device::{BlockDevice, BlockStatus, ZeroFlags, block_device};
 use crate::disk::{Disk, grow_to, wait_for_size};
 use crate::parts::Parts;
+use crate::throttle::{Direction, Drained, Throttle};
 use arc_swap::ArcSwap;
 use claim::Claims;
 use counts::{Counts, Kind};
@@ -70,6 +71,7 @@ pub struct LiveDisk<H: Host> {
     tracked: Tracked,
     claims: Claims,
     failures: Failures,
+    throttle: Throttle,
     /// Completed writes must survive a kill of the process from now on.
     woken: Event,
 }
@@ -96,6 +98,7 @@ impl<H: Host> LiveDisk<H> {
             tracked: Tracked::default(),
             claims: Claims::default(),
             failures: Failures::default(),
+            throttle: Throttle::default(),
             woken: Event::new(),
         })
     }
@@ -148,6 +151,12 @@ impl<H: Host> LiveDisk<H> {
     /// The clock of the disk and its jobs.
     pub fn clock(&self) -> &Arc<dyn Clock> {
         &self.clock
+    }
+
+    /// The limits of its requests. They apply to [`read`](Self::read), [`write`](Self::write), zero-writes and
+    /// discards, not to jobs.
+    pub fn throttle(&self) -> &Throttle {
+        &self.throttle
     }
 
     /// Reports requests that fail because of the storage to `listener`, at most one per second. The first listener
@@ -339,6 +348,9 @@ impl<H: Host> LiveDisk<H> {
         run: impl Fn(Arc<Disk<H>>, u64, u64) -> F,
     ) -> Result<()> {
         self.current.load().check_range(offset, length)?;
+        if self.throttle.is_limited() {
+            Box::pin(self.throttle.pass(Direction::Write, length)).await;
+        }
         let first = self.current.load_full();
         let mut done = Parts::of(offset..offset + length, first.name());
         for (at, length) in steps(offset, length, STEP) {
@@ -407,6 +419,9 @@ impl<H: Host> LiveDisk<H> {
     /// If the range reaches past the end of the disk, the storage fails, or the tables are not valid there.
     pub async fn read(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         let length = buf.len() as u64;
+        if self.throttle.is_limited() {
+            Box::pin(self.throttle.pass(Direction::Read, length)).await;
+        }
         self.request(Kind::Read, length, |disk| async move { disk.read(offset, buf).await }).await
     }
 
@@ -417,6 +432,9 @@ impl<H: Host> LiveDisk<H> {
     /// storage fails, or the tables turn out to be inconsistent.
     pub async fn write(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         let range = (offset, buf.len() as u64);
+        if self.throttle.is_limited() {
+            Box::pin(self.throttle.pass(Direction::Write, range.1)).await;
+        }
         self.change(Kind::Write, range, |disk| async move { disk.write(offset, buf).await }).await
     }
 
@@ -426,6 +444,9 @@ impl<H: Host> LiveDisk<H> {
     /// As there.
     pub async fn write_compressed(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         let range = (offset, buf.len() as u64);
+        if self.throttle.is_limited() {
+            Box::pin(self.throttle.pass(Direction::Write, range.1)).await;
+        }
         let write =
             |disk: Arc<Disk<H>>| async move { Box::pin(disk.write_compressed(offset, buf)).await };
         self.change(Kind::Write, range, write).await
@@ -514,4 +535,8 @@ impl<H: Host> LiveDisk<H> {
     }
 }
 
-block_device!(LiveDisk);
+block_device!(LiveDisk
+    fn drain(&self) -> Drained {
+        self.throttle.drain()
+    }
+);

@@ -4,13 +4,15 @@ use super::exports::{self, ExportError};
 use super::places;
 use super::server::{Limits, Server};
 use crate::frontend::{
-    CommandLineOption, Export, ExportControl, ExportedDisk, Frontend, FrontendError, Parameter,
-    Place, Presence, Protocol, RemoveError, RemoveMode, Serving, Settings, Shown, Start, Takes,
+    CommandLineOption, Entrance, Export, ExportControl, ExportedDisk, Frontend, FrontendError,
+    Parameter, Place, Presence, Protocol, RemoveError, RemoveMode, Serving, Settings, Shown, Start,
+    Takes,
 };
 use crate::stop::Stop;
+use crate::tls::Security;
 use isobath_disk::BlockDevice;
 use isobath_ring::Handle;
-use isobath_ring::net::{Address, Listener};
+use isobath_ring::net::Address;
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -56,14 +58,16 @@ pub struct NbdFrontend<D> {
     server: Arc<Server<D>>,
     workers: Vec<Handle>,
     /// Listeners that are not served yet.
-    listeners: RefCell<Vec<Listener>>,
-    addresses: Rc<[Address]>,
+    listeners: RefCell<Vec<Entrance>>,
+    addresses: Rc<[(Address, Security)]>,
 }
 
 impl<D: BlockDevice> Frontend<D> for NbdFrontend<D> {
     fn start(start: Start) -> Result<Self, FrontendError> {
         let Start { workers, listeners } = start;
-        let addresses = listeners.iter().map(|listener| listener.address().clone()).collect();
+        let address =
+            |entrance: &Entrance| (entrance.listener.address().clone(), entrance.security.clone());
+        let addresses = listeners.iter().map(address).collect();
         let server = Arc::new(Server::new(Vec::new(), Limits::default())?);
         Ok(Self { server, workers, listeners: RefCell::new(listeners), addresses })
     }
@@ -109,10 +113,10 @@ impl<D: BlockDevice> Frontend<D> for NbdFrontend<D> {
     }
 
     fn serve(&self) -> Vec<Serving> {
-        let serve = |listener| -> Serving {
+        let serve = |Entrance { listener, security }| -> Serving {
             let (server, workers) = (Arc::clone(&self.server), self.workers.clone());
             Box::pin(async move {
-                let result = server.serve(listener, &workers).await;
+                let result = server.serve_secured(listener, security, &workers).await;
                 if result.is_err() {
                     server.stop();
                 }
@@ -130,7 +134,7 @@ impl<D: BlockDevice> Frontend<D> for NbdFrontend<D> {
 struct Control<D> {
     name: String,
     server: Arc<Server<D>>,
-    addresses: Rc<[Address]>,
+    addresses: Rc<[(Address, Security)]>,
     removed: Rc<Stop>,
 }
 
@@ -157,7 +161,9 @@ impl<D: BlockDevice> ExportControl for Control<D> {
     }
 
     fn places(&self, shown: Shown) -> Vec<Place> {
-        let place = |address| places::place(address, &self.name, shown);
+        let place = |(address, security): &(Address, Security)| {
+            places::place(address, security.credentials().is_some(), &self.name, shown)
+        };
         self.addresses.iter().map(place).collect()
     }
 }

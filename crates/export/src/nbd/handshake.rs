@@ -100,6 +100,22 @@ pub enum Outcome {
     Aborted,
     /// The transmission phase begins with the next byte of input.
     Transmission(Agreement),
+    /// Send the output, and perform a TLS handshake: all further input and output is encrypted.
+    StartTls,
+}
+
+/// Whether a client can encrypt its connection, by `STARTTLS`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Encryption {
+    /// It cannot.
+    #[default]
+    Unsupported,
+    /// It may.
+    Optional,
+    /// It must, before anything else.
+    Required,
+    /// It does.
+    Established,
 }
 
 /// The result of one call to [`Handshake::advance`].
@@ -135,6 +151,13 @@ pub enum Violation {
     /// `EXPORT_NAME` for an export that does not exist; the protocol has no error reply for it.
     #[error("there is no export named '{0}'")]
     NoSuchExport(String),
+    /// `EXPORT_NAME` without the encryption that is required; the protocol has no error reply for it.
+    #[error("the client chose an export without encryption (TLS), which is required")]
+    TlsRequired,
+    /// Input that follows `STARTTLS` before it was answered: the client, or somebody between it and the server, sent
+    /// without encryption what could be taken for encrypted.
+    #[error("{0} bytes follow STARTTLS without encryption")]
+    AfterStartTls(usize),
 }
 
 /// A fixed newstyle handshake, the server's side.
@@ -144,6 +167,7 @@ pub struct Handshake {
     fixed: bool,
     no_zeroes: bool,
     structured: bool,
+    encryption: Encryption,
     /// The export for which contexts were selected, and the selected contexts.
     selected: Option<(String, Contexts)>,
     /// Number of bytes of refused option data still to be skipped.
@@ -160,9 +184,17 @@ const UNSTRUCTURED: Refusal =
     (option_reply::ERR_INVALID, "metadata contexts require structured replies");
 const TOO_LONG: Refusal = (option_reply::ERR_TOO_BIG, "the option's data is too long");
 const NAME_TOO_LONG: Refusal = (option_reply::ERR_TOO_BIG, "a name is longer than 4096 bytes");
+const TLS_REQUIRED: Refusal =
+    (option_reply::ERR_TLS_REQD, "the server requires encryption (TLS): send STARTTLS first");
+const TLS_ESTABLISHED: Refusal = (option_reply::ERR_INVALID, "the connection is already encrypted");
 const UNSUPPORTED: Refusal = (option_reply::ERR_UNSUP, "this server does not support the option");
 
 impl Handshake {
+    /// A handshake with a client that can, may or must encrypt.
+    pub fn new(encryption: Encryption) -> Self {
+        Self { encryption, ..Self::default() }
+    }
+
     /// The greeting that the server sends before anything else.
     pub fn greeting() -> [u8; 18] {
         let mut greeting = [0; 18];
@@ -197,6 +229,9 @@ impl Handshake {
                 return Ok(Step { consumed, outcome: Outcome::More });
             };
             consumed = input.len() - cursor.0.len();
+            if outcome == Outcome::StartTls && !cursor.is_empty() {
+                return Err(Violation::AfterStartTls(cursor.0.len()));
+            }
             if outcome != Outcome::More || output.len() > MAX_OUTPUT {
                 return Ok(Step { consumed, outcome });
             }
@@ -244,7 +279,7 @@ impl Handshake {
             *cursor = ahead;
             self.skip = length;
             self.forget(kind);
-            refuse(output, kind, TOO_LONG);
+            refuse(output, kind, if self.needs_tls(kind) { TLS_REQUIRED } else { TOO_LONG });
             return Ok(Some(Outcome::More));
         }
         let Some(data) = ahead.bytes(length as usize) else { return Ok(None) };
@@ -268,6 +303,31 @@ impl Handshake {
         Ok(Some(Outcome::More))
     }
 
+    /// Whether this option is refused because the connection is not encrypted.
+    fn needs_tls(&self, kind: u32) -> bool {
+        let exempt = matches!(kind, option::STARTTLS | option::ABORT);
+        self.encryption == Encryption::Required && !exempt
+    }
+
+    /// Answers `STARTTLS`. What was negotiated without encryption is forgotten: somebody else may have sent it.
+    fn start_tls(&mut self, data: &[u8], output: &mut Vec<u8>) -> Outcome {
+        let refusal = match self.encryption {
+            Encryption::Unsupported => Some(UNSUPPORTED),
+            Encryption::Established => Some(TLS_ESTABLISHED),
+            _ if !data.is_empty() => Some(NO_DATA),
+            Encryption::Optional | Encryption::Required => None,
+        };
+        if let Some(refusal) = refusal {
+            refuse(output, option::STARTTLS, refusal);
+            return Outcome::More;
+        }
+        self.encryption = Encryption::Established;
+        self.structured = false;
+        self.selected = None;
+        reply(output, option::STARTTLS, option_reply::ACK, &[]);
+        Outcome::StartTls
+    }
+
     /// Clears the selected contexts if this option selects new ones: if it fails or is refused, none remain selected.
     fn forget(&mut self, kind: u32) {
         if kind == option::SET_META_CONTEXT {
@@ -282,8 +342,16 @@ impl Handshake {
         data: &[u8],
         output: &mut Vec<u8>,
     ) -> Result<Outcome, Violation> {
+        if self.needs_tls(kind) {
+            if kind == option::EXPORT_NAME {
+                return Err(Violation::TlsRequired);
+            }
+            refuse(output, kind, TLS_REQUIRED);
+            return Ok(Outcome::More);
+        }
         self.forget(kind);
         let result = match kind {
+            option::STARTTLS => return Ok(self.start_tls(data, output)),
             option::EXPORT_NAME => return self.export_name(exports, data, output),
             option::ABORT => {
                 reply(output, kind, option_reply::ACK, &[]);

@@ -156,6 +156,90 @@ fn what_is_not_supported_says_so() {
     }
 }
 
+/// A client that has sent its flags to a server that can encrypt.
+fn greeted_with(encryption: Encryption) -> Handshake {
+    let mut handshake = Handshake::new(encryption);
+    handshake.advance(&exports(), &3_u32.to_be_bytes(), &mut Vec::new()).unwrap();
+    handshake
+}
+
+#[test]
+fn where_tls_is_required_nothing_else_is_answered_before() {
+    let mut handshake = greeted_with(Encryption::Required);
+    let kinds = [
+        option::LIST,
+        option::INFO,
+        option::GO,
+        option::STRUCTURED_REPLY,
+        option::LIST_META_CONTEXT,
+        option::SET_META_CONTEXT,
+        option::EXTENDED_HEADERS,
+        u32::MAX,
+    ];
+    for kind in kinds {
+        for data in [&b""[..], &go("first", &[]), &vec![0; MAX_OPTION]] {
+            let error = only_error(&mut handshake, kind, data);
+            assert_eq!(error, option_reply::ERR_TLS_REQD, "option {kind}");
+        }
+    }
+    let long = [option_bytes(option::GO, &[])[..12].to_vec(), vec![0, 2, 0, 0]].concat();
+    let mut output = Vec::new();
+    handshake.advance(&exports(), &long, &mut output).unwrap();
+    assert_eq!(output[12..16], option_reply::ERR_TLS_REQD.to_be_bytes());
+    handshake.advance(&exports(), &vec![0; 2 << 16], &mut Vec::new()).unwrap();
+    assert_eq!(only_error(&mut handshake, option::STARTTLS, b"x"), option_reply::ERR_INVALID);
+    let export = option_bytes(option::EXPORT_NAME, b"first");
+    let result = handshake.advance(&exports(), &export, &mut Vec::new());
+    assert_eq!(result, Err(Violation::TlsRequired));
+
+    let (outcome, replies) = send(&mut handshake, option::STARTTLS, &[]);
+    assert_eq!(outcome, Outcome::StartTls);
+    assert_eq!(replies, [(option_reply::ACK, vec![])]);
+    assert_eq!(send(&mut handshake, option::LIST, &[]).1.len(), 3);
+    assert_eq!(only_error(&mut handshake, option::STARTTLS, &[]), option_reply::ERR_INVALID);
+    let (outcome, _) = send(&mut handshake, option::GO, &go("first", &[]));
+    assert!(matches!(outcome, Outcome::Transmission(_)));
+}
+
+#[test]
+fn a_client_that_must_encrypt_may_leave() {
+    let mut handshake = greeted_with(Encryption::Required);
+    assert_eq!(send(&mut handshake, option::ABORT, &[]).0, Outcome::Aborted);
+}
+
+#[test]
+fn what_was_negotiated_before_tls_is_forgotten() {
+    let mut handshake = greeted_with(Encryption::Optional);
+    send(&mut handshake, option::STRUCTURED_REPLY, &[]);
+    send(&mut handshake, option::SET_META_CONTEXT, &contexts("first", &["base:allocation"]));
+    assert_eq!(send(&mut handshake, option::STARTTLS, &[]).0, Outcome::StartTls);
+    let set = contexts("first", &["base:allocation"]);
+    let error = only_error(&mut handshake, option::SET_META_CONTEXT, &set);
+    assert_eq!(error, option_reply::ERR_INVALID, "structured replies are to be negotiated again");
+    let (outcome, _) = send(&mut handshake, option::GO, &go("first", &[]));
+    let expected = Agreement { export: 0, structured: false, contexts: Contexts::default() };
+    assert_eq!(outcome, Outcome::Transmission(expected));
+}
+
+#[test]
+fn where_tls_is_optional_a_client_may_do_without() {
+    let mut handshake = greeted_with(Encryption::Optional);
+    let (outcome, _) = send(&mut handshake, option::GO, &go("first", &[]));
+    assert!(matches!(outcome, Outcome::Transmission(_)));
+}
+
+#[test]
+fn plain_bytes_behind_starttls_end_the_session() {
+    for encryption in [Encryption::Optional, Encryption::Required] {
+        for behind in [option_bytes(option::STRUCTURED_REPLY, &[]), vec![0x16], vec![0; 40]] {
+            let mut handshake = greeted_with(encryption);
+            let input = [option_bytes(option::STARTTLS, &[]), behind.clone()].concat();
+            let result = handshake.advance(&exports(), &input, &mut Vec::new());
+            assert_eq!(result, Err(Violation::AfterStartTls(behind.len())));
+        }
+    }
+}
+
 #[test]
 fn malformed_data_is_invalid() {
     let mut handshake = greeted();

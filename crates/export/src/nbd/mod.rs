@@ -2,8 +2,9 @@
 //! [`BlockDevice`](isobath_disk::BlockDevice).
 //!
 //! It speaks fixed newstyle with simple and structured replies, and describes its exports with the metadata contexts
-//! `base:allocation`, `qemu:allocation-depth` and `qemu:dirty-bitmap:NAME`. TLS and extended headers are refused as
-//! unsupported. Exports can be added and removed while it serves.
+//! `base:allocation`, `qemu:allocation-depth` and `qemu:dirty-bitmap:NAME`. Connections are encrypted by TLS
+//! where a listener has credentials. Extended headers are refused as unsupported. Exports can be added and removed
+//! while it serves.
 //!
 //! ```no_run
 //! # use isobath_disk::BlockDevice;

@@ -7,9 +7,12 @@ use std::fmt::Write as _;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::unix::ffi::OsStrExt;
 
-/// The location of a named export at an address.
-pub(super) fn place(address: &Address, name: &str, shown: Shown) -> Place {
-    let uri = uri(address, name);
+/// The client's credentials, in the options for an export that is reached encrypted.
+const CREDENTIALS: &str = "tls-creds-x509,id=tls0,endpoint=client,dir=DIRECTORY";
+
+/// The location of a named export at an address, which is used encrypted if `tls` is set.
+pub(super) fn place(address: &Address, tls: bool, name: &str, shown: Shown) -> Place {
+    let uri = uri(address, tls, name);
     let (drive, blockdev) = if shown.read_only {
         (",readonly=on", ",read-only=on")
     } else {
@@ -25,24 +28,30 @@ pub(super) fn place(address: &Address, name: &str, shown: Shown) -> Place {
         }
     };
     let export = name.replace(',', ",,");
-    let blockdev = format!("driver=nbd,node-name={node},{server},export={export}{blockdev}");
-    let uses = vec![
-        format!("-drive {}", quoted(&drive)),
-        format!("-blockdev {} -device virtio-blk-pci,drive={node}", quoted(&blockdev)),
-    ];
+    let tls_options = if tls { ",tls-creds=tls0" } else { "" };
+    let blockdev =
+        format!("driver=nbd,node-name={node},{server},export={export}{tls_options}{blockdev}");
+    let blockdev = format!("-blockdev {} -device virtio-blk-pci,drive={node}", quoted(&blockdev));
+    let uses = if tls {
+        // QEMU has no name for an export that is reached encrypted.
+        vec![format!("-object {CREDENTIALS} {blockdev}")]
+    } else {
+        vec![format!("-drive {}", quoted(&drive)), blockdev]
+    };
     Place { name: uri, uses }
 }
 
 /// An export's NBD URI.
-fn uri(address: &Address, name: &str) -> String {
+fn uri(address: &Address, tls: bool, name: &str) -> String {
+    let scheme = if tls { "nbds" } else { "nbd" };
     let name = percent_encoded(name.as_bytes(), b"");
     match address {
         Address::Unix(path) => {
             let path = absolute(path);
             let path = percent_encoded(path.as_os_str().as_bytes(), b"/");
-            format!("nbd+unix:///{name}?socket={path}")
+            format!("{scheme}+unix:///{name}?socket={path}")
         }
-        Address::Tcp(address) => format!("nbd://{}/{name}", reachable(*address)),
+        Address::Tcp(address) => format!("{scheme}://{}/{name}", reachable(*address)),
     }
 }
 
@@ -77,7 +86,20 @@ mod tests {
     use isobath_qcow2::text::is_hidden;
 
     fn place(name: &str, address: &Address, read_only: bool) -> Place {
-        super::place(address, name, Shown { number: 0, read_only })
+        super::place(address, false, name, Shown { number: 0, read_only })
+    }
+
+    #[test]
+    fn an_encrypted_port() {
+        let address = Address::Tcp(([192, 0, 2, 1], 10809).into());
+        let place = super::place(&address, true, "root", Shown { number: 1, read_only: false });
+        assert_eq!(place.name, "nbds://192.0.2.1:10809/root");
+        assert_eq!(
+            place.uses,
+            ["-object tls-creds-x509,id=tls0,endpoint=client,dir=DIRECTORY -blockdev \
+              driver=nbd,node-name=disk1,server.type=inet,server.host=192.0.2.1,server.port=10809,\
+              export=root,tls-creds=tls0,discard=unmap -device virtio-blk-pci,drive=disk1"]
+        );
     }
 
     #[test]

@@ -2,15 +2,16 @@
 
 use super::admission::{Admission, Peer, Place};
 use super::exports::{Entry, Export, ExportError, ExportState, Exports, RemoveError};
-use super::handshake::Agreement;
+use super::handshake::{Agreement, Encryption, Handshake};
 use super::live::{Gone, Live};
-use super::session::{InFlight, Negotiated, Session, SessionError, negotiate};
+use super::session::{InFlight, Negotiated, Negotiation, Session, SessionError, greet, negotiate};
 use super::transport::Transport;
 use super::window::Window;
 use crate::budget::{ASSURED, Budget};
 use crate::frontend::RemoveMode;
 use crate::pool::Pool;
 use crate::stop::Stop;
+use crate::tls::{Connection, Security};
 use isobath_disk::BlockDevice;
 use isobath_ring::net::{Address, Listener, Stream, after_failed_accept};
 use isobath_ring::{Handle, first, sleep, spawn, timeout};
@@ -195,6 +196,19 @@ impl<D: BlockDevice> Server<D> {
     /// # Errors
     /// If the listener fails. Connections continue; call `stop` to end them.
     pub async fn serve(self: &Arc<Self>, listener: Listener, workers: &[Handle]) -> io::Result<()> {
+        self.serve_secured(listener, Security::Plain, workers).await
+    }
+
+    /// As [`serve`](Self::serve), to clients that may or must encrypt their connections.
+    ///
+    /// # Errors
+    /// If the listener fails. Connections continue; call `stop` to end them.
+    pub async fn serve_secured(
+        self: &Arc<Self>,
+        listener: Listener,
+        security: Security,
+        workers: &[Handle],
+    ) -> io::Result<()> {
         let mut turn = workers.iter().cycle();
         while let Some(stream) = self.accept(&listener).await? {
             let peer = Peer::of(&stream);
@@ -206,7 +220,11 @@ impl<D: BlockDevice> Server<D> {
                 }
             };
             let server = self.clone();
-            let connection = move || async move { server.attend(&stream, Some(&place)).await };
+            let security = security.clone();
+            let connection = move || async move {
+                server.attend(stream, &security, Some(&place)).await;
+                drop(place);
+            };
             match turn.next() {
                 Some(worker) => drop(worker.spawn_with(connection)),
                 None => drop(spawn(connection())),
@@ -258,13 +276,15 @@ impl<D: BlockDevice> Server<D> {
 
     /// Serves one client over a connected socket, from the greeting to the end, with time limits. The connection is not
     /// counted.
-    pub async fn connection(&self, stream: &Stream) {
-        self.attend(stream, None).await;
+    pub async fn connection(&self, stream: Stream, security: &Security) {
+        self.attend(stream, security, None).await;
     }
 
-    async fn attend(&self, stream: &Stream, place: Option<&Place>) {
+    async fn attend(&self, stream: Stream, security: &Security, place: Option<&Place>) {
+        let connection = Connection::from(stream);
         let keeps = || place.is_none_or(Place::keep);
-        let handshake = timeout(self.limits.handshake, negotiate(stream, &self.exports, keeps));
+        let handshake =
+            timeout(self.limits.handshake, self.handshake(&connection, security, keeps));
         let result = match self.unless_stopped(handshake).await {
             None => return,
             Some(Err(_)) => {
@@ -279,30 +299,63 @@ impl<D: BlockDevice> Server<D> {
                     client.entry.stop.requested().await;
                     sleep(self.limits.drain).await;
                     tracing::warn!("a client did not receive its last replies in time");
-                    let _ = stream.shutdown(Shutdown::Both);
+                    let _ = connection.shutdown(Shutdown::Both);
                     pending().await
                 };
-                let served = self.transmit(stream, agreement, &client.entry, window);
+                let held = if connection.is_secured() { Connection::MEMORY } else { 0 };
+                let served = self.transmit(&connection, agreement, &client.entry, window, held);
                 first(served, overdue).await
             }
             Some(Ok(Err(error))) => Err(error),
         };
-        self.deliver(stream).await;
+        self.deliver(&connection).await;
         match result {
             Ok(()) => tracing::debug!("a client disconnected"),
             Err(error) => tracing::info!(%error, "a connection ended with an error"),
         }
     }
 
+    /// The handshake, in which the client may encrypt the connection. Returns `None` if the client ended it, or left
+    /// before choosing an export.
+    async fn handshake(
+        &self,
+        connection: &Connection,
+        security: &Security,
+        keeps: impl Fn() -> bool,
+    ) -> Result<Option<Negotiated<D>>, SessionError> {
+        let mut handshake = Handshake::new(match security {
+            Security::Plain => Encryption::Unsupported,
+            Security::Optional(_) => Encryption::Optional,
+            Security::Required(_) => Encryption::Required,
+        });
+        greet(connection).await?;
+        loop {
+            let negotiation = negotiate(&mut handshake, connection, &self.exports, &keeps).await?;
+            match (negotiation, security.credentials()) {
+                (Negotiation::Done(negotiated), _) => return Ok(Some(negotiated)),
+                (Negotiation::StartTls, Some(credentials)) => {
+                    connection.secure(credentials).await?;
+                }
+                (Negotiation::Over | Negotiation::StartTls, _) => return Ok(None),
+            }
+        }
+    }
+
     /// Waits until the peer's kernel has received the last replies: closing a TCP socket with unread input discards
     /// pending output.
-    async fn deliver(&self, stream: &Stream) {
+    async fn deliver(&self, connection: &Connection) {
+        if connection.is_secured() {
+            // The client is told that nothing was cut off. It may have left.
+            let _ = timeout(self.limits.drain, connection.end()).await;
+        }
+        let stream = connection.stream();
         let is_unix = |address: socket2::SockAddr| address.is_unix();
         if socket2::SockRef::from(stream).local_addr().is_ok_and(is_unix) {
             return;
         }
         let delivered = async {
-            while unsent(stream) > 0 {
+            // Of a connection that was reset nothing arrives any more.
+            while unsent(stream) > 0 && !connection.is_gone() {
                 sleep(DELIVERY_PAUSE).await;
             }
         };
@@ -314,25 +367,30 @@ impl<D: BlockDevice> Server<D> {
     /// # Errors
     /// If the client violates the protocol or the transport fails.
     pub async fn session<T: Transport>(&self, transport: &T) -> Result<(), SessionError> {
-        match negotiate(transport, &self.exports, || true).await? {
-            Some(Negotiated { agreement, client, window }) => {
-                self.transmit(transport, agreement, &client.entry, window).await
+        greet(transport).await?;
+        match negotiate(&mut Handshake::default(), transport, &self.exports, || true).await? {
+            Negotiation::Done(Negotiated { agreement, client, window }) => {
+                self.transmit(transport, agreement, &client.entry, window, 0).await
             }
-            None => Ok(()),
+            Negotiation::Over | Negotiation::StartTls => Ok(()),
         }
     }
 
+    /// Serves a client's requests. Its connection holds `held` bytes of memory.
     async fn transmit<T: Transport>(
         &self,
         transport: &T,
         agreement: Agreement,
         entry: &Entry<D>,
         window: Window,
+        held: usize,
     ) -> Result<(), SessionError> {
         tracing::debug!(export = entry.export.name, ?agreement, "a client selected an export");
         let pool = POOL.with(Rc::clone);
         let limit = self.limits.in_flight;
-        let session = Session::new(entry, transport, agreement, limit, &pool, &self.budget);
+        let mut share = self.budget.share();
+        share.hold(held);
+        let session = Session::new(entry, transport, agreement, limit, &pool, share);
         session.run(window).await
     }
 }
@@ -345,30 +403,28 @@ fn unsent(stream: &Stream) -> i32 {
     if result < 0 { 0 } else { bytes }
 }
 
-impl Transport for Stream {
+impl Transport for Connection {
     fn is_gone(&self) -> bool {
-        let mut poll = libc::pollfd { fd: self.as_fd().as_raw_fd(), events: 0, revents: 0 };
+        let descriptor = self.stream().as_fd().as_raw_fd();
+        let mut poll = libc::pollfd { fd: descriptor, events: 0, revents: 0 };
         // SAFETY: the call reads and writes one valid `pollfd`.
         let found = unsafe { libc::poll(&raw mut poll, 1, 0) };
         found == 1 && poll.revents & (libc::POLLHUP | libc::POLLERR) != 0
     }
 
     async fn hung_up(&self) {
-        if let Err(error) = Stream::hung_up(self).await {
+        if let Err(error) = self.stream().hung_up().await {
             tracing::debug!(%error, "cannot watch a connection");
             pending::<()>().await;
         }
     }
 
-    async fn receive(&self, mut buf: IoBuf, from: usize) -> (io::Result<usize>, IoBuf) {
-        let mut front = buf.split_to(from);
-        let (result, back) = self.recv(buf).await;
-        front.unsplit(back);
-        (result, front)
+    async fn receive(&self, buf: IoBuf, from: usize) -> (io::Result<usize>, IoBuf) {
+        self.receive(buf, from).await
     }
 
     async fn send(&self, bufs: Vec<IoBuf>) -> (io::Result<()>, Vec<IoBuf>) {
-        self.send_vectored(bufs).await
+        self.send(bufs).await
     }
 }
 

@@ -7,11 +7,12 @@ use super::outbox::Outbox;
 use super::request::{BadMagic, Command, Request, Terms};
 use super::transport::Transport;
 use super::window::{NARROW, WINDOW, Window};
-use crate::budget::{Budget, Share};
+use crate::budget::Share;
 use crate::pool::{Pool, Pooled};
 use crate::slots::Slots;
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
+use isobath_ring::others_wait;
 use isobath_storage::IoBuf;
 use std::cell::{Cell, RefCell};
 use std::future::{Future, pending, poll_fn};
@@ -21,6 +22,10 @@ use std::task::Poll;
 
 /// Payloads up to this length in bytes are received through the window.
 const SMALL_PAYLOAD: usize = 32 << 10;
+/// How much work a session does before it checks whether the thread's other tasks wait, and yields if they do: requests
+/// received, and pieces of this many bytes that they read or write.
+const AT_ONCE: usize = 8;
+const PIECE: usize = 16 << 10;
 /// While this many bytes or more wait to be sent, no request is started: the disk is faster than the client, and data
 /// read just in time is still in the processor's cache when it is sent.
 const MAX_QUEUED: usize = 2 << 20;
@@ -76,19 +81,37 @@ pub(crate) struct Negotiated<D> {
     pub(crate) window: Window,
 }
 
-/// Performs the handshake. Returns `None` if the client ended it, left before choosing an export, or is not kept by
-/// `keeps`, which is asked before the client hears that it was successful.
+/// What a negotiation led to.
+pub(crate) enum Negotiation<D> {
+    /// The client ended it, left before choosing an export, or was not kept.
+    Over,
+    /// The client begins a TLS handshake; the negotiation continues encrypted.
+    StartTls,
+    /// The client has chosen an export.
+    Done(Negotiated<D>),
+}
+
+/// Sends the greeting.
+///
+/// # Errors
+/// If the connection failed.
+pub(crate) async fn greet<T: Transport>(transport: &T) -> io::Result<()> {
+    transport.send(vec![IoBuf::copy_of(&Handshake::greeting())]).await.0
+}
+
+/// Negotiates until the client has chosen an export, begins a TLS handshake, or ends, or is not kept by
+/// `keeps`, which is asked before the client hears that its choice was successful.
 ///
 /// # Errors
 /// If the client violated the protocol, or the connection failed.
 pub(crate) async fn negotiate<D: BlockDevice, T: Transport>(
+    handshake: &mut Handshake,
     transport: &T,
     exports: &Exports<D>,
     keeps: impl Fn() -> bool,
-) -> Result<Option<Negotiated<D>>, SessionError> {
-    let mut handshake = Handshake::default();
+) -> Result<Negotiation<D>, SessionError> {
     let mut window = Window::new();
-    let mut output = Handshake::greeting().to_vec();
+    let mut output = Vec::new();
     loop {
         if !output.is_empty() {
             transport.send(vec![IoBuf::copy_of(&output)]).await.0?;
@@ -107,7 +130,7 @@ pub(crate) async fn negotiate<D: BlockDevice, T: Transport>(
         let step = step?;
         window.skip(step.consumed);
         if client.is_some() && !keeps() {
-            return Ok(None);
+            return Ok(Negotiation::Over);
         }
         if step.outcome != Outcome::More && !output.is_empty() {
             transport.send(vec![IoBuf::copy_of(&output)]).await.0?;
@@ -115,13 +138,17 @@ pub(crate) async fn negotiate<D: BlockDevice, T: Transport>(
         }
         match step.outcome {
             Outcome::Transmission(agreement) => {
-                return Ok(client.map(|client| Negotiated { agreement, client, window }));
+                return Ok(client.map_or(Negotiation::Over, |client| {
+                    Negotiation::Done(Negotiated { agreement, client, window })
+                }));
             }
-            Outcome::Aborted => return Ok(None),
+            Outcome::Aborted => return Ok(Negotiation::Over),
+            // Nothing unread is left in the window.
+            Outcome::StartTls => return Ok(Negotiation::StartTls),
             Outcome::More if !output.is_empty() => {}
             Outcome::More => {
                 if window.fill(transport, WINDOW).await? == 0 {
-                    return Ok(None);
+                    return Ok(Negotiation::Over);
                 }
             }
         }
@@ -148,6 +175,10 @@ pub(crate) struct Session<'a, D, T> {
     sends: Cell<u64>,
     /// Why sending has failed.
     broken: RefCell<Option<io::Error>>,
+    /// The work since the last check.
+    work: Cell<usize>,
+    /// Whether the thread's other tasks are to have their turn.
+    yields: Cell<bool>,
     /// Whether the session is over: replies are then dropped, and nothing more is received.
     gone: Cell<bool>,
     /// Whether the client was seen to disconnect while requests may still be received that it sent before.
@@ -183,7 +214,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         agreement: Agreement,
         limit: InFlight,
         pool: &'a Pool,
-        budget: &'a Budget,
+        share: Share<'a>,
     ) -> Self {
         Self {
             device: &entry.export.device,
@@ -197,9 +228,11 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
             outbox: RefCell::new(Outbox::new()),
             requests: Cell::new(0),
             bytes: Cell::new(0),
-            share: RefCell::new(budget.share()),
+            share: RefCell::new(share),
             sends: Cell::new(0),
             broken: RefCell::new(None),
+            work: Cell::new(0),
+            yields: Cell::new(false),
             gone: Cell::new(false),
             hung_up: Cell::new(false),
         }
@@ -238,7 +271,8 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                     continue;
                 }
                 let sends = self.sends.get();
-                if writer.as_mut().poll(cx).is_ready() || self.sends.get() == sends {
+                let yields = self.yields.replace(false);
+                if writer.as_mut().poll(cx).is_ready() || self.sends.get() == sends || yields {
                     break;
                 }
             }
@@ -290,6 +324,10 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         let mut size = WINDOW;
         loop {
             while let Some(header) = window.unread().first_chunk().copied() {
+                if self.work.get() >= AT_ONCE {
+                    self.work.set(0);
+                    self.give_others_their_turn().await;
+                }
                 match self.read_one(header, window, &start).await {
                     Ok(large) => size = if large { NARROW } else { WINDOW },
                     Err(end) => return end,
@@ -306,6 +344,20 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                 Err(end) => return end,
             }
         }
+    }
+
+    /// Lets the thread's other tasks run if any of them is ready.
+    async fn give_others_their_turn(&self) {
+        let mut first = true;
+        poll_fn(|cx| {
+            if std::mem::take(&mut first) && others_wait(cx.waker()) {
+                self.yields.set(true);
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+            Poll::Ready(())
+        })
+        .await;
     }
 
     /// Receives one request; returns whether it had a large payload.
@@ -432,6 +484,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                 && self.share.borrow_mut().poll_take(bytes, cx).is_ready()
             {
                 self.requests.set(requests + 1);
+                self.work.set(self.work.get() + 1 + bytes / PIECE);
                 self.bytes.set(held + bytes);
                 Poll::Ready(Ok(()))
             } else {

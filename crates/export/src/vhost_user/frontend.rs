@@ -14,6 +14,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 /// The vhost-user-blk protocol and its parameters.
@@ -71,11 +72,12 @@ pub const PROTOCOL: Protocol = Protocol {
 /// Exports disks over vhost-user-blk.
 pub struct VhostUserFrontend {
     workers: Vec<Handle>,
+    exports: AtomicUsize,
 }
 
 impl<D: BlockDevice> Frontend<D> for VhostUserFrontend {
     fn start(start: Start) -> Result<Self, FrontendError> {
-        Ok(Self { workers: start.workers })
+        Ok(Self { workers: start.workers, exports: AtomicUsize::new(0) })
     }
 
     fn protocol(&self) -> &'static Protocol {
@@ -107,7 +109,12 @@ impl<D: BlockDevice> Frontend<D> for VhostUserFrontend {
         let server = Server::new(disk.device, options)?;
         let accepting = listener.as_fd().try_clone_to_owned()?;
         let control = Control { server: Arc::clone(&server), path };
-        let workers = self.workers.clone();
+        let mut workers = self.workers.clone();
+        // Many machines have a single queue: let those of different disks be on different threads.
+        if !workers.is_empty() {
+            let first = self.exports.fetch_add(1, Ordering::Relaxed) % workers.len();
+            workers.rotate_left(first);
+        }
         let serving = async move {
             let result = server.serve(UnixListener::from(accepting), &workers).await;
             // This also removes the socket file.

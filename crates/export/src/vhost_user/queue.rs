@@ -26,6 +26,10 @@ use std::time::{Duration, Instant};
 const POOL_BYTES: usize = 16 << 20;
 /// How many times a queue looks for more requests before it yields to the thread's other tasks.
 const ROUNDS: usize = 8;
+/// How much work a queue does before it checks whether the thread's other tasks wait, and yields if they do: requests
+/// taken, and pieces of this many bytes that were read at once.
+const AT_ONCE: usize = 8;
+const PIECE: usize = 16 << 10;
 /// The shortest time for which polling for requests is worthwhile.
 const LEAST_LOOK: Duration = Duration::from_micros(4);
 
@@ -81,6 +85,7 @@ pub(crate) async fn run<D: BlockDevice>(setup: Setup<D>) -> u16 {
         call: setup.call,
         error: setup.error,
         look: Look { most: setup.poll, now: Duration::ZERO, since: None },
+        yields: false,
         broken: false,
         memory_lost: false,
         losses: None,
@@ -111,6 +116,8 @@ struct Queue<D, F, S> {
     call: Arc<Notifier>,
     error: Arc<Notifier>,
     look: Look,
+    /// Whether the thread's other tasks are to have their turn.
+    yields: bool,
     /// Whether the ring was invalid; nothing more is then taken from it.
     broken: bool,
     /// Whether a part of the client's memory is missing. Nothing more is then shown to the driver, and the requests
@@ -159,6 +166,7 @@ where
     }
 
     fn turn(&mut self, cx: &mut task::Context<'_>, stopping: bool) -> Poll<()> {
+        self.yields = false;
         for _ in 0..ROUNDS {
             self.slots.poll(cx);
             self.finish();
@@ -169,20 +177,29 @@ where
                 return Poll::Pending;
             }
             match self.fetch(cx) {
+                Ok(Poll::Ready(())) if self.yields => break,
                 Ok(Poll::Ready(())) => {}
                 Ok(Poll::Pending) => return Poll::Pending,
                 Err(error) => self.give_up(error),
             }
         }
+        self.finish();
         cx.waker().wake_by_ref();
         Poll::Pending
     }
 
     /// Takes available requests, or arranges to be woken when there are any.
     fn fetch(&mut self, cx: &mut task::Context<'_>) -> Result<Poll<()>, RingError> {
-        let mut taken = false;
+        let (mut taken, mut work) = (false, 0);
         // A driver cannot have more requests in flight than there are descriptors.
         while self.open < usize::from(self.ring.size()) {
+            if work >= AT_ONCE {
+                if isobath_ring::others_wait(cx.waker()) {
+                    self.yields = true;
+                    break;
+                }
+                work = 0;
+            }
             let Some(head) = self.ring.take()? else { break };
             taken = true;
             self.look_for_losses();
@@ -192,7 +209,7 @@ where
             if let Some(list) = &mut self.list {
                 list.begin(head);
             }
-            self.begin(head);
+            work += 1 + self.begin(head) / PIECE;
         }
         if taken {
             self.look.found();
@@ -224,8 +241,9 @@ where
         }
     }
 
-    /// Starts a request, unless what describes it is in lost memory.
-    fn begin(&mut self, head: u16) {
+    /// Starts a request, unless what describes it is in lost memory; gives the bytes that it has read at once.
+    fn begin(&mut self, head: u16) -> usize {
+        let ended = self.context.done.borrow().len();
         self.open += 1;
         self.chain.follow(&self.ring, head);
         let job = self.context.accept(&mut self.chain, head);
@@ -235,6 +253,7 @@ where
             Some(job) => self.slots.start((self.serve)(self.context.clone(), job)),
             None => {}
         }
+        self.context.done.borrow().iter().skip(ended).map(|end| end.written as usize).sum()
     }
 
     /// Shows completed requests to the driver.

@@ -10,6 +10,7 @@ use super::ring::{Addresses, Ring};
 use super::wire::invalid;
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
+use isobath_disk::throttle::Drained;
 use isobath_ring::{Handle, RemoteJoin};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -48,6 +49,8 @@ pub(crate) struct Vring {
 
 struct Running {
     stop: Arc<Stop>,
+    /// Lets its requests pass without waiting for the disk's limits.
+    drain: Box<dyn Fn() -> Drained>,
     ended: RemoteJoin<u16>,
 }
 
@@ -106,8 +109,10 @@ impl Vring {
             poll: common.poll,
             lost: common.lost.clone(),
         };
+        let device = common.device.clone();
+        let drain = Box::new(move || device.drain());
         let ended = self.worker.spawn_with(move || queue::run(setup));
-        self.running = Some(Running { stop, ended });
+        self.running = Some(Running { stop, drain, ended });
         Ok(())
     }
 
@@ -122,6 +127,8 @@ impl Vring {
     pub(crate) async fn stop(&mut self) {
         self.request_stop();
         let Some(running) = self.running.take() else { return };
+        // The client waits too.
+        let _drained = (running.drain)();
         match running.ended.await {
             Ok(base) => self.base = base,
             Err(error) => {

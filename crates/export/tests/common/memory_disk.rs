@@ -91,6 +91,12 @@ impl MemoryDisk {
         waiting.into_iter().flatten().for_each(Waker::wake);
     }
 
+    /// Changes all of it.
+    pub fn overwrite(&self, write: impl FnOnce(&mut [u8])) {
+        let size = self.content.lock().bytes.len();
+        self.update(0, size as u64, Block::Data(0), write);
+    }
+
     pub fn bytes(&self, offset: usize, length: usize) -> Vec<u8> {
         self.content.lock().bytes[offset..offset + length].to_vec()
     }

@@ -3,6 +3,7 @@
 
 use super::memory_disk::MemoryDisk;
 use isobath_export::nbd::{Export, Limits, Server};
+use isobath_export::tls::Security;
 use isobath_ring::net::{Address, Listener};
 use isobath_ring::{Config, Executor, Worker};
 use isobath_testkit::process::Finished;
@@ -45,6 +46,16 @@ impl Served {
 
     /// Serves on a unix socket and on TCP, with connections on `workers` threads of their own.
     pub fn with(exports: Vec<Export<MemoryDisk>>, limits: Limits, workers: usize) -> Self {
+        Self::secured(exports, limits, workers, &Security::Plain)
+    }
+
+    /// As [`with`](Self::with), with the encryption of TLS.
+    pub fn secured(
+        exports: Vec<Export<MemoryDisk>>,
+        limits: Limits,
+        workers: usize,
+        security: &Security,
+    ) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("nbd.sock");
         let disks = exports.iter().map(|export| export.device.clone()).collect();
@@ -56,11 +67,12 @@ impl Served {
         let Address::Tcp(address) = *tcp.address() else { panic!("not TCP") };
         let mut threads = Vec::new();
         for listener in [unix, tcp] {
-            let server = server.clone();
+            let (server, security) = (server.clone(), security.clone());
             let handles: Vec<_> = workers.iter().map(|worker| worker.handle().clone()).collect();
             threads.push(std::thread::spawn(move || {
                 let executor = Executor::new(&Config::default()).unwrap();
-                executor.block_on(server.serve(listener, &handles)).unwrap();
+                let serving = server.serve_secured(listener, security, &handles);
+                executor.block_on(serving).unwrap();
             }));
         }
         Self { server, disks, socket, tcp: address, directory, threads, workers }

@@ -17,6 +17,7 @@ mod memory_disk;
 mod nbd_clients;
 mod nbd_exports;
 mod nbd_session;
+mod nbd_tls;
 mod nbd_torture;
 #[path = "../common/script.rs"]
 mod script;
@@ -26,6 +27,8 @@ mod vhost_driver;
 mod vhost_guest;
 mod vhost_hostile;
 mod vhost_killed;
+mod vhost_limits;
+mod vhost_neighbours;
 #[path = "../common/vhost_process.rs"]
 mod vhost_process;
 #[path = "../common/vhost_raw.rs"]

@@ -7,6 +7,7 @@ use crate::wire::{
     Cursor, GREETING_MAGIC, MAX_PAYLOAD, MAX_STRING, OLD_STYLE_MAGIC, OPTION_MAGIC,
     OPTION_REPLY_MAGIC, handshake_flag, info, option, option_reply, transmission_flag,
 };
+use isobath_tls::{Blocking, Channel};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::Path;
 
@@ -313,8 +314,8 @@ fn explained<T>(reply: &Reply) -> Result<T, HandshakeError> {
     let what = match reply.kind {
         option_reply::ERR_POLICY => "Denied by server for option 7 (go)".to_owned(),
         option_reply::ERR_TLS_REQD => {
-            "Server requires TLS for option 7 (go): encrypted connections are not supported; use a \
-             server without TLS, or a tunnel"
+            "Server requires TLS for option 7 (go): use --image-opts with tls-creds=ID, and --object \
+             tls-creds-x509,id=ID,dir=DIR,endpoint=client"
                 .to_owned()
         }
         option_reply::ERR_PLATFORM => "Server lacks support for option 7 (go)".to_owned(),
@@ -334,38 +335,87 @@ fn string(text: &str) -> Vec<u8> {
     [&(text.len() as u32).to_be_bytes()[..], text.as_bytes()].concat()
 }
 
+impl<S: Read + Write> Session<'_, S> {
+    /// Reads the greeting, and answers it. Returns the flags.
+    fn greet(&mut self) -> Result<u16, HandshakeError> {
+        let magic = self.u64()?;
+        if magic != GREETING_MAGIC {
+            return protocol("its greeting is not that of an NBD server");
+        }
+        match self.u64()? {
+            OPTION_MAGIC => {}
+            OLD_STYLE_MAGIC => {
+                return refused(
+                    "the server speaks only the first version of the NBD protocol, which is not supported",
+                );
+            }
+            magic => return protocol(format!("its greeting has the wrong magic 0x{magic:016x}")),
+        }
+        let known = handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES;
+        let flags = self.u16()? & known;
+        self.stream.write_all(&u32::from(flags).to_be_bytes())?;
+        Ok(flags)
+    }
+
+    /// Asks for a TLS handshake.
+    fn start_tls(&mut self) -> Result<(), HandshakeError> {
+        self.send(option::STARTTLS, &[])?;
+        let reply = self.reply(option::STARTTLS)?;
+        match reply.kind {
+            option_reply::ACK => Ok(()),
+            option_reply::ERR_UNSUP | option_reply::ERR_POLICY => {
+                refused(format!("the server does not encrypt connections (TLS){}", reply.message()))
+            }
+            kind if kind & option_reply::ERROR != 0 => {
+                refused(format!("the server refuses to encrypt{}", reply.message()))
+            }
+            kind => protocol(format!("it replied to the request for TLS with type {kind}")),
+        }
+    }
+
+    /// Chooses the export, with a server that has these flags.
+    fn choose_by(&mut self, export: &str, flags: u16) -> Result<Agreed, HandshakeError> {
+        let no_zeroes = flags & handshake_flag::NO_ZEROES != 0;
+        if flags & handshake_flag::FIXED_NEWSTYLE == 0 {
+            return self.export_name(export, no_zeroes);
+        }
+        let agreed = self.choose(export, no_zeroes);
+        if matches!(&agreed, Err(HandshakeError::Refused(_))) {
+            // Failing to send is harmless: the server notices the end of the stream.
+            let _ = self.send(option::ABORT, &[]);
+        }
+        agreed
+    }
+}
+
 /// Chooses the export of this name, and negotiates how it is used. Afterwards the stream carries requests and replies.
 ///
 /// # Errors
 /// The stream fails or ends; the server violates the protocol, speaks only its first version, or refuses.
 pub fn negotiate<S: Read + Write>(stream: &mut S, export: &str) -> Result<Agreed, HandshakeError> {
     let mut session = Session { stream, replies: 0 };
-    let magic = session.u64()?;
-    if magic != GREETING_MAGIC {
-        return protocol("its greeting is not that of an NBD server");
-    }
-    match session.u64()? {
-        OPTION_MAGIC => {}
-        OLD_STYLE_MAGIC => {
-            return refused(
-                "the server speaks only the first version of the NBD protocol, which is not supported",
-            );
-        }
-        magic => return protocol(format!("its greeting has the wrong magic 0x{magic:016x}")),
-    }
-    let known = handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES;
-    let flags = session.u16()? & known;
-    session.stream.write_all(&u32::from(flags).to_be_bytes())?;
-    let no_zeroes = flags & handshake_flag::NO_ZEROES != 0;
+    let flags = session.greet()?;
+    session.choose_by(export, flags)
+}
+
+/// Encrypts the connection by the channel, and then does what [`negotiate`] does. Returns the encrypted stream, too.
+///
+/// # Errors
+/// As [`negotiate`], or the server does not encrypt, is not the expected one, or does not admit the client.
+pub fn negotiate_secured<S: Read + Write>(
+    mut stream: S,
+    channel: Channel,
+    export: &str,
+) -> Result<(Agreed, Blocking<S>), HandshakeError> {
+    let mut session = Session { stream: &mut stream, replies: 0 };
+    let flags = session.greet()?;
     if flags & handshake_flag::FIXED_NEWSTYLE == 0 {
-        return session.export_name(export, no_zeroes);
+        return refused("the server is too old to encrypt connections (TLS)");
     }
-    let agreed = session.choose(export, no_zeroes);
-    if matches!(&agreed, Err(HandshakeError::Refused(_))) {
-        // Failing to send is harmless: the server notices the end of the stream.
-        let _ = session.send(option::ABORT, &[]);
-    }
-    agreed
+    session.start_tls()?;
+    let mut stream = Blocking::handshake(stream, channel)?;
+    let agreed = Session { stream: &mut stream, replies: 0 }.choose_by(export, flags)?;
+    Ok((agreed, stream))
 }
 
 #[cfg(test)]

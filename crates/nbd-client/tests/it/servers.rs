@@ -1,12 +1,15 @@
 //! Real servers: qemu-nbd, and nbdkit with the properties that a client must respect.
 
 use crate::shared::{WRITABLE, name, nbdkit, open, read};
-use isobath_nbd_client::{NbdFile, NbdHost};
+use isobath_nbd_client::name::ExportName;
+use isobath_nbd_client::{Encryption, NbdFile, NbdHost};
 use isobath_ring::{Config, Executor, block_on};
 use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageError, StorageExt, ZeroMode};
+use isobath_testkit::certificates::Authority;
 use isobath_testkit::process::{Ready, Server};
 use isobath_testkit::seed::Seed;
 use isobath_testkit::{qemu, until};
+use isobath_tls::ClientCredentials;
 use rand::RngExt;
 use std::fs;
 use std::io::ErrorKind;
@@ -154,6 +157,36 @@ fn what_a_server_can_is_respected() {
             let _ = block_on(data(&file));
         }
     }
+}
+
+/// An encrypted export of nbdkit, the plain one, and what a host needs for it.
+#[test]
+fn an_encrypted_export_is_one_like_others() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    let authority = Authority::new(&at("authority"));
+    authority.server(&at("server"));
+    authority.client(&at("client"), "/CN=client");
+    let socket = at("s");
+    let certificates = format!("--tls-certificates={}", at("server").display());
+    let words = ["--tls=on", "--tls-verify-peer", &certificates, "memory", "3M"];
+    let _server = nbdkit(&socket, &words);
+    let host = NbdHost::default();
+    let plain = block_on(host.open(&name(&socket), WRITABLE)).unwrap();
+    let export = ExportName::parse(name(&socket).to_str().unwrap()).unwrap();
+    let encrypt = |host_name: &str| {
+        let credentials = ClientCredentials::read(&at("client")).unwrap();
+        host.encrypt(&export, Encryption { credentials, host: host_name.into() });
+    };
+    encrypt("example.org");
+    // The plain connection is not shared with whoever asks for an encrypted one.
+    let refused = block_on(host.open(&name(&socket), WRITABLE)).unwrap_err();
+    assert!(refused.to_string().contains("example.org"), "{refused}");
+    encrypt("localhost");
+    let file = block_on(host.open(&name(&socket), WRITABLE)).unwrap();
+    let mut model = vec![0; block_on(file.len()).unwrap() as usize];
+    block_on(against_a_model(&file, &mut model, 400_000, 150));
+    assert!(block_on(read(&plain, 0, model.len())) == model);
 }
 
 #[test]

@@ -31,6 +31,9 @@ impl<H: Host + Clone> Monitor<H> {
         if detect != "off" {
             return Err(QmpError::new(format_args!("detect-zeroes '{detect}' is not supported")));
         }
+        if text(&arguments, "driver") == "throttle" {
+            return self.add_filter(&name, &arguments).await;
+        }
         let Some(format) = format_of(text(&arguments, "driver")) else {
             let path = self.path_of_file(text(&arguments, "filename"));
             self.host.canonical(&path).map_err(|error| {
@@ -126,6 +129,9 @@ impl<H: Host + Clone> Monitor<H> {
         if self.files.borrow().len() < files {
             return Ok(());
         }
+        if let Some(drive) = self.limited_by(name) {
+            return self.remove_filter(name, &drive);
+        }
         let Some(found) = self.find_node(name) else {
             return Err(QmpError::new(format_args!("Failed to find node with node-name='{name}'")));
         };
@@ -139,8 +145,12 @@ impl<H: Host + Clone> Monitor<H> {
         if let Some(export) = self.export_of(&found.drive) {
             return in_use(&format!("it is exported as '{export}'"));
         }
+        if let Some(filter) = self.filter_of(&found.drive) {
+            return in_use(&format!("its requests are limited by node '{filter}'"));
+        }
         self.check_no_job(&found.drive)?;
         self.drives.borrow_mut().retain(|drive| !Rc::ptr_eq(drive, &found.drive));
+        found.drive.disk().throttle().set_group(None);
         let closed = found.drive.close().await.map_err(QmpError::new);
         drop(found);
         self.prune_names();

@@ -6,6 +6,7 @@ use super::{Drive, Monitor, Result};
 use crate::error::QmpError;
 use event_listener::Event;
 use isobath_disk::LiveDisk;
+use isobath_disk::throttle::Drained;
 use isobath_export::frontend::{
     Export, ExportControl, ExportedDisk, Frontend, Parameter, Place, Presence, Protocol,
     RemoveError, RemoveMode, Setting, Settings, Shown, Takes,
@@ -31,6 +32,8 @@ pub(super) struct ExportEntry {
     /// The device that it serves, or the node at the time it was added.
     of: Of,
     ending: Cell<bool>,
+    /// While it is being removed: its requests do not wait for the disk's limits.
+    drained: RefCell<Option<Drained>>,
     /// Serves it, removes it from the list, and sends the event.
     serving: JoinHandle<()>,
 }
@@ -150,6 +153,7 @@ impl<H: Host + Clone> Monitor<H> {
             control,
             of: Of::drive(drive),
             ending: Cell::new(false),
+            drained: RefCell::default(),
             serving,
         });
         Ok(())
@@ -261,6 +265,7 @@ impl<H: Host + Clone> Monitor<H> {
             error => QmpError::new(error),
         })?;
         export.ending.set(true);
+        *export.drained.borrow_mut() = self.drain(|drive| export.is_of(drive));
         Ok(())
     }
 }

@@ -17,6 +17,7 @@ mod pacing;
 mod queries;
 mod request;
 mod snapshot;
+mod throttle;
 
 pub use drive::Drive;
 
@@ -26,7 +27,9 @@ use crate::server::{Events, Service};
 use crate::tables::SCHEMA;
 use event_listener::Event;
 use exports::ExportList;
+use isobath_disk::clock::SystemClock;
 use isobath_disk::encryption::Secret;
+use isobath_disk::throttle::{Drained, Group, Groups};
 use isobath_disk::{LiveDisk, OpenOptions, Trust};
 use isobath_export::registry::Frontends;
 use isobath_jobs::Job;
@@ -41,6 +44,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
+use throttle::Filter;
 
 /// The result of a command.
 type Result<T> = std::result::Result<T, QmpError>;
@@ -74,6 +78,12 @@ pub struct Monitor<H: Host> {
     names: RefCell<Names>,
     /// Secrets by their IDs.
     secrets: RefCell<BTreeMap<String, Arc<Secret>>>,
+    throttle_groups: Groups,
+    /// The groups that are objects, by their IDs: they last without members.
+    throttle_objects: RefCell<BTreeMap<String, Arc<Group>>>,
+    filters: RefCell<Vec<Filter<H>>>,
+    /// Once the server ends: no request waits for limits.
+    drained: RefCell<Vec<Drained>>,
     jobs: RefCell<Vec<Rc<Started<H>>>>,
     interrupted: RefCell<Vec<JobRequest>>,
     /// Records of jobs that are gone, the oldest first.
@@ -119,6 +129,10 @@ impl<H: Host + Clone> Monitor<H> {
             files: RefCell::default(),
             names: RefCell::default(),
             secrets: RefCell::default(),
+            throttle_groups: Groups::new(Arc::new(SystemClock::default())),
+            throttle_objects: RefCell::default(),
+            filters: RefCell::default(),
+            drained: RefCell::default(),
             jobs: RefCell::default(),
             interrupted: RefCell::new(interrupted),
             records: RefCell::default(),
@@ -179,6 +193,7 @@ impl<H: Host + Clone> Monitor<H> {
         self.ending.set(true);
         let reason = if self.quit.get() { "host-qmp-quit" } else { "host-signal" };
         self.events.emit("SHUTDOWN", json!({"guest": false, "reason": reason}));
+        self.let_pass();
         let _order = self.order.lock().await;
         self.end_jobs().await;
         self.close_exports().await;
@@ -219,6 +234,7 @@ impl<H: Host + Clone> Monitor<H> {
             "object-del" => self.object_del(&arguments),
             "blockdev-add" => self.blockdev_add(arguments).await,
             "blockdev-del" => self.blockdev_del(&arguments).await,
+            "block_set_io_throttle" => self.set_io_throttle(&arguments),
             "block_resize" => self.block_resize(&arguments).await,
             "block-stream" => self.block_stream(&arguments),
             "block-commit" => self.block_commit(&arguments),

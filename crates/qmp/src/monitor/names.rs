@@ -69,6 +69,10 @@ impl<H: Host + Clone> Monitor<H> {
     }
 
     pub(super) fn find_node(&self, name: &str) -> Option<Found<H>> {
+        if let Some(drive) = self.limited_by(name) {
+            let layer = drive.layers().first().map(Arc::clone)?;
+            return Some(Found { drive, layer, depth: 0 });
+        }
         let known = self.names.borrow().file_of(name);
         let file = match known {
             Some(file) => file,

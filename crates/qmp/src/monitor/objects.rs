@@ -1,4 +1,4 @@
-//! Objects that are not nodes: the secrets of encrypted images.
+//! Objects that are not nodes: the secrets of encrypted images, and throttle groups.
 
 use super::arguments::{Arguments, is_well_formed, text};
 use super::{Monitor, Result};
@@ -14,18 +14,27 @@ const LONGEST: usize = 255;
 
 impl<H: Host + Clone> Monitor<H> {
     pub(super) async fn object_add(&self, arguments: &Arguments) -> Result<()> {
-        let pairs = arguments.iter().filter(|(name, _)| *name != "qom-type");
-        let pairs = pairs.filter_map(|(name, value)| Some((name.as_str(), value.as_str()?)));
-        let description = Description::of(pairs).map_err(QmpError::new)?;
-        let id = description.id.clone();
-        if !is_well_formed(&id, LONGEST) {
+        let id = text(arguments, "id");
+        if !is_well_formed(id, LONGEST) {
             return Err(QmpError::new("Parameter 'id' expects an identifier"));
         }
-        if self.secrets.borrow().contains_key(&id) {
+        let is_secret = self.secrets.borrow().contains_key(id);
+        if is_secret || self.throttle_objects.borrow().contains_key(id) {
             return Err(QmpError::new(format_args!(
                 "attempt to add duplicate property '{id}' to object (type 'container')"
             )));
         }
+        match text(arguments, "qom-type") {
+            "throttle-group" => self.add_throttle_group(arguments),
+            _ => self.add_secret(arguments).await,
+        }
+    }
+
+    async fn add_secret(&self, arguments: &Arguments) -> Result<()> {
+        let pairs = arguments.iter().filter(|(name, _)| *name != "qom-type");
+        let pairs = pairs.filter_map(|(name, value)| Some((name.as_str(), value.as_str()?)));
+        let description = Description::of(pairs).map_err(QmpError::new)?;
+        let id = description.id.clone();
         // Reading may block: a descriptor may have no data yet.
         let secret = on_thread(move || description.load()).await;
         let secret = secret.ok_or_else(|| QmpError::new("cannot read the secret"))?;
@@ -34,9 +43,12 @@ impl<H: Host + Clone> Monitor<H> {
         Ok(())
     }
 
-    /// Forgets a secret; disks that were opened with it stay open.
+    /// Forgets a secret, or a throttle group without members; disks that were opened with a secret stay open.
     pub(super) fn object_del(&self, arguments: &Arguments) -> Result<()> {
         let id = text(arguments, "id");
+        if let Some(removed) = self.remove_throttle_group(id) {
+            return removed;
+        }
         let removed = self.secrets.borrow_mut().remove(id);
         removed.map(drop).ok_or_else(|| QmpError::new(format_args!("object '{id}' not found")))
     }

@@ -2,7 +2,7 @@
 
 use super::arguments::{Arguments, flag};
 use super::image::{Node, device_info};
-use super::{Drive, Monitor, Result};
+use super::{Drive, Monitor, Result, throttle};
 use isobath_disk::RequestStats;
 use isobath_disk::live::LATENCY_BUCKETS;
 use isobath_storage::Host;
@@ -54,7 +54,7 @@ impl<H: Host + Clone> Monitor<H> {
     async fn node_info(&self, drive: &Drive<H>, depth: usize, images: usize) -> Value {
         let layers = drive.layers();
         let Some(layer) = layers.get(depth) else { return Value::Null };
-        device_info(Node {
+        let mut info = device_info(Node {
             host: &self.host,
             name: self.node_name(layer),
             layers: &layers,
@@ -63,7 +63,11 @@ impl<H: Host + Clone> Monitor<H> {
             direct: drive.disk().options().direct,
             images,
         })
-        .await
+        .await;
+        if let (0, Some(info)) = (depth, info.as_object_mut()) {
+            throttle::describe(drive.disk().throttle(), info);
+        }
+        info
     }
 
     pub(super) fn query_blockstats(&self, arguments: &Arguments) -> Value {
@@ -126,6 +130,7 @@ impl<H: Host + Clone> Monitor<H> {
                 "layers": disk.depth(),
                 "indexed-layers": disk.indexed_layers(),
                 "in-flight": disk.io_stats().in_flight,
+                "waiting": disk.throttle().waiting(),
                 "map": {
                     "hits": map.hits,
                     "unallocated-hits": map.unallocated_hits,

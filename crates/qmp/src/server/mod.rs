@@ -16,8 +16,9 @@ use crate::error::QmpError;
 use crate::json;
 use crate::schema::{Command, Member, Object, Schema, Type, object, opt, req};
 use event_listener::Event;
+use isobath_export::tls::{Connection, Security};
 use isobath_ring::net::{Listener, Stream, after_failed_accept, own_user};
-use isobath_ring::{first, spawn};
+use isobath_ring::{first, spawn, timeout};
 use outbox::Outbox;
 use serde_json::{Map, Value, json};
 use session::Session;
@@ -54,6 +55,8 @@ pub struct Limits {
     pub replies: usize,
     /// Bytes of replies and events that may wait for a client before it is disconnected.
     pub events: usize,
+    /// How long a TLS handshake may take.
+    pub handshake: Duration,
     /// How long a client may take to receive its last replies when its session ends.
     pub drain: Duration,
     /// The users whose processes may connect to a Unix socket, whatever its permissions; `None`: any.
@@ -61,14 +64,15 @@ pub struct Limits {
 }
 
 impl Default for Limits {
-    /// 64 sessions, requests as [`json::Limits::default`], 1 MiB of replies, 8 MiB with events, 2 s to
-    /// drain; only this process's user and root.
+    /// 64 sessions, requests as [`json::Limits::default`], 1 MiB of replies, 8 MiB with events, 30 s for a TLS
+    /// handshake, 2 s to drain; only this process's user and root.
     fn default() -> Self {
         Self {
             sessions: 64,
             request: json::Limits::default(),
             replies: 1 << 20,
             events: 8 << 20,
+            handshake: Duration::from_secs(30),
             drain: Duration::from_secs(2),
             users: Some([own_user(), ROOT]),
         }
@@ -120,9 +124,31 @@ impl<S: Service> Server<S> {
     /// # Panics
     /// Outside a ring's `block_on`.
     pub async fn serve(self: &Rc<Self>, listener: Listener) -> io::Result<()> {
+        self.serve_secured(listener, Security::Plain).await
+    }
+
+    /// As [`serve`](Self::serve), to clients whose connections are encrypted from the first byte if there are
+    /// credentials: QMP has no negotiation of its own for that, so [`Security::Optional`] is refused.
+    ///
+    /// # Errors
+    /// If the listener fails, or encryption is optional. Sessions continue.
+    ///
+    /// # Panics
+    /// Outside a ring's `block_on`.
+    pub async fn serve_secured(
+        self: &Rc<Self>,
+        listener: Listener,
+        security: Security,
+    ) -> io::Result<()> {
+        if matches!(security, Security::Optional(_)) {
+            let message = "QMP is encrypted from the first byte or not at all";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+        }
         while let Some(accepted) = self.unless_stopped(listener.accept()).await {
             match accepted {
-                Ok(stream) if self.is_admitted(&stream) => self.begin(stream),
+                Ok(stream) if self.is_admitted(&stream) => {
+                    self.begin_secured(stream, security.clone());
+                }
                 Ok(_) => {}
                 Err(error) => {
                     let recovered = after_failed_accept(error, |error| {
@@ -144,6 +170,10 @@ impl<S: Service> Server<S> {
 
     /// Starts a session with an already connected client.
     pub fn begin(self: &Rc<Self>, stream: Stream) {
+        self.begin_secured(stream, Security::Plain);
+    }
+
+    fn begin_secured(self: &Rc<Self>, stream: Stream, security: Security) {
         if self.sessions.get() >= self.limits.sessions {
             tracing::warn!(
                 limit = self.limits.sessions,
@@ -154,13 +184,35 @@ impl<S: Service> Server<S> {
         self.sessions.set(self.sessions.get() + 1);
         let counted = Counted(self.clone());
         drop(spawn(async move {
-            let outbox = Outbox::new(stream, counted.0.limits.events);
+            let connection = Connection::from(stream);
+            if !counted.0.secure(&connection, &security).await {
+                return;
+            }
+            let outbox = Outbox::new(connection, counted.0.limits.events);
             // Disconnects the client even if a command panics.
             let connected = Connected(outbox.clone());
             Session::new(&counted.0, &outbox).run().await;
             drop(connected);
             drop(counted);
         }));
+    }
+
+    /// Performs the TLS handshake, if there is to be one. Returns whether the session may begin.
+    async fn secure(&self, connection: &Connection, security: &Security) -> bool {
+        let Some(credentials) = security.credentials() else { return true };
+        let handshake = timeout(self.limits.handshake, connection.secure(credentials));
+        match self.unless_stopped(handshake).await {
+            None => false,
+            Some(Err(_)) => {
+                tracing::warn!("a QMP client's TLS handshake timed out; closing its connection");
+                false
+            }
+            Some(Ok(Err(error))) => {
+                tracing::warn!(%error, "a QMP client's TLS handshake failed; closing its connection");
+                false
+            }
+            Some(Ok(Ok(()))) => true,
+        }
     }
 
     /// Whether a client's user may give commands.

@@ -1,7 +1,7 @@
 //! Output waiting to be sent to one client.
 
 use event_listener::Event;
-use isobath_ring::net::Stream;
+use isobath_export::tls::Connection;
 use isobath_storage::IoBuf;
 use std::cell::{Cell, RefCell};
 use std::net::Shutdown;
@@ -13,7 +13,7 @@ const SEND: usize = 256 << 10;
 /// Replies and events for a client, in order.
 #[derive(Debug)]
 pub(super) struct Outbox {
-    pub(super) stream: Stream,
+    pub(super) connection: Connection,
     /// Bytes beyond which the client is disconnected.
     limit: usize,
     waiting: RefCell<Vec<u8>>,
@@ -27,9 +27,9 @@ pub(super) struct Outbox {
 }
 
 impl Outbox {
-    pub(super) fn new(stream: Stream, limit: usize) -> Rc<Self> {
+    pub(super) fn new(connection: Connection, limit: usize) -> Rc<Self> {
         Rc::new(Self {
-            stream,
+            connection,
             limit,
             waiting: RefCell::default(),
             sending: Cell::new(0),
@@ -63,7 +63,7 @@ impl Outbox {
     pub(super) fn cut(&self) {
         self.broken.set(true);
         self.waiting.borrow_mut().clear();
-        let _ = self.stream.shutdown(Shutdown::Both);
+        let _ = self.connection.shutdown(Shutdown::Both);
         self.changed.notify(usize::MAX);
     }
 
@@ -111,7 +111,7 @@ impl Outbox {
                 continue;
             }
             self.sending.set(piece.len());
-            let (result, _) = self.stream.send_all(piece).await;
+            let (result, _) = self.connection.send(vec![piece]).await;
             self.sending.set(0);
             if let Err(error) = result {
                 tracing::debug!(%error, "a QMP client disconnected");

@@ -40,6 +40,8 @@ impl<'a, S: Service> Session<'a, S> {
             tracing::warn!("a QMP client did not receive its last replies in time");
             self.outbox.cut();
         }
+        // The client is told that nothing was cut off. It may have left.
+        let _ = timeout(self.server.limits.drain, self.outbox.connection.end()).await;
     }
 
     /// Receives requests until the client leaves, the server stops, or the client turns out not to speak QMP.
@@ -47,7 +49,7 @@ impl<'a, S: Service> Session<'a, S> {
         let mut splitter = Splitter::new(self.server.limits.request);
         let mut buf = IoBuf::zeroed(RECEIVE);
         loop {
-            let received = self.outbox.stream.recv(buf);
+            let received = self.outbox.connection.receive(buf, 0);
             let Some((result, back)) = self.server.unless_stopped(received).await else { return };
             let count = match result {
                 Ok(0) => return,

@@ -20,6 +20,7 @@ static DISK: Object = object(&[
     req("layers", INT),
     req("indexed-layers", INT),
     req("in-flight", INT),
+    req("waiting", INT),
     req("map", Type::Object(&MAP)),
 ]);
 static DISKS: Object = object(&[req("syncs", INT), req("disks", Type::List(&Type::Object(&DISK)))]);

@@ -8,6 +8,7 @@ mod exports;
 mod isobath;
 mod jobs;
 mod nodes;
+mod throttle;
 
 use crate::schema::{EventType, Schema};
 use crate::server::CONTROL;
@@ -16,7 +17,14 @@ pub use jobs::PACING;
 
 /// All commands and events of `isobath serve`.
 pub static SCHEMA: Schema = Schema {
-    commands: &[CONTROL, nodes::COMMANDS, jobs::COMMANDS, exports::COMMANDS, isobath::COMMANDS],
+    commands: &[
+        CONTROL,
+        nodes::COMMANDS,
+        throttle::COMMANDS,
+        jobs::COMMANDS,
+        exports::COMMANDS,
+        isobath::COMMANDS,
+    ],
     events: EVENTS,
 };
 

@@ -1,5 +1,6 @@
 //! Commands about nodes: queries, statistics, and changes of a chain.
 
+use super::throttle;
 use crate::schema::{Alternate, Command, EMPTY, Object, Type, Variants, object, opt, req};
 
 const STR: Type = Type::Str;
@@ -82,6 +83,20 @@ static DEVICE_INFO: Object = object(&[
     req("iops", INT),
     req("iops_rd", INT),
     req("iops_wr", INT),
+    opt("bps_max", INT),
+    opt("bps_rd_max", INT),
+    opt("bps_wr_max", INT),
+    opt("iops_max", INT),
+    opt("iops_rd_max", INT),
+    opt("iops_wr_max", INT),
+    opt("bps_max_length", INT),
+    opt("bps_rd_max_length", INT),
+    opt("bps_wr_max_length", INT),
+    opt("iops_max_length", INT),
+    opt("iops_rd_max_length", INT),
+    opt("iops_wr_max_length", INT),
+    opt("iops_size", INT),
+    opt("group", STR),
     req("image", IMAGE),
     req("cache", CACHE),
     req("write_threshold", INT),
@@ -197,10 +212,12 @@ static QCOW2_OPTIONS: Object = object(&[
     req("file", Type::Alternate(&REFERENCE)),
     opt("backing", Type::Alternate(&REFERENCE_OR_NULL)),
 ]);
+static THROTTLE_OPTIONS: Object =
+    object(&[req("throttle-group", STR), req("file", Type::Alternate(&REFERENCE))]);
 static RAW_OPTIONS: Object = object(&[req("file", Type::Alternate(&REFERENCE))]);
 static BLOCKDEV: Object = Object {
     members: &[
-        req("driver", Type::Enum(&["file", "host_device", "qcow2", "raw"])),
+        req("driver", Type::Enum(&["file", "host_device", "qcow2", "raw", "throttle"])),
         opt("node-name", STR),
         opt("discard", Type::Enum(&["ignore", "unmap"])),
         opt("cache", Type::Object(&CACHE_OPTIONS)),
@@ -216,6 +233,7 @@ static BLOCKDEV: Object = Object {
             ("host_device", &FILE_OPTIONS),
             ("qcow2", &QCOW2_OPTIONS),
             ("raw", &RAW_OPTIONS),
+            ("throttle", &THROTTLE_OPTIONS),
         ],
     }),
 };
@@ -231,8 +249,11 @@ static SECRET: Object = object(&[
     opt("iv", STR),
 ]);
 static OBJECT_ADD: Object = Object {
-    members: &[req("qom-type", Type::Enum(&["secret"])), req("id", STR)],
-    variants: Some(Variants { tag: "qom-type", cases: &[("secret", &SECRET)] }),
+    members: &[req("qom-type", Type::Enum(&["secret", "throttle-group"])), req("id", STR)],
+    variants: Some(Variants {
+        tag: "qom-type",
+        cases: &[("secret", &SECRET), ("throttle-group", &throttle::GROUP)],
+    }),
 };
 static OBJECT_DEL: Object = object(&[req("id", STR)]);
 

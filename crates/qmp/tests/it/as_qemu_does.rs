@@ -142,7 +142,8 @@ fn commands_take_what_qemus_take() {
         both.ask("query-qmp-schema", &json!({})).each_ref().map(Introspection::new);
     let mut found = Vec::new();
     for command in SCHEMA.commands().map(|command| command.name) {
-        if command.starts_with("x-isobath-") {
+        // qemu-storage-daemon has no devices; qemu-system has the command.
+        if command.starts_with("x-isobath-") || command == "block_set_io_throttle" {
             continue;
         }
         assert!(theirs.has(command), "QEMU has no {command}");
@@ -219,6 +220,11 @@ fn what_is_refused_is_refused_as_qemu_does() {
     let mut both = Both::start();
     let node =
         |name: &str, file: Value| json!({"driver": "qcow2", "node-name": name, "file": file});
+    let filter = |options: Value| {
+        let mut node = json!({"driver": "throttle", "node-name": "f"});
+        node.as_object_mut().unwrap().extend(options.as_object().unwrap().clone());
+        node
+    };
     both.ok("block-export-add", &json!({"type": "nbd", "id": "e", "node-name": "d0", "name": "x"}));
     for (command, arguments) in [
         ("nope", json!({})),
@@ -273,6 +279,14 @@ fn what_is_refused_is_refused_as_qemu_does() {
         ("block-export-add", json!({"type": "nbd", "id": "f", "node-name": "d0", "name": "x"})),
         ("block-export-add", json!({"type": "nbd", "id": "f", "node-name": "zz"})),
         ("block-export-del", json!({"id": "zz"})),
+        ("object-add", json!({"qom-type": "throttle-group"})),
+        ("object-add", json!({"qom-type": "throttle-group", "id": "1g"})),
+        ("object-add", json!({"qom-type": "throttle-group", "id": "g", "iops": 1})),
+        ("object-add", json!({"qom-type": "throttle-group", "id": "g", "limits": {"iops": 1}})),
+        ("object-del", json!({"id": "g"})),
+        ("blockdev-add", filter(json!({"throttle-group": "g"}))),
+        ("blockdev-add", filter(json!({"file": "d0"}))),
+        ("blockdev-add", filter(json!({"throttle-group": "g", "file": "d0"}))),
     ] {
         let [theirs, ours] = both.ask(command, &arguments);
         assert!(
@@ -281,6 +295,50 @@ fn what_is_refused_is_refused_as_qemu_does() {
         );
         assert_eq!(ours, theirs, "{command} {arguments}");
     }
+}
+
+#[test]
+fn throttle_groups_and_their_nodes_are_qemus() {
+    let mut both = Both::start();
+    let limits = json!({"iops-total": 100, "iops-total-max": 2000, "iops-total-max-length": 60});
+    let group = |limits: &Value| json!({"qom-type": "throttle-group", "id": "g", "limits": limits});
+    // What contradicts itself is refused by both, in other words.
+    for wrong in [
+        json!({"iops-total": 1, "iops-read": 1}),
+        json!({"iops-total": -1}),
+        json!({"iops-total": 1_000_000_000_000_001_u64}),
+        json!({"iops-total": 2, "iops-total-max": 1}),
+        json!({"iops-total-max": 1}),
+        json!({"iops-total": 2, "iops-total-max-length": 0}),
+        json!({"iops-total": 2, "iops-total-max-length": 2}),
+        json!({"bps-total": 2, "iops-size": 2}),
+        json!({"bps-read": 1, "bps-read-max": 1_000_000_000_u64,
+               "bps-read-max-length": 1_000_001}),
+    ] {
+        let answers = both.ask("object-add", &group(&wrong));
+        assert!(answers.iter().all(|answer| answer["class"] == "GenericError"), "{answers:?}");
+    }
+    both.ok("object-add", &group(&limits));
+    let [theirs, ours] = both.ask("object-add", &group(&limits));
+    assert_eq!(ours, theirs);
+    let filter =
+        json!({"driver": "throttle", "node-name": "f", "throttle-group": "g", "file": "d0"});
+    both.ok("blockdev-add", &filter);
+    let [theirs, ours] = both.ask("blockdev-add", &filter);
+    assert_eq!(ours, theirs);
+    let export = json!({"type": "nbd", "id": "x", "node-name": "f", "name": "f", "writable": true});
+    both.ok("block-export-add", &export);
+    // In use.
+    for (command, arguments) in
+        [("object-del", json!({"id": "g"})), ("blockdev-del", json!({"node-name": "f"}))]
+    {
+        let answers = both.ask(command, &arguments);
+        assert!(answers.iter().all(|answer| answer["class"] == "GenericError"), "{answers:?}");
+    }
+    both.ok("block-export-del", &json!({"id": "x"}));
+    both.events_to("BLOCK_EXPORT_DELETED", &json!({"id": "x"}));
+    both.ok("blockdev-del", &json!({"node-name": "f"}));
+    both.ok("object-del", &json!({"id": "g"}));
 }
 
 #[test]

@@ -55,7 +55,8 @@ async fn run(images: Vec<(String, PathBuf)>, (qmp, nbd): (Listener, Listener)) {
         let disk = LiveDisk::open(FileHost, &path, &options).await.unwrap();
         drives.push(Drive::new(name, disk));
     }
-    let frontends = Frontends::start(&[], Listeners::from([("nbd", vec![nbd])])).unwrap();
+    let listeners = Listeners::from([("nbd", vec![nbd.into()])]);
+    let frontends = Frontends::start(&[], listeners).unwrap();
     let exporting = frontends.serve();
     let disks: Vec<_> = drives.iter().map(|drive| drive.disk().clone()).collect();
     let events = Events::default();

@@ -7,3 +7,4 @@ mod common;
 mod introspection;
 mod live;
 mod protocol;
+mod throttle;

@@ -215,6 +215,15 @@ impl Driver {
         self.reap()
     }
 
+    /// Whether operations have completed whose tasks do not know it yet.
+    pub(super) fn has_completions(&self) -> bool {
+        let mut ring = self.ring.borrow_mut();
+        let queue = ring.submission();
+        let in_kernel = queue.taskrun() || queue.cq_overflow();
+        drop(queue);
+        in_kernel || !ring.completion().is_empty()
+    }
+
     fn reap(&self) -> bool {
         let mut woken = false;
         loop {

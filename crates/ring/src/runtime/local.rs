@@ -11,6 +11,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::task::Waker;
 
 /// Bytes that tasks may transfer without waiting in one turn of the executor. Each call counts as additional bytes,
 /// which limits the number of calls.
@@ -43,6 +44,13 @@ pub fn may_go_on(bytes: usize) -> bool {
         })
     });
     may.unwrap_or(true)
+}
+
+/// Whether tasks of this thread's executor other than the one that `own` wakes are ready, or may be because of another
+/// thread. Takes the completions of their operations for that. A task that always has more to do then yields, so that
+/// they need not wait for all of it. `false` outside `block_on`.
+pub fn others_wait(own: &Waker) -> bool {
+    current().is_some_and(|local| local.others_wait(own))
 }
 
 /// This thread's executor.
@@ -183,6 +191,17 @@ impl Local {
         if self.driver.enter(wait) {
             self.listen();
         }
+    }
+
+    fn others_wait(&self, own: &Waker) -> bool {
+        if self.remote.has_news() {
+            return true;
+        }
+        if self.driver.has_completions() && self.driver.enter(Wait::No) {
+            self.listen();
+        }
+        let queue = self.run_queue.borrow();
+        queue.iter().any(|task| Arc::as_ptr(task).cast::<()>() != own.data())
     }
 
     /// Waits until no dropped operation is in flight. Tasks do not run meanwhile.

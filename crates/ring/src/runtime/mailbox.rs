@@ -69,8 +69,13 @@ impl Remote {
         let _ = self.post((), |_, ()| {});
     }
 
+    /// Whether anything was posted since the last [`take`](Self::take).
+    pub(super) fn has_news(&self) -> bool {
+        self.news.load(Ordering::Acquire)
+    }
+
     pub(super) fn take(&self) -> Option<Mail> {
-        if !self.news.load(Ordering::Acquire) {
+        if !self.has_news() {
             return None;
         }
         let mut mailbox = self.mailbox.lock();

@@ -24,7 +24,7 @@ pub use blocking::unblock;
 pub use config::Config;
 pub use executor::Executor;
 pub use join_error::JoinError;
-pub use local::{Local, current, may_go_on};
+pub use local::{Local, current, may_go_on, others_wait};
 pub use memory::{Lease, Leased, Vectored};
 pub use op::ops;
 pub use remote::{Handle, RemoteJoin};

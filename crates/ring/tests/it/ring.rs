@@ -3,8 +3,8 @@
 use isobath_buf::IoBuf;
 use isobath_ring::net::{Access, Address, Listener, Stream, own_user};
 use isobath_ring::{
-    Config, Elapsed, Executor, Readiness, Signals, Worker, sleep, sleep_until, spawn, timeout,
-    yield_now,
+    Config, Elapsed, Executor, Readiness, Signals, Worker, others_wait, sleep, sleep_until, spawn,
+    timeout, yield_now,
 };
 use std::cell::{Cell, RefCell};
 use std::future::{pending, poll_fn};
@@ -54,6 +54,29 @@ fn tasks_run_in_turn_and_give_results() {
         }
     });
     assert_eq!(*log.borrow(), [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]);
+}
+
+#[test]
+fn a_task_learns_that_another_is_ready() {
+    executor().block_on(async {
+        let (ours, mut theirs) = pair();
+        let other = spawn(async move { drop(ours.recv(IoBuf::zeroed(1)).await) });
+        yield_now().await;
+        // It waits now. This one is not woken by what happens to the other.
+        let look = poll_fn(move |cx| {
+            assert!(!others_wait(cx.waker()));
+            cx.waker().wake_by_ref();
+            assert!(!others_wait(cx.waker()), "it is this one itself");
+            theirs.write_all(b"x").unwrap();
+            while !others_wait(cx.waker()) {
+                std::thread::yield_now();
+            }
+            Poll::Ready(())
+        });
+        spawn(look).await.unwrap();
+        other.await.unwrap();
+    });
+    assert!(!others_wait(std::task::Waker::noop()));
 }
 
 #[test]

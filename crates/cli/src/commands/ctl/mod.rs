@@ -12,12 +12,14 @@ use crate::failure::{Failure, Outcome};
 use crate::{json, options, screen, size};
 use disk::{Chain, Events, Query, Resize, Snapshot};
 use isobath_qmp::client::{Address, Client, ClientError};
+use isobath_tls::ClientCredentials;
 use job::{Verb, VerbOfJob};
 use list::Jobs;
 use serde_json::{Map, Value, json};
 use start::{Commit, Mirror, Stream};
 use stats::Stats;
 use std::io::Write;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -30,8 +32,22 @@ pub(crate) struct Args {
     /// The server's QMP address: a socket file, or HOST:PORT
     #[arg(value_name = "SOCKET")]
     address: String,
+    #[command(flatten)]
+    tls: TlsArgs,
     #[command(subcommand)]
     command: Command,
+}
+
+/// How the connection is encrypted.
+#[derive(clap::Args, Default)]
+struct TlsArgs {
+    /// Connect by TLS, with the certificates in this directory, under QEMU's names: ca-cert.pem, and client-cert.pem
+    /// and client-key.pem if the server asks for them
+    #[arg(long, value_name = "DIR")]
+    tls_creds: Option<PathBuf>,
+    /// The name that the server's certificate is for [default: HOST]
+    #[arg(long, value_name = "NAME", requires = "tls_creds")]
+    tls_hostname: Option<String>,
 }
 
 #[derive(clap::Subcommand)]
@@ -65,7 +81,7 @@ enum Command {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    let mut session = Session::connect(&args.address, out)?;
+    let mut session = Session::connect_by(&args.address, &args.tls, out)?;
     match &args.command {
         Command::Snapshot(args) => args.run(&mut session),
         Command::Stream(args) => args.run(&mut session),
@@ -115,9 +131,28 @@ impl ServedLayer {
 }
 
 impl<'a> Session<'a> {
-    /// Connects to the server at `address`: a socket file, or HOST:PORT.
+    /// Connects to the server: at a socket file, or HOST:PORT.
     pub(super) fn connect(address: &str, out: &'a mut dyn Write) -> Result<Self, Failure> {
-        let client = Client::connect(&Address::parse(address)).map_err(Failure::new)?;
+        Self::connect_by(address, &TlsArgs::default(), out)
+    }
+
+    fn connect_by(address: &str, tls: &TlsArgs, out: &'a mut dyn Write) -> Result<Self, Failure> {
+        let parsed = Address::parse(address);
+        let client = match &tls.tls_creds {
+            None => Client::connect(&parsed),
+            Some(directory) => {
+                let credentials = ClientCredentials::read(directory)
+                    .map_err(|error| Failure::new(error).context("--tls-creds"))?;
+                let Some(host) = tls.tls_hostname.as_deref().or(parsed.host()) else {
+                    return Err(Failure::usage(
+                        "a socket file has no host name; give the name in the server's certificate \
+                         by --tls-hostname",
+                    ));
+                };
+                Client::connect_secured(&parsed, &credentials, host)
+            }
+        };
+        let client = client.map_err(Failure::new)?;
         Ok(Self { client, address: address.to_owned(), out })
     }
 }

@@ -9,6 +9,7 @@ use isobath_export::nbd::wire::{
     GREETING_MAGIC, MAX_STRING, OPTION_MAGIC, OPTION_REPLY_MAGIC, handshake_flag, info, option,
     option_reply, transmission_flag,
 };
+use isobath_tls::{Blocking, Channel};
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
@@ -68,15 +69,19 @@ struct Listed {
     contexts: Vec<String>,
 }
 
-/// Prints the exports of the server at `endpoint`.
-pub(super) fn print(endpoint: &Endpoint, out: &mut dyn Write) -> Result<(), Failure> {
+/// Prints the exports of the server at `endpoint`, over an encrypted connection if there is a channel for it.
+pub(super) fn print(
+    endpoint: &Endpoint,
+    channel: Option<Channel>,
+    out: &mut dyn Write,
+) -> Result<(), Failure> {
     let listed = match endpoint {
         Endpoint::Unix(path) => UnixStream::connect(path)
             .map_err(|error| cannot_connect(&path.display().to_string(), &error))
-            .map(|stream| exports(Timed::new(stream, UnixStream::set_read_timeout)))?,
+            .map(|stream| exports(Timed::new(stream, UnixStream::set_read_timeout), channel))?,
         Endpoint::Tcp { host, port } => TcpStream::connect((host.as_str(), *port))
             .map_err(|error| cannot_connect(&endpoint.to_string(), &error))
-            .map(|stream| exports(Timed::new(stream, TcpStream::set_read_timeout)))?,
+            .map(|stream| exports(Timed::new(stream, TcpStream::set_read_timeout), channel))?,
     };
     let listed = listed.map_err(|refused| match refused {
         Refused::Io(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
@@ -132,34 +137,43 @@ struct Timed<S> {
     until: Instant,
 }
 
-impl<S: Read + Write> Timed<S> {
+impl<S> Timed<S> {
     fn new(stream: S, limit: fn(&S, Option<Duration>) -> io::Result<()>) -> Self {
         Self { stream, limit, until: Instant::now() + PATIENCE }
     }
+}
 
-    fn get(&mut self, mut buf: &mut [u8]) -> io::Result<()> {
-        while !buf.is_empty() {
-            let left = self.until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(io::ErrorKind::TimedOut.into());
-            }
-            (self.limit)(&self.stream, Some(left))?;
-            match self.stream.read(buf) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(read) => buf = buf.get_mut(read..).unwrap_or_default(),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    return Err(io::ErrorKind::TimedOut.into());
-                }
-                Err(error) => return Err(error),
-            }
+impl<S: Read> Read for Timed<S> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let left = self.until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
         }
-        Ok(())
+        (self.limit)(&self.stream, Some(left))?;
+        self.stream.read(buf).map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => io::ErrorKind::TimedOut.into(),
+            _ => error,
+        })
+    }
+}
+
+impl<S: Write> Write for Timed<S> {
+    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+        self.stream.write(buf)
     }
 
+    fn flush(&mut self) -> io::Result<()> {
+        self.stream.flush()
+    }
+}
+
+/// A server that is asked.
+struct Server<S>(S);
+
+impl<S: Read + Write> Server<S> {
     fn number<const N: usize>(&mut self) -> io::Result<[u8; N]> {
         let mut bytes = [0; N];
-        self.get(&mut bytes)?;
+        self.0.read_exact(&mut bytes)?;
         Ok(bytes)
     }
 
@@ -167,7 +181,7 @@ impl<S: Read + Write> Timed<S> {
         let length = data.len() as u32;
         let parts =
             [&OPTION_MAGIC.to_be_bytes()[..], &option.to_be_bytes(), &length.to_be_bytes(), data];
-        self.stream.write_all(&parts.concat())
+        self.0.write_all(&parts.concat())
     }
 
     /// One reply to `option`: its type and data.
@@ -188,7 +202,7 @@ impl<S: Read + Write> Timed<S> {
             )));
         }
         let mut data = vec![0; length];
-        self.get(&mut data)?;
+        self.0.read_exact(&mut data)?;
         Ok((kind, data))
     }
 
@@ -227,7 +241,8 @@ fn string(bytes: &[u8]) -> Asked<String> {
 }
 
 /// The exports of the server at the other end.
-fn exports<S: Read + Write>(mut server: Timed<S>) -> Asked<Vec<Listed>> {
+fn exports<S: Read + Write>(stream: S, channel: Option<Channel>) -> Asked<Vec<Listed>> {
+    let mut server = Server(stream);
     let magics = [u64::from_be_bytes(server.number()?), u64::from_be_bytes(server.number()?)];
     if magics != [GREETING_MAGIC, OPTION_MAGIC] {
         return Err(Refused::Said("it is not an NBD server that can list exports".into()));
@@ -237,7 +252,15 @@ fn exports<S: Read + Write>(mut server: Timed<S>) -> Asked<Vec<Listed>> {
         return Err(Refused::Said("it cannot list exports".into()));
     }
     let known = handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES;
-    server.stream.write_all(&u32::from(flags & known).to_be_bytes())?;
+    server.0.write_all(&u32::from(flags & known).to_be_bytes())?;
+    let Some(channel) = channel else { return list(server) };
+    if server.replies(option::STARTTLS, &[])?.is_none_or(|replies| !replies.is_empty()) {
+        return Err(Refused::Said("it does not encrypt connections (TLS)".into()));
+    }
+    list(Server(Blocking::handshake(server.0, channel)?))
+}
+
+fn list<S: Read + Write>(mut server: Server<S>) -> Asked<Vec<Listed>> {
     let structured = server.replies(option::STRUCTURED_REPLY, &[])?.is_some();
     let Some(found) = server.replies(option::LIST, &[])? else {
         return Err(Refused::Said("it does not list its exports".into()));
@@ -308,7 +331,7 @@ mod tests {
     }
 
     fn listed(sent: &[u8]) -> Asked<Vec<Listed>> {
-        exports(Timed::new(Sent(io::Cursor::new(sent.to_vec())), |_, _| Ok(())))
+        exports(Timed::new(Sent(io::Cursor::new(sent.to_vec())), |_, _| Ok(())), None)
     }
 
     fn reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {

@@ -10,18 +10,21 @@ use crate::host::{ImageHost, images};
 use crate::image_name::{Image, NO_SNAPSHOT, Naming, reason};
 use crate::server::daemon::Daemon;
 use crate::server::endpoint::{Endpoint, PORT};
-use crate::server::{listen, pid_file, signals, threads};
-use crate::{messages, options, runtime, size, temporary};
+use crate::server::tls::{Mode, SecuredEndpoint, Tls};
+use crate::server::{pid_file, signals, threads};
+use crate::{messages, options, runtime, size, temporary, tls_objects};
 use isobath_disk::clock::SystemClock;
 use isobath_disk::{
     BlockDevice, ImageFormat, InfoOptions, LiveDisk, MetadataMode, OpenOptions, SnapshotChoice,
     Trust, info, read_bitmap,
 };
+use isobath_export::frontend::Entrance;
 use isobath_export::nbd::wire::MAX_STRING;
 use isobath_export::nbd::{Export, ExportError, ExportedBitmap, Limits, Server, WhenFull};
 use isobath_ring::net::Access;
 use isobath_ring::{Handle, spawn};
 use isobath_storage::Locking;
+use isobath_tls::Channel;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -30,8 +33,8 @@ use view::{DetectZeroes, View};
 /// Serve an image over NBD, with qemu-nbd's options
 ///
 /// Exits when the last client that used the image disconnects, unless --persistent is given, or when a signal arrives.
-/// Connections are neither authenticated nor encrypted: without --socket or --bind, anyone who can reach this host can
-/// connect. 'isobath serve' has more features.
+/// Without --tls-creds connections are neither authenticated nor encrypted: without --socket or --bind, anyone who can
+/// reach this host can connect. 'isobath serve' has more features.
 #[derive(clap::Args)]
 #[allow(clippy::doc_markdown)]
 pub(crate) struct Args {
@@ -102,6 +105,15 @@ pub(crate) struct Args {
     /// be repeated
     #[arg(short = 'B', long, value_name = "NAME")]
     bitmap: Vec<String>,
+    /// Encrypt the connections by TLS, with the credentials of the object with this ID
+    #[arg(long, value_name = "ID")]
+    tls_creds: Option<String>,
+    /// Admit only clients whose certificate has the name in the object authz-simple with this ID
+    #[arg(long, value_name = "ID")]
+    tls_authz: Option<String>,
+    /// With --list: the name that the server's certificate is for [default: the host]
+    #[arg(long, value_name = "NAME", requires = "list")]
+    tls_hostname: Option<String>,
     /// Accepted for compatibility; has no effect
     #[arg(short, long)]
     verbose: bool,
@@ -122,15 +134,6 @@ struct Refused {
     /// Not supported: disconnect a kernel device
     #[arg(short, long, hide = true)]
     disconnect: bool,
-    /// Not supported: TLS
-    #[arg(long, value_name = "ID", hide = true)]
-    tls_creds: Option<String>,
-    /// Not supported: TLS
-    #[arg(long, value_name = "NAME", hide = true)]
-    tls_hostname: Option<String>,
-    /// Not supported: TLS
-    #[arg(long, value_name = "ID", hide = true)]
-    tls_authz: Option<String>,
     /// Not supported: a label for the socket
     #[arg(long, value_name = "LABEL", hide = true)]
     selinux_label: Option<String>,
@@ -141,13 +144,6 @@ impl Refused {
         let refused = [
             (self.connect.is_some(), "--connect", "; attach its socket with nbd-client instead"),
             (self.disconnect, "--disconnect", "; use nbd-client -d instead"),
-            (
-                self.tls_creds.is_some(),
-                "--tls-creds",
-                "; put a TLS proxy in front of a socket file",
-            ),
-            (self.tls_hostname.is_some(), "--tls-hostname", ""),
-            (self.tls_authz.is_some(), "--tls-authz", ""),
             (self.selinux_label.is_some(), "--selinux-label", ""),
         ];
         match refused.into_iter().find(|(given, ..)| *given) {
@@ -171,12 +167,14 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         if args.image.is_some() {
             return Err(Failure::usage("List mode is incompatible with a file name"));
         }
-        list::print(&endpoint, out)?;
+        list::print(&endpoint, args.channel(&endpoint)?, out)?;
         return Ok(0);
     }
     let Some(name) = &args.image else {
         return Err(Failure::usage("Invalid number of arguments"));
     };
+    let (mode, tls) = args.tls()?;
+    let endpoint = SecuredEndpoint { endpoint, mode: Some(mode) };
     let image = args.naming.parse(name, args.format).map_err(|reason| args.cannot_open(reason))?;
     args.check()?;
     let daemon = match args.fork.then(Daemon::start) {
@@ -187,7 +185,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
     };
     messages::detach();
-    runtime::block_on(async || Box::pin(args.serve(&image, &endpoint, daemon)).await)?;
+    runtime::block_on(async || Box::pin(args.serve(&image, &endpoint, &tls, daemon)).await)?;
     Ok(0)
 }
 
@@ -205,6 +203,38 @@ impl Args {
                 Ok(Endpoint::Tcp { host, port: self.port.unwrap_or(PORT) })
             }
         }
+    }
+
+    /// The client's side of an encrypted connection to the server at `endpoint`, if there is to be one.
+    fn channel(&self, endpoint: &Endpoint) -> Result<Option<Channel>, Failure> {
+        if self.tls_authz.is_some() {
+            return Err(Failure::new("TLS authorization is incompatible with export list"));
+        }
+        let Some(id) = &self.tls_creds else {
+            return match self.tls_hostname {
+                Some(_) => Err(Failure::new("--tls-hostname needs --tls-creds")),
+                None => Ok(None),
+            };
+        };
+        tls_objects::define(self.naming.objects.tls());
+        let credentials = tls_objects::client(id).map_err(Failure::new)?;
+        let host = match (self.tls_hostname.as_deref(), endpoint) {
+            (Some(host), _) => host,
+            (None, Endpoint::Tcp { host, .. }) => host,
+            (None, Endpoint::Unix(_)) => {
+                return Err(Failure::new(
+                    "a socket file has no host name; give the name in the server's certificate by \
+                     --tls-hostname",
+                ));
+            }
+        };
+        credentials.channel(host).map(Some).map_err(Failure::new)
+    }
+
+    /// The encryption of the connections.
+    fn tls(&self) -> Result<(Mode, Tls), Failure> {
+        let objects = self.naming.objects.tls();
+        Tls::of_objects(&objects, self.tls_creds.as_deref(), self.tls_authz.as_deref())
     }
 
     fn cache(&self) -> CacheMode {
@@ -349,7 +379,8 @@ impl Args {
     async fn serve(
         &self,
         image: &Image,
-        endpoint: &Endpoint,
+        endpoint: &SecuredEndpoint,
+        tls: &Tls,
         daemon: Option<Daemon>,
     ) -> Result<(), Failure> {
         let mut image = image.clone();
@@ -364,7 +395,9 @@ impl Args {
         let active = layers.first().map(|layer| &**layer);
         let compressed = if compress { Compressed::of(active).map(Some) } else { Ok(None) };
         let served = match compressed {
-            Ok(compressed) => self.serve_disk(&disk, compressed, endpoint, daemon, signals).await,
+            Ok(compressed) => {
+                self.serve_disk(&disk, compressed, endpoint, tls, daemon, signals).await
+            }
             Err(reason) => Err(self.cannot_open(reason)),
         };
         let closed = disk.close().await.map_err(Failure::from);
@@ -375,7 +408,8 @@ impl Args {
         &self,
         disk: &Arc<LiveDisk<ImageHost>>,
         compressed: Option<Compressed>,
-        endpoint: &Endpoint,
+        endpoint: &SecuredEndpoint,
+        tls: &Tls,
         daemon: Option<Daemon>,
         mut signals: isobath_ring::Signals,
     ) -> Result<(), Failure> {
@@ -407,9 +441,9 @@ impl Args {
         let connections = if self.shared == 0 { usize::MAX } else { self.shared };
         let limits = Limits { connections, when_full: WhenFull::Wait, ..Limits::default() };
         let server = Arc::new(Server::new(vec![export], limits).map_err(Failure::new)?);
-        let mut listeners =
-            listen::listen(std::slice::from_ref(endpoint), "--port", Access::default())?;
-        let Some(listener) = listeners.pop() else { return Ok(()) };
+        let endpoints = std::slice::from_ref(endpoint);
+        let mut entrances = tls.listen(endpoints, "--port", Access::default())?;
+        let Some(Entrance { listener, security }) = entrances.pop() else { return Ok(()) };
         let workers = threads::start(None)?;
         let handles: Vec<Handle> = workers.iter().map(|worker| worker.handle().clone()).collect();
         let pid_file = self.pid_file.as_deref().map(pid_file::create).transpose()?;
@@ -435,7 +469,7 @@ impl Args {
                 unused.stop();
             });
         }
-        let served = server.serve(listener, &handles).await;
+        let served = server.serve_secured(listener, security, &handles).await;
         drop(workers);
         drop(pid_file);
         served.map_err(|error| Failure::new(error).context("the listener failed"))

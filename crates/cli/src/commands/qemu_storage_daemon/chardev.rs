@@ -5,6 +5,8 @@ use crate::failure::Failure;
 use crate::options::{on_off, printable};
 use crate::server::endpoint::{Endpoint, PORT};
 use crate::server::listen;
+use crate::server::tls::{SecuredEndpoint, Tls};
+use crate::tls_objects::TlsObject;
 use isobath_ring::net::Access;
 use isobath_ring::net::{Listener, Stream};
 use isobath_ring::{JoinHandle, sleep, spawn};
@@ -57,11 +59,22 @@ fn port(text: &str) -> Result<u16, Failure> {
     text.parse().map_err(|_| Failure::new(format_args!("'{}' is not a TCP port", printable(text))))
 }
 
-/// The address in `--nbd-server`.
-pub(super) fn nbd_address(text: &str) -> Result<Endpoint, Failure> {
+/// The address in `--nbd-server`, and its encryption, by the objects that it names.
+pub(super) fn nbd_address(
+    text: &str,
+    objects: &[TlsObject],
+) -> Result<(SecuredEndpoint, Tls), Failure> {
     let pairs = super::pairs(text, "");
-    only(&pairs, &["addr.type", "addr.path", "addr.host", "addr.port", "max-connections"])
-        .map_err(|failure| failure.context("--nbd-server"))?;
+    let known = [
+        "addr.type",
+        "addr.path",
+        "addr.host",
+        "addr.port",
+        "max-connections",
+        "tls-creds",
+        "tls-authz",
+    ];
+    only(&pairs, &known).map_err(|failure| failure.context("--nbd-server"))?;
     if value(&pairs, "max-connections").is_some_and(|most| most != "0") {
         return Err(Failure::new(
             "--nbd-server: only max-connections=0 is supported; up to 128 clients are served at a \
@@ -81,7 +94,10 @@ pub(super) fn nbd_address(text: &str) -> Result<Endpoint, Failure> {
             )));
         }
     };
-    Ok(address)
+    let (credentials, authorization) = (value(&pairs, "tls-creds"), value(&pairs, "tls-authz"));
+    let secured = Tls::of_objects(objects, credentials, authorization);
+    let (mode, tls) = secured.map_err(|failure| failure.context("--nbd-server"))?;
+    Ok((SecuredEndpoint { endpoint: address, mode: Some(mode) }, tls))
 }
 
 impl Chardev {
@@ -251,12 +267,17 @@ mod tests {
         for text in ["stdio", "socket,id=a,path=x", "null,id=a", "socket,id=a,server=on", "x=y"] {
             assert!(parsed(text).is_err(), "{text}");
         }
-        let tcp = nbd_address("addr.type=inet,addr.host=localhost,addr.port=7").unwrap();
-        assert_eq!(tcp, Endpoint::Tcp { host: "localhost".into(), port: 7 });
-        for text in
-            ["", "addr.type=vsock", "addr.type=unix", "addr.type=inet,addr.host=a,addr.port=x"]
-        {
-            assert!(nbd_address(text).is_err(), "{text}");
+        let (tcp, _) = nbd_address("addr.type=inet,addr.host=localhost,addr.port=7", &[]).unwrap();
+        assert_eq!(tcp.endpoint, Endpoint::Tcp { host: "localhost".into(), port: 7 });
+        for text in [
+            "",
+            "addr.type=vsock",
+            "addr.type=unix",
+            "addr.type=inet,addr.host=a,addr.port=x",
+            "addr.type=inet,addr.host=a,addr.port=1,tls-creds=t",
+            "addr.type=inet,addr.host=a,addr.port=1,tls-authz=z",
+        ] {
+            assert!(nbd_address(text, &[]).is_err(), "{text}");
         }
     }
 }

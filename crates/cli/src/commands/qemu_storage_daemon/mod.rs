@@ -8,7 +8,7 @@ use crate::image_name::Objects;
 use crate::options;
 use crate::server::daemon::Daemon;
 use crate::server::signals::{self, either};
-use crate::server::{listen, pid_file, threads};
+use crate::server::{pid_file, threads};
 use crate::{messages, runtime};
 use chardev::{Chardev, Controlling, Monitors};
 use isobath_disk::{MetadataMode, OpenOptions};
@@ -88,7 +88,9 @@ fn arguments(object: &Object, text: &str, implied: &str) -> Result<Map<String, V
 pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
     let chardevs = args.chardev.iter().map(|text| Chardev::parse(&pairs(text, "backend")));
     let chardevs: Vec<Chardev> = chardevs.collect::<Result<_, _>>()?;
-    let nbd = args.nbd_server.as_deref().map(chardev::nbd_address).transpose()?;
+    let nbd = args.nbd_server.as_deref();
+    let objects = args.objects.tls();
+    let nbd = nbd.map(|text| chardev::nbd_address(text, &objects)).transpose()?;
     let daemon = match args.daemonize.then(Daemon::start) {
         None => None,
         Some(Ok(daemon)) => Some(daemon),
@@ -101,10 +103,9 @@ pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
         // Before any socket exists, since a program that sees one may send a signal.
         let signals = signals::receive()?;
         let mut listeners = Listeners::new();
-        if let Some(endpoint) = &nbd {
-            let bound =
-                listen::listen(std::slice::from_ref(endpoint), "--nbd-server", Access::default())?;
-            listeners.insert("nbd", bound);
+        if let Some((endpoint, tls)) = &nbd {
+            let endpoints = std::slice::from_ref(endpoint);
+            listeners.insert("nbd", tls.listen(endpoints, "--nbd-server", Access::default())?);
         }
         let monitors = args.monitor.iter().map(|text| pairs(text, "chardev"));
         let monitors = Monitors::bind(monitors, &chardevs)?;
@@ -138,6 +139,7 @@ impl Args {
             failed => failed,
         };
         signals::end_at_the_second(signals, None);
+        control.service().let_pass();
         frontends.stop();
         for ended in listening {
             match ended.await {
@@ -160,7 +162,7 @@ impl Args {
 
     /// Adds the nodes and the exports.
     async fn begin(&self, control: &Daemons) -> Result<(), Failure> {
-        for object in &self.objects.object {
+        for object in self.objects.for_qmp() {
             let failed = |reason: String| {
                 Failure::new(format_args!("--object {}: {reason}", options::printable(object)))
             };

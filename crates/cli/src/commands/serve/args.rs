@@ -3,11 +3,13 @@
 use super::frontends::FrontendArgs;
 #[cfg(feature = "slow-disk")]
 use super::slow;
+use super::throttle::{self, Throttling};
 use crate::cache::Cache;
 use crate::failure::Failure;
 use crate::image_name::SecretFile;
 use crate::server::endpoint::Endpoint;
 use crate::server::group;
+use crate::server::tls::{SecuredEndpoint, TlsArgs};
 use crate::trust::Trusting;
 use crate::{options, size};
 use isobath_disk::{ImageFormat, MetadataMode, SnapshotChoice};
@@ -27,16 +29,18 @@ use std::path::PathBuf;
 /// closed. A second signal ends it immediately, like a crash: flushed data is not lost. The same signal repeated within
 /// a second is ignored.
 ///
-/// Connections are neither authenticated nor encrypted: anyone who can connect can read the disk and, unless
-/// --read-only is given, write to it. To a socket file only this user can connect, unless --socket-mode says otherwise.
+/// Without --tls-creds connections are neither authenticated nor encrypted: anyone who can connect can read the disk
+/// and, unless --read-only is given, write to it. To a socket file only this user can connect, unless --socket-mode
+/// says otherwise.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     pub(super) frontends: FrontendArgs,
     /// Listen for QMP connections, from 'isobath ctl' and other management programs, on a socket file or a TCP port (of
-    /// the loopback interface unless HOST is given); can be repeated
+    /// the loopback interface unless HOST is given); can be repeated. ',tls=required' or ',tls=off' behind it overrides
+    /// what --tls-creds says
     #[arg(long, value_name = "unix:PATH|HOST:PORT")]
-    pub(super) qmp: Vec<Endpoint>,
+    pub(super) qmp: Vec<SecuredEndpoint>,
     /// Accept QMP clients of every user whom the permissions of the socket file let connect, not only of this server's
     /// user and root
     #[arg(long)]
@@ -45,6 +49,8 @@ pub(crate) struct Args {
     /// HOST is given); can be repeated
     #[arg(long, value_name = "[HOST:]PORT|unix:PATH")]
     pub(super) metrics: Vec<Endpoint>,
+    #[command(flatten)]
+    pub(super) tls: TlsArgs,
     /// The permissions of the server's socket files, in octal, whatever the umask
     #[arg(long, value_name = "MODE", default_value = "0600", value_parser = socket_mode)]
     pub(super) socket_mode: u32,
@@ -83,6 +89,12 @@ pub(crate) struct Args {
     /// Memory limit of each disk's map, such as 64M [default: as much as the disk needs, at most 132M]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(super) map_cache: Option<u64>,
+    /// Limit the requests to an image: iops-total, iops-read, iops-write, bps-total, bps-read and bps-write, in
+    /// requests and bytes per second, each also with -max (the rate of a burst) and -max-length (of a burst, in
+    /// seconds); iops-size, above which a request counts as several; and group, the name of limits that images share.
+    /// With several images, repeat the option, one per image in order; an empty value sets no limit
+    #[arg(long, value_name = "LIMIT=N,...", value_parser = throttle::parse)]
+    pub(super) throttle: Vec<Throttling>,
     /// The images' format [default: detected]. Required for raw images unless --read-only is given
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     pub(super) format: Option<ImageFormat>,

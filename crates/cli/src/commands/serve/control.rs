@@ -1,5 +1,6 @@
 //! Servers other than exports: control sockets and metrics.
 
+use isobath_export::frontend::Entrance;
 use isobath_qmp::metrics;
 use isobath_qmp::monitor::Monitor;
 use isobath_qmp::server as qmp;
@@ -11,19 +12,19 @@ use std::rc::Rc;
 /// Serves the control sockets, and forwards the jobs' events.
 pub(super) fn serve_control<H: Host + Clone>(
     control: &Rc<qmp::Server<Monitor<H>>>,
-    listeners: Vec<Listener>,
+    entrances: Vec<Entrance>,
 ) -> Vec<JoinHandle<()>> {
     let watching = control.clone();
     spawn(async move { watching.service().watch().await });
-    let serve = |listener| {
+    let serve = |Entrance { listener, security }| {
         let control = control.clone();
         spawn(async move {
-            if let Err(error) = control.serve(listener).await {
+            if let Err(error) = control.serve_secured(listener, security).await {
                 tracing::error!(%error, "a control socket failed");
             }
         })
     };
-    listeners.into_iter().map(serve).collect()
+    entrances.into_iter().map(serve).collect()
 }
 
 /// Serves metrics.

@@ -2,8 +2,9 @@
 
 use crate::failure::Failure;
 use crate::server::endpoint::Endpoint;
-use crate::server::listen::{bind, listen};
+use crate::server::listen::bind;
 use crate::server::runtime_directory;
+use crate::server::tls::{SecuredEndpoint, Tls};
 use clap::builder::{
     BoolValueParser, PathBufValueParser, RangedU64ValueParser, TypedValueParser, ValueParser,
 };
@@ -37,6 +38,7 @@ enum Value {
     Number(u64),
     Path(PathBuf),
     Endpoint(Endpoint),
+    Secured(SecuredEndpoint),
     /// A socket file of this server's own, if no frontend was requested.
     OwnSocket,
 }
@@ -49,7 +51,9 @@ impl Value {
             Self::Flag(flag) => Setting::Flag(*flag),
             Self::Number(number) => Setting::Number(*number),
             Self::Path(path) => Setting::Path(path.clone()),
-            Self::Endpoint(endpoint) => Setting::Listener(bind(endpoint, option, access)?),
+            Self::Endpoint(endpoint) | Self::Secured(SecuredEndpoint { endpoint, .. }) => {
+                Setting::Listener(bind(endpoint, option, access)?)
+            }
             Self::OwnSocket => Setting::Listener(bind(&own_socket(option)?, option, access)?),
         })
     }
@@ -68,7 +72,7 @@ fn parser(takes: Takes) -> ValueParser {
         Takes::Path => ValueParser::new(PathBufValueParser::new().map(Value::Path)),
         Takes::UnixSocket => ValueParser::new(socket_file),
         Takes::Socket => {
-            ValueParser::new(|text: &str| text.parse::<Endpoint>().map(Value::Endpoint))
+            ValueParser::new(|text: &str| text.parse::<SecuredEndpoint>().map(Value::Secured))
         }
     }
 }
@@ -228,18 +232,27 @@ impl FrontendArgs {
         Ok(())
     }
 
+    /// The addresses of shared servers that were given.
+    pub(super) fn addresses(&self) -> impl Iterator<Item = &SecuredEndpoint> {
+        let shared = self.0.iter().filter(|given| given.protocol.shared);
+        shared.flat_map(|given| &given.locations).filter_map(|location| match location {
+            Value::Secured(endpoint) => Some(endpoint),
+            _ => None,
+        })
+    }
+
     /// Listens for clients of shared servers.
-    pub(super) fn listen(&self, access: Access) -> Result<Listeners, Failure> {
+    pub(super) fn listen(&self, access: Access, tls: &Tls) -> Result<Listeners, Failure> {
         let mut listeners = Listeners::new();
         for given in self.0.iter().filter(|given| given.protocol.shared) {
             let option = given.option();
             let endpoints = given.locations.iter().filter_map(|location| match location {
-                Value::Endpoint(endpoint) => Some(Ok(endpoint.clone())),
-                Value::OwnSocket => Some(own_socket(&option)),
+                Value::Secured(endpoint) => Some(Ok(endpoint.clone())),
+                Value::OwnSocket => Some(own_socket(&option).map(SecuredEndpoint::from)),
                 _ => None,
             });
             let endpoints = endpoints.collect::<Result<Vec<_>, _>>()?;
-            listeners.insert(given.protocol.name, listen(&endpoints, &option, access)?);
+            listeners.insert(given.protocol.name, tls.listen(&endpoints, &option, access)?);
         }
         Ok(listeners)
     }

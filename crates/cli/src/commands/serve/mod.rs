@@ -7,6 +7,7 @@ mod disks;
 mod frontends;
 #[cfg(feature = "slow-disk")]
 mod slow;
+mod throttle;
 
 pub(crate) use args::Args;
 
@@ -14,6 +15,7 @@ use crate::failure::{Failure, Outcome};
 use crate::host::images;
 use crate::server::daemon::Daemon;
 use crate::server::signals::either;
+use crate::server::tls::{Tls, TlsArgs};
 use crate::server::{listen, pid_file, signals, threads};
 use crate::{messages, runtime};
 use announce::announce;
@@ -33,6 +35,10 @@ use std::sync::Arc;
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let names = args.export_names()?;
     args.frontends.check(args.images.len())?;
+    throttle::check(&args.throttle, args.images.len())?;
+    TlsArgs::check_qmp(&args.qmp)?;
+    args.tls.check(args.frontends.addresses().chain(&args.qmp))?;
+    let order = Order { args, names, tls: args.tls.read()? };
     let daemon = match args.daemonize.then(Daemon::start) {
         None => None,
         Some(Ok(daemon)) => Some(daemon),
@@ -45,26 +51,34 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         #[cfg(feature = "slow-disk")]
         if let Some(disk) = args.slow_disk {
             let host = SlowHost::new(images().clone(), disk);
-            return Box::pin(run_on(host, args, names, out, daemon)).await;
+            return Box::pin(run_on(host, order, out, daemon)).await;
         }
-        Box::pin(run_on(images().clone(), args, names, out, daemon)).await
+        Box::pin(run_on(images().clone(), order, out, daemon)).await
     })
+}
+
+/// What is to be served, and how.
+struct Order<'a> {
+    args: &'a Args,
+    /// The exports' names.
+    names: Vec<String>,
+    tls: Tls,
 }
 
 /// Serves images stored on `host`.
 async fn run_on<H: Host + Clone>(
     host: H,
-    args: &Args,
-    names: Vec<String>,
+    order: Order<'_>,
     out: &mut dyn Write,
     daemon: Option<Daemon>,
 ) -> Outcome {
     let mut signals = signals::receive()?;
-    let disks = match signals::unless_signalled(&mut signals, disks::open(&host, args)).await {
+    let disks = match signals::unless_signalled(&mut signals, disks::open(&host, order.args)).await
+    {
         Some(disks) => disks?,
         None => return Err(Failure::new("interrupted by a signal during startup")),
     };
-    let served = serve(host, args, names, &disks, signals, out, daemon).await;
+    let served = serve(host, order, &disks, signals, out, daemon).await;
     let closed = disks::close(&disks).await;
     served.and(closed).map(|()| 0)
 }
@@ -72,16 +86,16 @@ async fn run_on<H: Host + Clone>(
 /// Serves the disks until a signal arrives, or until clients can no longer reach them.
 async fn serve<H: Host + Clone>(
     host: H,
-    args: &Args,
-    names: Vec<String>,
+    order: Order<'_>,
     disks: &[Arc<LiveDisk<H>>],
     signals: Signals,
     out: &mut dyn Write,
     daemon: Option<Daemon>,
 ) -> Result<(), Failure> {
+    let Order { args, names, tls } = order;
     let access = args.access();
-    let listeners = args.frontends.listen(access)?;
-    let controls = listen::listen(&args.qmp, "--qmp", access)?;
+    let listeners = args.frontends.listen(access, &tls)?;
+    let controls = tls.listen(&args.qmp, "--qmp", access)?;
     let scraped = listen::listen(&args.metrics, "--metrics", access)?;
     let workers = threads::start(args.threads)?;
     let handles: Vec<Handle> = workers.iter().map(|worker| worker.handle().clone()).collect();
@@ -93,7 +107,9 @@ async fn serve<H: Host + Clone>(
     let monitor = Monitor::new(host, opening, drives.collect(), frontends.clone(), events.clone());
     let control = qmp::Server::new(monitor, events, args.qmp_limits());
     let monitor = control.service();
-    if let Err(failure) = args.frontends.export(monitor, &frontends, access) {
+    let limited = throttle::apply(&args.throttle, monitor);
+    let exported = limited.and_then(|()| args.frontends.export(monitor, &frontends, access));
+    if let Err(failure) = exported {
         monitor.end().await;
         return Err(failure);
     }

@@ -100,8 +100,10 @@ const LAYERS: &[&str] = &[
 const SERVERS: [&str; 3] = ["serve", "qemu-nbd", "qemu-storage-daemon"];
 
 /// Commands that are not run, by a word of theirs, and why.
-const NOT_RUN: [(&str, &str); 8] = [
+const NOT_RUN: [(&str, &str); 10] = [
     ("ctl", "needs a server"),
+    ("--tls-creds", "needs certificates; `tls` tests it"),
+    ("driver=nbd,host=disks.example.org,port=10809,export=vm,tls-creds=tls0", "needs a server"),
     ("-L", "needs a server"),
     ("nbd+unix:///?socket=/run/vm.sock", "needs a server; `nbd_names` tests it"),
     ("nbd:backup:10809:exportname=vm", "needs a server"),

@@ -118,7 +118,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         (Some(address), _) => {
             let served = online::Served::find(address, args.disk.as_deref(), out)?;
             let files = served.files()?;
-            (Place::Server(served), files)
+            (Place::Server(Box::new(served)), files)
         }
         (None, Some(image)) => (Place::Here(out), files_of(image)?),
         (None, None) => return Err(Failure::usage("Expecting one image file name")),
@@ -182,7 +182,7 @@ fn leftovers(chain: &[PathBuf], search: &[PathBuf]) -> Result<bool, Failure> {
 /// Who changes the chain.
 enum Place<'a> {
     /// The server that uses it.
-    Server(online::Served<'a>),
+    Server(Box<online::Served<'a>>),
     /// This program, with its output.
     Here(&'a mut dyn Write),
 }

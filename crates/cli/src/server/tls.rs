@@ -1,0 +1,263 @@
+//! Encryption of the connections to servers.
+
+use super::endpoint::{Endpoint, is_public};
+use super::listen::bind;
+use crate::failure::Failure;
+use crate::tls_objects::{self, TlsObject};
+use isobath_export::frontend::Entrance;
+use isobath_export::tls::Security;
+use isobath_ring::net::{Access, Address};
+use isobath_tls::{Admission, ServerCredentials};
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::Arc;
+
+/// Whether clients of an address encrypt their connections.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    Off,
+    Optional,
+    Required,
+}
+
+/// An address to listen on, and whether its clients encrypt: `ADDRESS[,tls=MODE]`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct SecuredEndpoint {
+    pub(crate) endpoint: Endpoint,
+    /// As given. By default, TCP is encrypted if there are credentials, and a socket file is not.
+    pub(crate) mode: Option<Mode>,
+}
+
+impl From<Endpoint> for SecuredEndpoint {
+    fn from(endpoint: Endpoint) -> Self {
+        Self { endpoint, mode: None }
+    }
+}
+
+impl FromStr for SecuredEndpoint {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let Some((address, mode)) = text.rsplit_once(",tls=") else {
+            return text.parse::<Endpoint>().map(Self::from);
+        };
+        let mode = match mode {
+            "off" => Mode::Off,
+            "optional" => Mode::Optional,
+            "required" => Mode::Required,
+            other => {
+                return Err(format!(
+                    "expected required, optional or off after ',tls=', not '{other}'"
+                ));
+            }
+        };
+        Ok(Self { endpoint: address.parse()?, mode: Some(mode) })
+    }
+}
+
+/// The options for encrypted connections.
+#[derive(clap::Args)]
+pub(crate) struct TlsArgs {
+    /// Encrypt the connections of NBD and QMP over TCP by TLS, with the certificates in this directory, under QEMU's
+    /// names: server-cert.pem, server-key.pem, ca-cert.pem, and ca-crl.pem if there is one. A socket file is encrypted
+    /// only with ',tls=required'
+    #[arg(id = "tls_creds", long = "tls-creds", value_name = "DIR")]
+    creds: Option<PathBuf>,
+    /// Whether clients need a certificate of an authority in ca-cert.pem
+    #[arg(
+        long = "tls-verify-peer",
+        value_name = "yes|no",
+        default_value = "yes",
+        action = clap::ArgAction::Set,
+        value_parser = yes_or_no,
+        requires = "tls_creds"
+    )]
+    verify_peer: bool,
+    /// Admit only clients whose certificate has this distinguished name, such as 'CN=laptop,O=Example Org,C=GB', in the
+    /// certificate's order; can be repeated
+    #[arg(long = "tls-authz", value_name = "NAME", requires = "tls_creds")]
+    authz: Vec<String>,
+}
+
+fn yes_or_no(text: &str) -> Result<bool, String> {
+    match text {
+        "yes" | "on" => Ok(true),
+        "no" | "off" => Ok(false),
+        _ => Err("expected yes or no".into()),
+    }
+}
+
+/// The credentials for the addresses of a server, and whether its clients are authenticated by them.
+#[derive(Debug)]
+pub(crate) struct Tls {
+    credentials: Option<Arc<ServerCredentials>>,
+    authenticated: bool,
+}
+
+impl TlsArgs {
+    /// Reads the credentials.
+    pub(crate) fn read(&self) -> Result<Tls, Failure> {
+        let Some(directory) = &self.creds else {
+            return Ok(Tls { credentials: None, authenticated: false });
+        };
+        if !self.verify_peer && !self.authz.is_empty() {
+            return Err(Failure::usage(
+                "--tls-authz needs clients' certificates; it cannot be used with \
+                 --tls-verify-peer no",
+            ));
+        }
+        let admission = match (self.verify_peer, self.authz.as_slice()) {
+            (false, _) => Admission::Everyone,
+            (true, []) => Admission::Certified,
+            (true, names) => Admission::Named(names.to_vec()),
+        };
+        Tls::new(directory, admission).map_err(|failure| failure.context("--tls-creds"))
+    }
+
+    /// Refuses what cannot be had for an address of QMP, which has no negotiation in which a client could ask for it.
+    pub(crate) fn check_qmp(endpoints: &[SecuredEndpoint]) -> Result<(), Failure> {
+        match endpoints.iter().find(|endpoint| endpoint.mode == Some(Mode::Optional)) {
+            None => Ok(()),
+            Some(endpoint) => Err(Failure::usage(format!(
+                "--qmp {}: QMP is encrypted from the first byte or not at all; write tls=required \
+                 or tls=off",
+                endpoint.endpoint
+            ))),
+        }
+    }
+
+    /// Refuses credentials that none of these addresses uses.
+    pub(crate) fn check<'a>(
+        &self,
+        mut endpoints: impl Iterator<Item = &'a SecuredEndpoint>,
+    ) -> Result<(), Failure> {
+        if self.creds.is_some() && !endpoints.any(|endpoint| endpoint.mode(true) != Mode::Off) {
+            return Err(Failure::usage(
+                "--tls-creds is given, but no address is encrypted: give a TCP address, or a socket \
+                 file as unix:PATH,tls=required",
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl SecuredEndpoint {
+    /// Whether clients encrypt; `has_credentials` decides where nothing is said.
+    fn mode(&self, has_credentials: bool) -> Mode {
+        match (self.mode, &self.endpoint) {
+            (Some(mode), _) => mode,
+            (None, Endpoint::Tcp { .. }) if has_credentials => Mode::Required,
+            (None, _) => Mode::Off,
+        }
+    }
+}
+
+impl Tls {
+    /// Reads credentials from a directory.
+    pub(crate) fn new(directory: &std::path::Path, admission: Admission) -> Result<Self, Failure> {
+        let authenticated = admission != Admission::Everyone;
+        let credentials = ServerCredentials::read(directory, admission).map_err(Failure::new)?;
+        Ok(Self { credentials: Some(Arc::new(credentials)), authenticated })
+    }
+
+    /// The encryption that QEMU's programs are asked for by the IDs of objects.
+    ///
+    /// # Errors
+    /// There are no such objects, or their files cannot be used.
+    pub(crate) fn of_objects(
+        objects: &[TlsObject],
+        credentials: Option<&str>,
+        authorization: Option<&str>,
+    ) -> Result<(Mode, Self), Failure> {
+        match (credentials, authorization) {
+            (None, None) => Ok((Mode::Off, Self { credentials: None, authenticated: false })),
+            (None, Some(_)) => Err(Failure::new("TLS authorization is not permitted without TLS")),
+            (Some(id), authorization) => {
+                let found = tls_objects::server(objects, id, authorization);
+                let (directory, admission) = found.map_err(Failure::new)?;
+                Ok((Mode::Required, Self::new(&directory, admission)?))
+            }
+        }
+    }
+
+    /// Whether clients of an address encrypt.
+    fn security(&self, endpoint: &SecuredEndpoint, option: &str) -> Result<Security, Failure> {
+        let mode = endpoint.mode(self.credentials.is_some());
+        match (mode, &self.credentials) {
+            (Mode::Off, _) => Ok(Security::Plain),
+            (Mode::Optional, Some(credentials)) => Ok(Security::Optional(credentials.clone())),
+            (Mode::Required, Some(credentials)) => Ok(Security::Required(credentials.clone())),
+            (Mode::Optional | Mode::Required, None) => Err(Failure::new(format_args!(
+                "{option} {} asks for encryption; name the directory with the server's certificate \
+                 by --tls-creds",
+                endpoint.endpoint
+            ))),
+        }
+    }
+
+    /// Binds the addresses of an option.
+    pub(crate) fn listen(
+        &self,
+        endpoints: &[SecuredEndpoint],
+        option: &str,
+        access: Access,
+    ) -> Result<Vec<Entrance>, Failure> {
+        let bind = |endpoint: &SecuredEndpoint| {
+            let security = self.security(endpoint, option)?;
+            let listener = bind(&endpoint.endpoint, option, access)?;
+            self.warn(&endpoint.endpoint, listener.address(), &security);
+            Ok(Entrance { listener, security })
+        };
+        endpoints.iter().map(bind).collect()
+    }
+
+    /// Warns of an address that others can reach and use.
+    fn warn(&self, endpoint: &Endpoint, address: &Address, security: &Security) {
+        let lacks = match security {
+            Security::Plain | Security::Optional(_) => "without authentication or encryption",
+            Security::Required(_) if !self.authenticated => "without authentication",
+            Security::Required(_) => return,
+        };
+        if is_public(address) {
+            tracing::warn!("{endpoint} may be reachable from other machines, {lacks}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_may_say_whether_it_is_encrypted() {
+        let unix = Endpoint::Unix("/run/a".into());
+        for (text, mode) in [
+            ("unix:/run/a", None),
+            ("unix:/run/a,tls=required", Some(Mode::Required)),
+            ("unix:/run/a,tls=optional", Some(Mode::Optional)),
+            ("unix:/run/a,tls=off", Some(Mode::Off)),
+        ] {
+            assert_eq!(text.parse(), Ok(SecuredEndpoint { endpoint: unix.clone(), mode }));
+        }
+        for text in ["1,tls=", "1,tls=on", "unix:,tls=off", "1,tls=off,tls=on"] {
+            assert!(text.parse::<SecuredEndpoint>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn tcp_is_encrypted_where_there_are_credentials() {
+        let mode = |text: &str, has: bool| text.parse::<SecuredEndpoint>().unwrap().mode(has);
+        assert_eq!(mode("1", true), Mode::Required);
+        assert_eq!(mode("1", false), Mode::Off);
+        assert_eq!(mode("unix:/a", true), Mode::Off);
+        assert_eq!(mode("unix:/a,tls=optional", true), Mode::Optional);
+        assert_eq!(mode("1,tls=off", true), Mode::Off);
+    }
+
+    #[test]
+    fn encryption_without_credentials_is_refused() {
+        let endpoint = "1,tls=required".parse().unwrap();
+        let (_, none) = Tls::of_objects(&[], None, None).unwrap();
+        assert!(none.security(&endpoint, "--nbd").is_err());
+    }
+}
