@@ -82,6 +82,15 @@ impl Authority {
     /// Writes `ca-crl.pem` to `directory`: the list of revoked certificates, with that of the client whose credentials
     /// lie in `client`.
     pub fn revoke(&self, client: &Path, directory: &Path) {
+        self.list_revoked(Some(&client.join("client-cert.pem")), directory);
+    }
+
+    /// Writes `ca-crl.pem` to `directory`: a list of no certificates.
+    pub fn revoke_nothing(&self, directory: &Path) {
+        self.list_revoked(None, directory);
+    }
+
+    fn list_revoked(&self, revoked: Option<&Path>, directory: &Path) {
         let at = |name: &str| self.directory.join(name);
         let config = format!(
             "[ca]\ndefault_ca=own\n[own]\ndatabase={}\ndefault_md=sha256\ncertificate={}\n\
@@ -92,8 +101,9 @@ impl Authority {
         );
         fs::write(at("config"), config).unwrap();
         fs::write(at("database"), "").unwrap();
-        let client = client.join("client-cert.pem");
-        openssl(args!["ca", "-config", at("config"), "-revoke", client]);
+        if let Some(certificate) = revoked {
+            openssl(args!["ca", "-config", at("config"), "-revoke", certificate]);
+        }
         let list = directory.join("ca-crl.pem");
         openssl(args!["ca", "-config", at("config"), "-gencrl", "-crldays", DAYS, "-out", list]);
     }

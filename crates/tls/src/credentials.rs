@@ -3,7 +3,7 @@
 use crate::channel::Channel;
 use crate::name::distinguished_name;
 use rustls::client::WebPkiServerVerifier;
-use rustls::client::danger::HandshakeSignatureValid;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{CryptoProvider, ring};
 use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{
@@ -143,7 +143,7 @@ impl ServerCredentials {
             .map_err(CredentialsError::Setup)?;
         let builder = match admission {
             Admission::Everyone => builder.with_no_client_auth(),
-            admission => builder.with_client_cert_verifier(verifier(directory, admission)?),
+            admission => builder.with_client_cert_verifier(client_verifier(directory, admission)?),
         };
         let pair = Pair::read(directory, "server")?;
         let built = builder.with_single_cert(pair.certificates, pair.key);
@@ -178,17 +178,11 @@ impl ClientCredentials {
     /// # Errors
     /// A file is missing or unusable, or the certificate and the key do not belong together.
     pub fn read(directory: &Path) -> Result<Self, CredentialsError> {
-        let authorities = directory.join(AUTHORITIES);
-        let verifier = WebPkiServerVerifier::builder_with_provider(roots(directory)?, provider())
-            .with_crls(revocations(directory)?)
-            .allow_unknown_revocation_status()
-            .enforce_revocation_expiration()
-            .build()
-            .map_err(|error| unusable(&authorities, "certificates", &error))?;
         let builder = ClientConfig::builder_with_provider(provider())
             .with_safe_default_protocol_versions()
             .map_err(CredentialsError::Setup)?
-            .with_webpki_verifier(verifier);
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(server_verifier(directory)?));
         let mut config = match Pair::read_if_there(directory, "client")? {
             None => builder.with_no_client_auth(),
             Some(pair) => {
@@ -310,26 +304,164 @@ impl Pair {
     }
 }
 
-/// What verifies the certificates of clients.
-fn verifier(
+/// The lists of what is revoked, in as many orders as there are lists, each of them first in one. A verifier looks only
+/// at the first of the lists that speak of a certificate.
+fn orders(
+    mut lists: Vec<CertificateRevocationListDer<'static>>,
+) -> Vec<Vec<CertificateRevocationListDer<'static>>> {
+    let mut orders = vec![lists.clone()];
+    for _ in 1..lists.len() {
+        lists.rotate_left(1);
+        orders.push(lists.clone());
+    }
+    orders
+}
+
+/// One verifier for each list of what is revoked, or one if there is no list.
+fn verifiers<V>(
     directory: &Path,
-    admission: Admission,
-) -> Result<Arc<dyn ClientCertVerifier>, CredentialsError> {
-    let built = WebPkiClientVerifier::builder_with_provider(roots(directory)?, provider())
-        .with_crls(revocations(directory)?)
-        .allow_unknown_revocation_status()
-        .enforce_revocation_expiration()
-        .build();
-    let inner = built.map_err(|error| match error {
+    build: impl Fn(
+        Arc<RootCertStore>,
+        Vec<CertificateRevocationListDer<'static>>,
+    ) -> Result<V, VerifierBuilderError>,
+) -> Result<Vec<V>, CredentialsError> {
+    let roots = roots(directory)?;
+    let lists = orders(revocations(directory)?);
+    let built = lists.into_iter().map(|lists| build(roots.clone(), lists));
+    built.collect::<Result<_, _>>().map_err(|error| match error {
         VerifierBuilderError::InvalidCrl(_) => {
             unusable(&directory.join(REVOKED), "revocation lists", &error)
         }
         error => unusable(&directory.join(AUTHORITIES), "certificates", &error),
-    })?;
+    })
+}
+
+/// What verifies the certificates of servers.
+fn server_verifier(directory: &Path) -> Result<Every<WebPkiServerVerifier>, CredentialsError> {
+    let verifiers = verifiers(directory, |roots, lists| {
+        WebPkiServerVerifier::builder_with_provider(roots, provider())
+            .with_crls(lists)
+            .allow_unknown_revocation_status()
+            .enforce_revocation_expiration()
+            .build()
+    });
+    Every::new(verifiers?)
+}
+
+/// What verifies the certificates of clients.
+fn client_verifier(
+    directory: &Path,
+    admission: Admission,
+) -> Result<Arc<dyn ClientCertVerifier>, CredentialsError> {
+    let verifiers = verifiers(directory, |roots, lists| {
+        WebPkiClientVerifier::builder_with_provider(roots, provider())
+            .with_crls(lists)
+            .allow_unknown_revocation_status()
+            .enforce_revocation_expiration()
+            .build()
+    });
+    let inner = Arc::new(Every::new(verifiers?)?);
     Ok(match admission {
         Admission::Named(names) => Arc::new(Named { inner, names }),
         Admission::Certified | Admission::Everyone => inner,
     })
+}
+
+/// Accepts only certificates that every one of these verifiers accepts.
+#[derive(Debug)]
+struct Every<V: ?Sized> {
+    first: Arc<V>,
+    others: Vec<Arc<V>>,
+}
+
+impl<V: ?Sized> Every<V> {
+    fn new(verifiers: Vec<Arc<V>>) -> Result<Self, CredentialsError> {
+        let mut verifiers = verifiers.into_iter();
+        let none = || CredentialsError::Setup(Error::General("there is no verifier".into()));
+        let first = verifiers.next().ok_or_else(none)?;
+        Ok(Self { first, others: verifiers.collect() })
+    }
+}
+
+impl ServerCertVerifier for Every<WebPkiServerVerifier> {
+    fn verify_server_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        name: &ServerName<'_>,
+        ocsp: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        let verify = |verifier: &WebPkiServerVerifier| {
+            verifier.verify_server_cert(certificate, intermediates, name, ocsp, now)
+        };
+        for other in &self.others {
+            verify(other)?;
+        }
+        verify(&self.first)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.first.verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.first.verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.first.supported_verify_schemes()
+    }
+}
+
+impl ClientCertVerifier for Every<dyn ClientCertVerifier> {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        self.first.root_hint_subjects()
+    }
+
+    fn verify_client_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        for other in &self.others {
+            other.verify_client_cert(certificate, intermediates, now)?;
+        }
+        self.first.verify_client_cert(certificate, intermediates, now)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.first.verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.first.verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.first.supported_verify_schemes()
+    }
 }
 
 /// Admits only clients whose certificates have one of these names.
@@ -446,6 +578,38 @@ mod tests {
     }
 
     #[test]
+    fn one_list_that_revokes_a_certificate_is_enough() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        let authority = Authority::new(&at("authority"));
+        authority.server(&at("server"));
+        authority.client(&at("client"), "/CN=client");
+        fs::copy(at("server/server-cert.pem"), at("server/client-cert.pem")).unwrap();
+        authority.revoke_nothing(&at("authority"));
+        let nothing = fs::read_to_string(at("authority/ca-crl.pem")).unwrap();
+        for (revoked, who) in [("client", "server"), ("server", "client")] {
+            authority.revoke(&at(revoked), &at("authority"));
+            let revoking = fs::read_to_string(at("authority/ca-crl.pem")).unwrap();
+            for (lists, admitted) in [
+                (format!("{nothing}{revoking}"), false),
+                (format!("{revoking}{nothing}"), false),
+                (format!("{nothing}{nothing}"), true),
+            ] {
+                let file = at(who).join("ca-crl.pem");
+                fs::write(&file, lists).unwrap();
+                let named = Admission::Named(vec!["CN=client".into()]);
+                for admission in [Admission::Certified, named] {
+                    let server = ServerCredentials::read(&at("server"), admission).unwrap();
+                    let client = ClientCredentials::read(&at("client")).unwrap();
+                    let (received, sent) = talk(&server, &client, "localhost");
+                    assert_eq!(received.is_ok() && sent.is_ok(), admitted, "{revoked} is revoked");
+                }
+                fs::remove_file(file).unwrap();
+            }
+        }
+    }
+
+    #[test]
     fn files_that_cannot_be_used_are_named() {
         let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| directory.path().join(name);
@@ -459,6 +623,9 @@ mod tests {
         fs::write(at("s/ca-crl.pem"), "-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n")
             .unwrap();
         assert!(said(server().unwrap_err()).contains("ca-crl.pem"));
+        fs::copy(at("s/ca-crl.pem"), at("c/ca-crl.pem")).unwrap();
+        assert!(said(ClientCredentials::read(&at("c")).unwrap_err()).contains("ca-crl.pem"));
+        fs::remove_file(at("c/ca-crl.pem")).unwrap();
         fs::remove_file(at("s/ca-crl.pem")).unwrap();
         fs::copy(at("c/client-key.pem"), at("s/server-key.pem")).unwrap();
         assert!(said(server().unwrap_err()).contains("server-key.pem"));
