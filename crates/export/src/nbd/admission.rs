@@ -5,7 +5,7 @@ use isobath_ring::net::Stream;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::net::{IpAddr, Ipv6Addr, Shutdown};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, UdpSocket};
 use std::sync::Arc;
 
 /// Disconnected clients that may not have ended yet. They are in excess of the limit on connections.
@@ -18,8 +18,8 @@ const LEFT_TO_OTHERS: usize = 8;
 pub(crate) enum Peer {
     /// A user of this machine.
     User(u32),
-    /// A machine; all of this machine's own addresses are one, and so are those of an IPv6 network (64 bits).
-    Machine(IpAddr),
+    /// An address; all of this machine's own addresses are one, and so are those of an IPv6 network (64 bits).
+    Address(IpAddr),
     Unknown,
 }
 
@@ -30,15 +30,15 @@ impl Peer {
         }
         let address = socket2::SockRef::from(stream).peer_addr().ok();
         let address = address.and_then(|address| address.as_socket());
-        address.map_or(Self::Unknown, |address| Self::at(address.ip()))
+        address.map_or(Self::Unknown, |address| Self::at(address.ip(), is_own(address)))
     }
 
-    fn at(address: IpAddr) -> Self {
+    fn at(address: IpAddr, is_own: bool) -> Self {
         let address = address.to_canonical();
-        if address.is_loopback() {
-            return Self::Machine(Ipv6Addr::LOCALHOST.into());
+        if address.is_loopback() || is_own {
+            return Self::Address(Ipv6Addr::LOCALHOST.into());
         }
-        Self::Machine(match address {
+        Self::Address(match address {
             IpAddr::V4(_) => address,
             IpAddr::V6(address) => {
                 Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX)).into()
@@ -47,11 +47,25 @@ impl Peer {
     }
 }
 
+/// Whether an address is one of this machine's: only to these is it the sender's own that the kernel chooses to reach
+/// them. Nothing is sent.
+fn is_own(address: SocketAddr) -> bool {
+    let any: IpAddr = match address {
+        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    let source = UdpSocket::bind((any, 0)).and_then(|socket| {
+        socket.connect(address)?;
+        socket.local_addr()
+    });
+    source.is_ok_and(|source| source.ip() == address.ip())
+}
+
 impl fmt::Display for Peer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::User(user) => write!(f, "user {user}"),
-            Self::Machine(address) => write!(f, "{address}"),
+            Self::Address(address) => write!(f, "{address}"),
             Self::Unknown => f.write_str("an unknown peer"),
         }
     }
@@ -295,13 +309,39 @@ mod tests {
     }
 
     #[test]
-    fn addresses_of_one_machine_are_one_peer() {
-        let at = |address: &str| Peer::at(address.parse().unwrap());
+    fn own_addresses_are_one_peer_and_so_are_those_of_one_network() {
+        let own = |address: &str| Peer::at(address.parse().unwrap(), true);
+        let at = |address: &str| Peer::at(address.parse().unwrap(), false);
         assert_eq!(at("127.0.0.1"), at("127.9.9.9"));
         assert_eq!(at("127.0.0.1"), at("::1"));
+        assert_eq!(own("10.0.0.1"), at("::1"));
         assert_eq!(at("10.0.0.1"), at("::ffff:10.0.0.1"));
         assert_ne!(at("10.0.0.1"), at("10.0.0.2"));
         assert_eq!(at("fd00::1"), at("fd00::2:0:0:1"));
         assert_ne!(at("fd00::1"), at("fd00:0:0:1::1"));
+    }
+
+    #[test]
+    fn own_addresses_are_known() {
+        // Addresses for documentation; no machine has them.
+        let foreign: [SocketAddr; 2] =
+            [([198, 51, 100, 1], 9).into(), "[2001:db8::1]:9".parse().unwrap()];
+        assert!(is_own(([127, 0, 0, 1], 9).into()));
+        for address in foreign {
+            assert!(!is_own(address), "{address}");
+            // The address from which this machine reaches others, if it does.
+            let any: IpAddr = if address.is_ipv4() {
+                Ipv4Addr::UNSPECIFIED.into()
+            } else {
+                Ipv6Addr::UNSPECIFIED.into()
+            };
+            let source = UdpSocket::bind((any, 0)).and_then(|socket| {
+                socket.connect(address)?;
+                socket.local_addr()
+            });
+            if let Ok(source) = source {
+                assert!(is_own(SocketAddr::new(source.ip(), 9)), "{source}");
+            }
+        }
     }
 }

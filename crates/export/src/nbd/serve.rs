@@ -7,7 +7,7 @@ use super::session::{Session, Ticket};
 use super::transport::Transport;
 use super::wire::NbdError;
 use crate::pool::{Pool, Pooled};
-use isobath_disk::{BlockDevice, DiskError};
+use isobath_disk::{BlockDevice, BlockStatus, DiskError};
 
 /// Bytes read at a time for `CACHE`.
 const CACHE_STEP: u32 = 1 << 20;
@@ -27,7 +27,11 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
             Command::Cache { length, .. } => Pool::footprint(length.min(CACHE_STEP) as usize),
             Command::BlockStatus { one, .. } => {
                 let runs = if one { MAX_RUNS.1 } else { MAX_RUNS.0 };
-                self.agreement.contexts.iter().count() * (EXTENT.1 + EXTENT.0 * runs)
+                // The disk may find one more before it knows that these are too many; its list grows by doubling.
+                let found = (runs + 1).next_power_of_two() * size_of::<BlockStatus>();
+                let extents = runs * size_of::<(u32, u32)>();
+                let replies = self.agreement.contexts.iter().count() * (EXTENT.1 + EXTENT.0 * runs);
+                found + extents + replies.next_power_of_two()
             }
             _ => 0,
         }
