@@ -119,6 +119,15 @@ impl Place {
         Ok(mkdirat(&self.directory, &self.name, Mode::from_raw_mode(mode))?)
     }
 
+    /// Opens the directory that is here.
+    ///
+    /// # Errors
+    /// There is none; a link to one is none.
+    pub fn open_directory(&self) -> io::Result<OwnedFd> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        Ok(openat(&self.directory, &self.name, flags, Mode::empty())?)
+    }
+
     /// Removes this file's name. Returns whether it was here.
     ///
     /// # Errors

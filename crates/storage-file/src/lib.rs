@@ -48,6 +48,7 @@ mod zero;
 
 pub use flush::syncs;
 pub use host::{FileHost, LimitedHost};
+pub use restart_memory::RestartDirectories;
 pub use storage::FileStorage;
 
 use crate::lock::Wanted;

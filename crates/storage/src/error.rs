@@ -4,6 +4,7 @@ use isobath_qcow2::text::Shown;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 /// What was attempted when a [`StorageError`] arose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,12 +105,24 @@ pub fn shown(name: &Path) -> impl fmt::Display + '_ {
     Shown(name.to_string_lossy())
 }
 
+/// What a process has given up, as a remark on permissions that it lacks.
+static CONFINED: OnceLock<&'static str> = OnceLock::new();
+
+/// Says in all later errors for lack of a permission that this process has confined itself, and how to do without.
+pub fn note_confinement(remark: &'static str) {
+    let _ = CONFINED.set(remark);
+}
+
 /// The text of an I/O error without the number of the operating system's error.
 pub fn cause(error: &io::Error) -> String {
     let text = error.to_string();
-    match error.raw_os_error() {
-        Some(number) => text.trim_end_matches(&format!(" (os error {number})")).to_owned(),
-        None => text,
+    let Some(number) = error.raw_os_error() else { return text };
+    let text = text.trim_end_matches(&format!(" (os error {number})"));
+    match CONFINED.get() {
+        Some(remark) if matches!(number, libc::EACCES | libc::EPERM) => {
+            format!("{text} ({remark})")
+        }
+        _ => text.to_owned(),
     }
 }
 

@@ -6,6 +6,7 @@ pub(crate) mod group;
 pub(crate) mod listen;
 pub(crate) mod pid_file;
 pub(crate) mod runtime_directory;
+pub(crate) mod sandbox;
 pub(crate) mod signals;
 pub(crate) mod threads;
 pub(crate) mod tls;

@@ -100,7 +100,8 @@ fn frontends_come_and_go_over_qmp() {
     let directory = directory();
     let path = directory.path().join("file");
     let _unmounted = Unmounted(path.clone());
-    let live = Live::start(directory.path(), "disk", &[]);
+    // A confined server cannot mount.
+    let live = Live::start(directory.path(), "disk", &["--sandbox", "off"]);
     let mut control = live.control();
     let nodes = control.nodes().unwrap();
     let node = &nodes[0].0;

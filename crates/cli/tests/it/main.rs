@@ -28,6 +28,7 @@ mod info_matches_qemus;
 mod internal_snapshots;
 mod io_like_qemu_io;
 mod it_can_fail;
+mod known_vulnerabilities;
 mod left_alone;
 mod limits;
 mod live;
@@ -43,6 +44,8 @@ mod qemu_img_options;
 mod qemu_nbd;
 mod qemu_storage_daemon;
 mod refused_as_by_qemu;
+#[cfg(target_arch = "x86_64")]
+mod sandbox;
 mod serve_clients;
 mod serve_ends;
 mod serving;

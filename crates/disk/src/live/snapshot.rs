@@ -16,18 +16,20 @@ use isobath_image::encryption::{Key, Secret};
 use isobath_image::layer::{ImageFormat, Layer, Qcow2Layer};
 use isobath_image::name::name_in_header;
 use isobath_image::open::open_layer;
-use isobath_image::options::Trust;
+use isobath_image::options::{OpenOptions, Trust};
 use isobath_image::writer::Writer;
 use isobath_image::{DiskError, Result, always, invariant};
+use isobath_qcow2::{Extension, IncompatibleFeatures};
 use isobath_storage::{Host, Locking, OpenMode, Storage, StorageExt};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The image that is to become the active layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Overlay {
-    /// A qcow2 image to create at this path, replacing a file that is not in use. Its cluster size is the active
-    /// image's.
+    /// A qcow2 image to create at this path, where there is no file, an empty one or an image without data. Its cluster
+    /// size is the active image's.
     Create(PathBuf),
     /// An existing image of the same size, whose header names the active image as its backing file.
     Existing(PathBuf),
@@ -121,6 +123,7 @@ impl<H: Host> LiveDisk<H> {
     }
 
     async fn create_overlay(&self, disk: &Disk<H>, path: &Path) -> Result<()> {
+        Box::pin(self.check_nothing_lost(disk.host(), path)).await?;
         let active = disk.chain.active();
         let mut new = NewDisk::new(disk.size())
             .backing_file(backing_name(active.name(), path)?, active.format().name())
@@ -135,6 +138,31 @@ impl<H: Host> LiveDisk<H> {
             new.encryption = Some(encryption_as(active.secret(), active.name())?);
         }
         create(disk.host(), path, &new).await.map(|_| ())
+    }
+
+    /// Refuses to replace a file that has data: who names the overlays may not be who owns the files.
+    async fn check_nothing_lost(&self, host: &H, path: &Path) -> Result<()> {
+        let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
+        let found = match host.open(path, look).await {
+            Err(error) if error.source.kind() == ErrorKind::NotFound => return Ok(()),
+            found => found?,
+        };
+        // A device has always been something else before.
+        if !found.capabilities().extends_with_zeroes || found.len().await? == 0 {
+            return Ok(());
+        }
+        let unlocked = OpenOptions::new().locking(Locking::Unlocked);
+        let format = Some(ImageFormat::Qcow2);
+        let layer = open_layer(host, path, format, false, &unlocked, &Key::Unneeded).await;
+        if layer.is_ok_and(|layer| is_blank(&layer)) {
+            return Ok(());
+        }
+        Err(DiskError::Refused {
+            image: path.to_owned(),
+            reason: "it exists and has data, which a new image would replace; remove it, or use it as it is \
+                     ('mode': 'existing', --existing)"
+                .into(),
+        })
     }
 
     /// Opens the overlay, and makes sure that it fits.
@@ -189,6 +217,18 @@ impl<H: Host> LiveDisk<H> {
         }
         Ok(Arc::new(layer))
     }
+}
+
+/// Whether an image has neither data nor snapshots or bitmaps, like one that has just been created.
+fn is_blank<S: Storage>(layer: &Layer<S>) -> bool {
+    let Some(qcow2) = layer.as_qcow2() else { return false };
+    let header = layer.header();
+    let is_plain = header.is_some_and(|header| {
+        header.nb_snapshots == 0
+            && !header.incompatible.contains(IncompatibleFeatures::DATA_FILE)
+            && !header.extensions.iter().any(|one| matches!(one, Extension::Bitmaps(_)))
+    });
+    is_plain && qcow2.l1.read().allocated().next().is_none()
 }
 
 /// Checks that a chain is another with one more layer on the active one.

@@ -3,6 +3,7 @@
 use super::channel::{DEVICE, open_device};
 use super::helper;
 use super::options::AllowOther;
+use isobath_storage::cause;
 use parking_lot::Mutex;
 use std::ffi::CString;
 use std::fs;
@@ -53,8 +54,9 @@ pub enum MountError {
     },
     /// Neither this process nor the helper is permitted to mount.
     #[error(
-        "no permission to mount on '{path}', and the helper fusermount3 failed: {source}; \
-         run as root (CAP_SYS_ADMIN), or install fusermount3 (package fuse3)"
+        "no permission to mount on '{path}', and the helper fusermount3 failed: {}; \
+         run as root (CAP_SYS_ADMIN), or install fusermount3 (package fuse3)",
+        cause(source)
     )]
     NoPermission {
         /// The mount point.

@@ -51,6 +51,34 @@ fn a_job_says_how_it_ended() {
 }
 
 #[test]
+fn a_snapshot_replaces_no_data() {
+    block_on(async {
+        let host = MemoryHost::new();
+        for name in ["base", "blank", "written"] {
+            create(&host, name, &NewDisk::new(1 << 20)).await.unwrap();
+        }
+        let options = OpenOptions::new().writable(true);
+        let written = Disk::open(host.clone(), "written", &options).await.unwrap();
+        written.write(0, IoBuf::copy_of(b"precious")).await.unwrap();
+        written.close().await.unwrap();
+        host.insert("empty", b"");
+        host.insert("text", b"precious");
+        let disk = Disk::open(host.clone(), "base", &options).await.unwrap();
+        for name in ["written", "text"] {
+            let before = host.contents(name).unwrap();
+            let refused = disk.snapshot(&Overlay::Create(name.into())).await.unwrap_err();
+            assert!(refused.to_string().contains("has data"), "{refused}");
+            assert_eq!(host.contents(name).unwrap(), before);
+        }
+        for (depth, name) in (2..).zip(["empty", "blank", "new"]) {
+            disk.snapshot(&Overlay::Create(name.into())).await.unwrap();
+            assert_eq!(disk.depth(), depth);
+        }
+        disk.close().await.unwrap();
+    });
+}
+
+#[test]
 fn several_buffers_are_read_and_written_as_one() {
     block_on(async {
         let disk = two_layers().await;

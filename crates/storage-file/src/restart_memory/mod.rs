@@ -19,7 +19,7 @@ use isobath_storage::{FileId, Result};
 use shelf::{Image, Shelf};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -57,6 +57,35 @@ pub(super) async fn restart_memory(
             }
             Err(error) => return Err(StorageError::new(Operation::Open, name, error)),
         }
+    }
+}
+
+/// The directories with restart memory, for a process that gives up the right to make or open others.
+#[derive(Debug)]
+pub struct RestartDirectories {
+    /// The directory of this process's user. It is not removed while this value lives.
+    pub own: PathBuf,
+    /// Those that other users have made so far.
+    pub others: Vec<PathBuf>,
+    /// The directory of them all.
+    pub parent: PathBuf,
+    _kept: OwnedFd,
+}
+
+impl RestartDirectories {
+    /// Makes this user's own directory, if there is none, and looks for those of others.
+    ///
+    /// # Errors
+    /// It cannot be made.
+    pub fn keep() -> io::Result<Self> {
+        let parent = Path::new(DIRECTORY);
+        let image = Image { owner: sys::effective_user(), mode: 0 };
+        let none = FileId { device: 0, inode: 0 };
+        let shelf = Shelf::new(parent, sys::effective_user(), image, none);
+        let (own, kept) = shelf.keep()?;
+        let mut others = shelf.directories()?;
+        others.retain(|other| *other != own);
+        Ok(Self { own, others, parent: parent.to_owned(), _kept: kept })
     }
 }
 

@@ -1,12 +1,14 @@
 //! The places where restart memory of a file may be.
 
-use isobath_ring::place::{Place, is_regular};
+use isobath_ring::place::{Place, identity, is_regular};
 use isobath_storage::{FileId, shown};
+use rustix::fs::FlockOperation;
 use std::collections::hash_map::RandomState;
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::hash::BuildHasher;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 /// How the names of all directories with restart memory begin, and those of memory of earlier versions, which is not in
@@ -150,6 +152,18 @@ impl Shelf {
         Ok(names)
     }
 
+    /// The directories of all users that there are.
+    pub(super) fn directories(&self) -> io::Result<Vec<PathBuf>> {
+        let mut found = Vec::new();
+        for entry in self.entries(PREFIX)? {
+            let path = self.memory.join(entry);
+            if fs::symlink_metadata(&path).is_ok_and(|found| found.is_dir()) {
+                found.push(path);
+            }
+        }
+        Ok(found)
+    }
+
     /// A place in the shared directory.
     fn root(&self) -> io::Result<Place> {
         Place::of(&self.memory.join(PREFIX))
@@ -222,10 +236,41 @@ impl Shelf {
             .path()
             .parent()
             .filter(|directory| directory.file_name().is_some_and(|name| begins(name, PREFIX)));
-        if let Some(directory) = directory.and_then(|directory| Place::of(directory).ok()) {
-            // Others may use it.
+        let Some(directory) = directory.and_then(|directory| Place::of(directory).ok()) else {
+            return;
+        };
+        // Others may use it, or keep it.
+        let is_kept = directory.open_directory().is_ok_and(|found| {
+            rustix::fs::flock(&found, FlockOperation::NonBlockingLockExclusive).is_err()
+        });
+        if !is_kept {
             let _ = directory.remove_directory();
         }
+    }
+
+    /// Makes this user's own directory, which is not removed while the result lives. Returns its path as well.
+    ///
+    /// # Errors
+    /// If it cannot be made.
+    pub(super) fn keep(&self) -> io::Result<(PathBuf, OwnedFd)> {
+        for _ in 0..MOST_REMOVED {
+            let place = self.own()?;
+            let path = place.path().parent().unwrap_or(&self.memory).to_owned();
+            let directory = Place::of(&path)?;
+            let found = match directory.open_directory() {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                found => found?,
+            };
+            match rustix::fs::flock(&found, FlockOperation::NonBlockingLockShared) {
+                // It is being removed.
+                Err(rustix::io::Errno::WOULDBLOCK) => continue,
+                locked => locked?,
+            }
+            if directory.holds(identity(&rustix::fs::fstat(&found)?)) {
+                return Ok((path, found));
+            }
+        }
+        Err(io::ErrorKind::ResourceBusy.into())
     }
 }
 

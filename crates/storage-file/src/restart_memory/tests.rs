@@ -153,3 +153,21 @@ fn who_is_out_of_descriptors_does_not_pass_over_a_log() {
     }
     assert!(refused > 1, "{refused}");
 }
+
+#[test]
+fn a_directory_that_is_kept_outlives_the_memory_in_it() {
+    let shared = tempfile::tempdir().unwrap();
+    let user = sys::effective_user();
+    let shelf = Shelf::new(shared.path(), user, Image { owner: user, ..IMAGE }, FILE);
+    let directory = shared.path().join(format!("isobath-{user}"));
+    create(&shelf).unwrap().remove();
+    assert!(!directory.exists(), "nobody keeps it");
+    let (kept, lock) = shelf.keep().unwrap();
+    assert_eq!(kept, directory);
+    let again = shelf.keep().unwrap();
+    create(&shelf).unwrap().remove();
+    assert!(directory.exists());
+    drop((lock, again));
+    create(&shelf).unwrap().remove();
+    assert!(!directory.exists());
+}

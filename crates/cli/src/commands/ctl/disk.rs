@@ -11,7 +11,7 @@ use std::time::Duration;
 
 /// Take a snapshot: FILE becomes the active image, the former active image its backing file
 ///
-/// FILE is created, replacing any existing file, unless --existing is given. When the command returns, the former
+/// FILE is created, unless --existing is given; it must not have data yet. When the command returns, the former
 /// active image is complete and no longer written to.
 #[derive(clap::Args)]
 #[command(allow_missing_positional = true)]

@@ -9,6 +9,7 @@ use crate::failure::Failure;
 use crate::image_name::SecretFile;
 use crate::server::endpoint::Endpoint;
 use crate::server::group;
+use crate::server::sandbox::SandboxArgs;
 use crate::server::tls::{SecuredEndpoint, TlsArgs};
 use crate::trust::Trusting;
 use crate::{options, size};
@@ -100,6 +101,8 @@ pub(crate) struct Args {
     pub(super) format: Option<ImageFormat>,
     #[command(flatten)]
     pub(super) trusting: Trusting,
+    #[command(flatten)]
+    pub(super) sandbox: SandboxArgs,
     /// Number of threads that serve clients; each client is served by one thread [default: one per CPU, at most 8]
     #[arg(long, value_name = "N")]
     pub(super) threads: Option<NonZeroUsize>,

@@ -3,6 +3,7 @@
 use super::args::Args;
 use crate::cache::Cache;
 use crate::failure::Failure;
+use isobath_disk::encryption::Secrets;
 use isobath_disk::{ImageFormat, LiveDisk, OpenOptions};
 use isobath_qmp::monitor::Opening;
 use isobath_ring::spawn;
@@ -15,11 +16,13 @@ use std::sync::Arc;
 pub(super) async fn open<H: Host + Clone>(
     host: &H,
     args: &Args,
+    secrets: &Secrets,
 ) -> Result<Vec<Arc<LiveDisk<H>>>, Failure> {
     let mut disks = Vec::new();
     for (number, image) in args.images.iter().enumerate() {
         let restart_log = args.frontends.outlives(number);
-        let options = options(args)?.trust(args.trusting.of(image)?).restart_log(restart_log);
+        let options =
+            options(args, secrets).trust(args.trusting.of(image)?).restart_log(restart_log);
         let disk = LiveDisk::open(host.clone(), image, &options).await?;
         let format = disk.layers().first().map(|layer| layer.format());
         if format == Some(ImageFormat::Raw) && args.format.is_none() && !args.is_read_only() {
@@ -35,28 +38,28 @@ pub(super) async fn open<H: Host + Clone>(
 }
 
 /// The options for opening images, except for trust.
-fn options(args: &Args) -> Result<OpenOptions, Failure> {
+pub(super) fn options(args: &Args, secrets: &Secrets) -> OpenOptions {
     let mut options = OpenOptions::new()
         .writable(!args.is_read_only())
         .snapshot(args.snapshot.clone())
         .direct(args.cache == Cache::None)
         .format(args.format)
         .metadata(args.metadata)
-        .secrets(args.secret_file.secrets()?);
+        .secrets(secrets.clone());
     options.zones = args.zones;
     options.zone_size = args.zone_size;
     options.map_cache = args.map_cache.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
-    Ok(options)
+    options
 }
 
 /// How images that clients add are opened: like those of the command line, but with the format that the client
 /// specifies.
 /// Each is trusted as it would be there.
-pub(super) fn opening_of_added(args: &Args) -> Result<Opening, Failure> {
-    let options = options(args)?.format(None).snapshot(None).writable(true);
+pub(super) fn opening_of_added(args: &Args, secrets: &Secrets) -> Opening {
+    let options = options(args, secrets).format(None).snapshot(None).writable(true);
     let trusting = args.trusting.clone();
     let trust = move |image: &Path| trusting.of(image).map_err(|failure| failure.to_string());
-    Ok(Opening { options, trust: Box::new(trust) })
+    Opening { options, trust: Box::new(trust) }
 }
 
 /// Runs each disk's background work.

@@ -241,6 +241,39 @@ impl FrontendArgs {
         })
     }
 
+    /// Whether there are frontends that run one server per export.
+    pub(super) fn have_own_servers(&self) -> bool {
+        self.own_servers().any(|given| !given.locations.is_empty())
+    }
+
+    /// Whether a file system is mounted.
+    pub(super) fn mounts(&self) -> bool {
+        let mut locations = self.0.iter().flat_map(|given| &given.locations);
+        locations.any(|location| matches!(location, Value::Path(_)))
+    }
+
+    /// The socket files of all frontends; that of the server's own is in its directory, which is made for it.
+    ///
+    /// # Errors
+    /// There is no such directory.
+    pub(super) fn socket_files(&self) -> Result<Vec<PathBuf>, Failure> {
+        let mut files = Vec::new();
+        for given in &self.0 {
+            for location in &given.locations {
+                let endpoint = match location {
+                    Value::OwnSocket => &own_socket(&given.option())?,
+                    Value::Endpoint(endpoint) => endpoint,
+                    Value::Secured(secured) => &secured.endpoint,
+                    Value::Text(_) | Value::Flag(_) | Value::Number(_) | Value::Path(_) => continue,
+                };
+                if let Endpoint::Unix(path) = endpoint {
+                    files.push(path.clone());
+                }
+            }
+        }
+        Ok(files)
+    }
+
     /// Listens for clients of shared servers.
     pub(super) fn listen(&self, access: Access, tls: &Tls) -> Result<Listeners, Failure> {
         let mut listeners = Listeners::new();

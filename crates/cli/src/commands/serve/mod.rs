@@ -2,6 +2,7 @@
 
 mod announce;
 mod args;
+mod confine;
 mod control;
 mod disks;
 mod frontends;
@@ -14,12 +15,14 @@ pub(crate) use args::Args;
 use crate::failure::{Failure, Outcome};
 use crate::host::images;
 use crate::server::daemon::Daemon;
+use crate::server::sandbox::Confined;
 use crate::server::signals::either;
 use crate::server::tls::{Tls, TlsArgs};
 use crate::server::{listen, pid_file, signals, threads};
 use crate::{messages, runtime};
 use announce::announce;
 use isobath_disk::LiveDisk;
+use isobath_disk::encryption::Secrets;
 use isobath_export::registry::Frontends;
 use isobath_qmp::monitor::{Drive, Monitor};
 use isobath_qmp::server::{self as qmp, Events};
@@ -38,7 +41,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     throttle::check(&args.throttle, args.images.len())?;
     TlsArgs::check_qmp(&args.qmp)?;
     args.tls.check(args.frontends.addresses().chain(&args.qmp))?;
-    let order = Order { args, names, tls: args.tls.read()? };
+    let secrets = args.secret_file.secrets()?;
+    let tls = args.tls.read()?;
+    let confines = args.sandbox.is_on(args.frontends.mounts())?;
     let daemon = match args.daemonize.then(Daemon::start) {
         None => None,
         Some(Ok(daemon)) => Some(daemon),
@@ -46,7 +51,10 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             return Err(Failure::new(error).context("cannot run in the background"));
         }
     };
+    args.sandbox.become_user()?;
+    let confined = if confines { Some(confine::enter(args, &secrets)?) } else { None };
     messages::detach();
+    let order = Order { args, names, tls, secrets, confined };
     runtime::block_on(async || {
         #[cfg(feature = "slow-disk")]
         if let Some(disk) = args.slow_disk {
@@ -63,6 +71,9 @@ struct Order<'a> {
     /// The exports' names.
     names: Vec<String>,
     tls: Tls,
+    /// The secrets of encrypted images.
+    secrets: Secrets,
+    confined: Option<Confined>,
 }
 
 /// Serves images stored on `host`.
@@ -73,7 +84,11 @@ async fn run_on<H: Host + Clone>(
     daemon: Option<Daemon>,
 ) -> Outcome {
     let mut signals = signals::receive()?;
-    let disks = match signals::unless_signalled(&mut signals, disks::open(&host, order.args)).await
+    let disks = match signals::unless_signalled(
+        &mut signals,
+        disks::open(&host, order.args, &order.secrets),
+    )
+    .await
     {
         Some(disks) => disks?,
         None => return Err(Failure::new("interrupted by a signal during startup")),
@@ -92,7 +107,7 @@ async fn serve<H: Host + Clone>(
     out: &mut dyn Write,
     daemon: Option<Daemon>,
 ) -> Result<(), Failure> {
-    let Order { args, names, tls } = order;
+    let Order { args, names, tls, secrets, confined } = order;
     let access = args.access();
     let listeners = args.frontends.listen(access, &tls)?;
     let controls = tls.listen(&args.qmp, "--qmp", access)?;
@@ -103,7 +118,7 @@ async fn serve<H: Host + Clone>(
 
     let drives = names.into_iter().zip(disks).map(|(name, disk)| Drive::new(name, disk.clone()));
     let events = Events::default();
-    let opening = disks::opening_of_added(args)?;
+    let opening = disks::opening_of_added(args, &secrets);
     let monitor = Monitor::new(host, opening, drives.collect(), frontends.clone(), events.clone());
     let control = qmp::Server::new(monitor, events, args.qmp_limits());
     let monitor = control.service();
@@ -116,6 +131,13 @@ async fn serve<H: Host + Clone>(
 
     let pid_file = match args.pid_file.as_deref().map(pid_file::create).transpose() {
         Ok(pid_file) => pid_file,
+        Err(failure) => {
+            monitor.end().await;
+            return Err(failure);
+        }
+    };
+    let _closed = match confined.map(Confined::close).transpose() {
+        Ok(closed) => closed,
         Err(failure) => {
             monitor.end().await;
             return Err(failure);

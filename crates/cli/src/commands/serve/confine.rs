@@ -1,0 +1,61 @@
+//! What a server needs, as long as it may still look for it.
+
+use super::args::Args;
+use super::disks;
+use crate::failure::Failure;
+use crate::host::{images, is_export};
+use crate::runtime;
+use crate::server::endpoint::Endpoint;
+use crate::server::sandbox::{Confined, Needs};
+use isobath_disk::Disk;
+use isobath_disk::encryption::Secrets;
+use isobath_storage::{Locking, Storage};
+use std::path::PathBuf;
+use std::thread;
+
+/// Confines this thread, the only one, to what serving the images needs.
+pub(super) fn enter(args: &Args, secrets: &Secrets) -> Result<Confined, Failure> {
+    // The thread's end waits for all that its ring has started, so that none of that is left unconfined.
+    let found = thread::scope(|scope| {
+        let found = scope.spawn(|| runtime::block_on(async || image_files(args, secrets).await));
+        found.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    });
+    let files = found?;
+    let controlled = !args.qmp.is_empty();
+    let endpoints = args.qmp.iter().map(|secured| &secured.endpoint).chain(&args.metrics);
+    let mut sockets: Vec<PathBuf> = endpoints
+        .filter_map(|endpoint| match endpoint {
+            Endpoint::Unix(path) => Some(path.clone()),
+            Endpoint::Tcp { .. } => None,
+        })
+        .collect();
+    sockets.extend(args.frontends.socket_files()?);
+    args.sandbox.enter(Needs {
+        connects: controlled || files.iter().any(|file| is_export(file)),
+        rings: controlled || args.frontends.have_own_servers(),
+        writes: controlled || !args.is_read_only(),
+        images: files,
+        sockets,
+        pid_file: args.pid_file.clone(),
+    })
+}
+
+/// The files of the images and of those below them, as they are now: an image that comes to need others before it is
+/// opened cannot be opened.
+async fn image_files(args: &Args, secrets: &Secrets) -> Result<Vec<PathBuf>, Failure> {
+    let mut files = Vec::new();
+    for image in &args.images {
+        let options = disks::options(args, secrets).trust(args.trusting.of(image)?);
+        let options = options.writable(false).locking(Locking::Unlocked);
+        let disk = Disk::open(images().clone(), image, &options).await?;
+        files.push(image.clone());
+        for layer in disk.layers() {
+            files.push(layer.name().to_owned());
+            files.extend(layer.files().map(|file| file.identity().name.to_owned()));
+        }
+        disk.close().await?;
+    }
+    files.sort();
+    files.dedup();
+    Ok(files)
+}
