@@ -49,22 +49,20 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
                 self.durable(fua, result).await
             }
             Command::Trim { offset, length, fua } => {
-                let result = match length {
-                    0 => Ok(()),
-                    _ => {
-                        self.admit_change(length).await;
-                        self.device.discard(offset, u64::from(length)).await
-                    }
+                let result = if length == 0 {
+                    Ok(())
+                } else {
+                    self.admit_change(length).await;
+                    self.device.discard(offset, u64::from(length)).await
                 };
                 self.durable(fua, result).await
             }
             Command::WriteZeroes { offset, length, flags, fua } => {
-                let result = match length {
-                    0 => Ok(()),
-                    _ => {
-                        self.admit_change(length).await;
-                        self.device.write_zeroes(offset, u64::from(length), flags).await
-                    }
+                let result = if length == 0 {
+                    Ok(())
+                } else {
+                    self.admit_change(length).await;
+                    self.device.write_zeroes(offset, u64::from(length), flags).await
                 };
                 self.durable(fua, result).await
             }
