@@ -91,9 +91,9 @@ pub trait BlockDevice: Send + Sync + 'static {
         pending()
     }
 
-    /// Waits until the disk's limits let a client's request pass, and counts it. Frontends call it once for each request
-    /// that reads, writes, zeroes or discards `bytes` bytes, before they take memory for it and before the first of the
-    /// calls above that it needs. A request whose future is dropped while it waits is not counted.
+    /// Waits until the disk's limits let a client's request pass, and counts it. Frontends call it once for each
+    /// request that reads, writes, zeroes or discards `bytes` bytes, before they take memory for it and before the
+    /// first of the calls above that it needs. A request whose future is dropped while it waits is not counted.
     fn admit(&self, direction: Direction, bytes: u64) -> impl Future<Output = ()> {
         let _ = (direction, bytes);
         ready(())

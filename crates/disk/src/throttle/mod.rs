@@ -121,8 +121,8 @@ impl Throttle {
         }
     }
 
-    /// Lets all requests pass, those that wait too, until the returned value is dropped. They are counted, so later ones
-    /// wait for longer.
+    /// Lets all requests pass, those that wait too, until the returned value is dropped. They are counted, so later
+    /// ones wait for longer.
     pub fn drain(&self) -> Drained {
         let shared = &self.shared;
         shared.drains.fetch_add(1, Ordering::SeqCst);
