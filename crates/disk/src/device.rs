@@ -1,9 +1,9 @@
 //! The block device that every frontend serves.
 
-use crate::throttle::Drained;
+use crate::throttle::{Direction, Drained};
 use isobath_image::{DiskError, Result};
 use isobath_storage::IoBuf;
-use std::future::{Future, pending};
+use std::future::{Future, pending, ready};
 
 /// How zeroes may be written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -35,6 +35,8 @@ pub struct BlockStatus {
 ///
 /// Requests may run concurrently. Concurrent overlapping writes take effect in some order, each as a whole per cluster;
 /// a request issued after another's reply sees its effect.
+///
+/// Requests do not wait for the disk's limits: a frontend [asks](Self::admit) before each.
 pub trait BlockDevice: Send + Sync + 'static {
     /// The disk's size in bytes.
     fn size(&self) -> u64;
@@ -89,8 +91,22 @@ pub trait BlockDevice: Send + Sync + 'static {
         pending()
     }
 
-    /// Lets requests pass without waiting for the disk's limits, those that wait too, until the returned value is
-    /// dropped. Frontends call it before they wait for their requests to end.
+    /// Waits until the disk's limits let a client's request pass, and counts it. Frontends call it once for each
+    /// request that reads, writes, zeroes or discards `bytes` bytes, before they take memory for it and before the
+    /// first of the calls above that it needs. A request whose future is dropped while it waits is not counted.
+    fn admit(&self, direction: Direction, bytes: u64) -> impl Future<Output = ()> {
+        let _ = (direction, bytes);
+        ready(())
+    }
+
+    /// Counts a client's request that does not wait, because the client has left but what it sent is carried out.
+    fn admit_at_once(&self, direction: Direction, bytes: u64) {
+        let _ = (direction, bytes);
+    }
+
+    /// From now on, and until the returned value is dropped, [`admit`](Self::admit) lets requests pass without waiting,
+    /// those that wait already too. They are counted all the same. A frontend holds one while it waits for its requests
+    /// to end; meanwhile those of the disk's other frontends pass as well.
     fn drain(&self) -> Drained {
         Drained::default()
     }

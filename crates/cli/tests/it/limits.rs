@@ -3,12 +3,10 @@
 use crate::serving::{ISOBATH, QemuIo, Served};
 use isobath_qmp::client::{Address, Client};
 use isobath_testkit::process::run;
-use isobath_testkit::{args, qemu};
+use isobath_testkit::{args, qemu, until};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::process::Command;
-use std::thread;
-use std::time::Duration;
 use tempfile::TempDir;
 
 fn images(names: &[&str]) -> (TempDir, Vec<PathBuf>) {
@@ -62,9 +60,7 @@ fn images_have_their_limits_in_order_and_a_server_that_ends_waits_for_none() {
         let disks = disks["disks"].as_array().unwrap().clone();
         disks.iter().map(|disk| disk["waiting"].as_u64().unwrap()).sum::<u64>()
     };
-    while waiting(&mut client) < 3 {
-        thread::sleep(Duration::from_millis(5));
-    }
+    until("three requests to wait", || waiting(&mut client) == 3);
     drop(client);
     let _ = served.stop();
     for client in &mut clients {
@@ -81,6 +77,7 @@ fn limits_that_cannot_hold_are_refused_at_the_start() {
         (vec!["group=g"], "the group 'g' has no limits"),
         (vec!["iops-total=5,group=g", "iops-total=6,group=g"], "two different limits"),
         (vec!["", "", ""], "3 times for 2 images"),
+        (vec!["iops-total=5", "iops-total=6,group=a"], "'a' limits of its own"),
     ] {
         let options = values.iter().flat_map(|value| ["--throttle", value]);
         let done = run(Command::new(ISOBATH).arg("serve").args(options).args(&images));

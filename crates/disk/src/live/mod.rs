@@ -153,8 +153,8 @@ impl<H: Host> LiveDisk<H> {
         &self.clock
     }
 
-    /// The limits of its requests. They apply to [`read`](Self::read), [`write`](Self::write), zero-writes and
-    /// discards, not to jobs.
+    /// The limits of its clients' requests. Frontends ask it; [`read`](Self::read), [`write`](Self::write) and the
+    /// others do not, nor do jobs.
     pub fn throttle(&self) -> &Throttle {
         &self.throttle
     }
@@ -348,9 +348,6 @@ impl<H: Host> LiveDisk<H> {
         run: impl Fn(Arc<Disk<H>>, u64, u64) -> F,
     ) -> Result<()> {
         self.current.load().check_range(offset, length)?;
-        if self.throttle.is_limited() {
-            Box::pin(self.throttle.pass(Direction::Write, length)).await;
-        }
         let first = self.current.load_full();
         let mut done = Parts::of(offset..offset + length, first.name());
         for (at, length) in steps(offset, length, STEP) {
@@ -419,9 +416,6 @@ impl<H: Host> LiveDisk<H> {
     /// If the range reaches past the end of the disk, the storage fails, or the tables are not valid there.
     pub async fn read(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         let length = buf.len() as u64;
-        if self.throttle.is_limited() {
-            Box::pin(self.throttle.pass(Direction::Read, length)).await;
-        }
         self.request(Kind::Read, length, |disk| async move { disk.read(offset, buf).await }).await
     }
 
@@ -432,9 +426,6 @@ impl<H: Host> LiveDisk<H> {
     /// storage fails, or the tables turn out to be inconsistent.
     pub async fn write(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         let range = (offset, buf.len() as u64);
-        if self.throttle.is_limited() {
-            Box::pin(self.throttle.pass(Direction::Write, range.1)).await;
-        }
         self.change(Kind::Write, range, |disk| async move { disk.write(offset, buf).await }).await
     }
 
@@ -444,9 +435,6 @@ impl<H: Host> LiveDisk<H> {
     /// As there.
     pub async fn write_compressed(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         let range = (offset, buf.len() as u64);
-        if self.throttle.is_limited() {
-            Box::pin(self.throttle.pass(Direction::Write, range.1)).await;
-        }
         let write =
             |disk: Arc<Disk<H>>| async move { Box::pin(disk.write_compressed(offset, buf)).await };
         self.change(Kind::Write, range, write).await
@@ -536,6 +524,14 @@ impl<H: Host> LiveDisk<H> {
 }
 
 block_device!(LiveDisk
+    fn admit(&self, direction: Direction, bytes: u64) -> impl Future<Output = ()> {
+        self.throttle.admit(direction, bytes)
+    }
+
+    fn admit_at_once(&self, direction: Direction, bytes: u64) {
+        self.throttle.admit_at_once(direction, bytes);
+    }
+
     fn drain(&self) -> Drained {
         self.throttle.drain()
     }

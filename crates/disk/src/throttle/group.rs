@@ -211,9 +211,15 @@ impl State {
     fn remove(&mut self, ticket: Ticket) -> Option<Waiter> {
         let waiter = self.tickets.remove(&ticket)?;
         let direction = waiter.request.0 as usize;
-        if let Some(queues) = self.members.get_mut(&waiter.member) {
+        // One that has passed is in no queue.
+        if !waiter.passed
+            && let Some(queues) = self.members.get_mut(&waiter.member)
+        {
             let queue = &mut queues[direction];
-            queue.retain(|other| *other != ticket);
+            // Tickets grow, and a queue is in order of arrival.
+            if let Ok(place) = queue.binary_search(&ticket) {
+                queue.remove(place);
+            }
             if queue.is_empty() {
                 self.turns[direction].retain(|other| *other != waiter.member);
             }
@@ -307,6 +313,14 @@ impl Group {
             for ticket in state.take_all(member) {
                 state.let_pass(ticket, wakers);
             }
+        });
+    }
+
+    /// Counts a request that passes without waiting.
+    pub(super) fn count(&self, request: Request) {
+        self.change(|state, now, _| {
+            state.leak_until(now);
+            state.count(request);
         });
     }
 

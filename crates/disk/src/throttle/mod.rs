@@ -4,10 +4,11 @@
 //! and the disks of a group take turns. Reads and writes count, zero-writes and discards as writes; flushes and
 //! queries do not.
 //!
-//! A request that must wait does so before it reaches the disk ([`LiveDisk`](crate::live::LiveDisk) asks
-//! [`Throttle`]): it holds no lock, is not inside the gate, and is not counted as in flight, so no change of the
-//! chain, job or flush waits for it. Whoever must wait for the requests of a frontend to end lets them pass meanwhile
-//! ([`Throttle::drain`]).
+//! A request that must wait does so before it reaches the disk: a frontend asks [`Throttle`]
+//! ([`BlockDevice::admit`](crate::BlockDevice::admit)), once for each request of a client, in how many pieces ever it
+//! is carried out. While it waits it holds no lock and no buffer, is not inside the gate, and is not counted as in
+//! flight, so no change of the chain, job or flush waits for it. Whoever must wait for the requests of a frontend to
+//! end lets them pass meanwhile ([`Throttle::drain`]).
 
 mod bucket;
 mod group;
@@ -92,9 +93,9 @@ impl Drop for Drained {
 }
 
 impl Throttle {
-    /// Whether requests must ask [`pass`](Self::pass).
+    /// Whether requests are counted, and may have to wait.
     #[inline]
-    pub(crate) fn is_limited(&self) -> bool {
+    fn is_limited(&self) -> bool {
         self.limited.load(Ordering::Relaxed)
     }
 
@@ -120,7 +121,8 @@ impl Throttle {
         }
     }
 
-    /// Lets all requests pass, those that wait too, until the returned value is dropped.
+    /// Lets all requests pass, those that wait too, until the returned value is dropped. They are counted, so later
+    /// ones wait for longer.
     pub fn drain(&self) -> Drained {
         let shared = &self.shared;
         shared.drains.fetch_add(1, Ordering::SeqCst);
@@ -140,7 +142,21 @@ impl Throttle {
 
     /// Waits until the limits let a request of `bytes` bytes pass, and counts it. A request whose future is dropped
     /// while it waits is not counted.
-    pub(crate) async fn pass(&self, direction: Direction, bytes: u64) {
+    pub async fn admit(&self, direction: Direction, bytes: u64) {
+        if self.is_limited() {
+            Box::pin(self.pass(direction, bytes)).await;
+        }
+    }
+
+    /// Counts a request that does not wait.
+    pub fn admit_at_once(&self, direction: Direction, bytes: u64) {
+        let member = self.shared.member.lock().clone();
+        if let Some(member) = member {
+            member.group.count((direction, bytes));
+        }
+    }
+
+    async fn pass(&self, direction: Direction, bytes: u64) {
         loop {
             let Some(member) = self.shared.member.lock().clone() else { return };
             let request = (direction, bytes);

@@ -166,7 +166,7 @@ impl Tasks {
         let (clock, passed) = (Arc::clone(&self.clock), Rc::clone(&self.passed));
         let disk = Rc::clone(disk);
         self.spawn(async move {
-            disk.pass(direction, bytes).await;
+            disk.admit(direction, bytes).await;
             passed.borrow_mut().push((clock.now(), name));
         })
     }
@@ -380,6 +380,37 @@ fn requests_that_are_given_up_make_nobody_wait() {
 }
 
 #[test]
+fn requests_given_up_in_any_order_leave_the_others_in_theirs() {
+    let seed = Seed::new();
+    let mut rng = seed.rng();
+    let mut tasks = Tasks::default();
+    let group = tasks.group(&[("iops-total", 10)]);
+    let disks = [disk_in(&group), disk_in(&group)];
+    let mut left = Vec::new();
+    for number in 0..100 {
+        let name: &'static str = format!("{number}").leak();
+        let task = tasks.request(&disks[number % 2], name, READ);
+        left.push((task, name));
+    }
+    // The first two have passed.
+    left.drain(..2);
+    while left.len() > 10 {
+        let (task, _) = left.remove(rng.random_range(0..left.len()));
+        tasks.all[task].future = None;
+        assert_eq!(disks[0].waiting() + disks[1].waiting(), left.len());
+    }
+    tasks.end();
+    let names = tasks.names().split_off(2);
+    assert_eq!(names.len(), 10);
+    for parity in 0..2 {
+        let is_of = |name: &&str| name.parse::<usize>().unwrap() % 2 == parity;
+        let expected: Vec<_> = left.iter().map(|(_, name)| *name).filter(is_of).collect();
+        let passed: Vec<_> = names.iter().copied().filter(is_of).collect();
+        assert_eq!(passed, expected);
+    }
+}
+
+#[test]
 fn a_request_that_may_pass_and_is_given_up_leaves_no_trace() {
     let mut tasks = Tasks::default();
     let disk = disk_in(&tasks.group(&[("iops-total", 10)]));
@@ -564,7 +595,7 @@ fn no_more_passes_in_any_time_than_the_limits_allow() {
             let disk = Rc::clone(&disks[rng.random_range(0..disks.len())]);
             let (clock, passed) = (Arc::clone(&tasks.clock), Rc::clone(&passed));
             let number = tasks.spawn(async move {
-                disk.pass(direction, bytes).await;
+                disk.admit(direction, bytes).await;
                 passed.borrow_mut().push((clock.now(), direction, bytes));
             });
             if rng.random_bool(0.5) {
@@ -598,7 +629,7 @@ fn a_request_alone_passes_as_soon_as_it_may() {
             let (disk, clock) = (Rc::clone(&disk), Arc::clone(&tasks.clock));
             let log = Rc::clone(&passed);
             tasks.spawn(async move {
-                disk.pass(direction, bytes).await;
+                disk.admit(direction, bytes).await;
                 log.borrow_mut().push((clock.now(), direction, bytes));
             });
             while passed.borrow().len() < tasks.all.len() {
@@ -638,7 +669,7 @@ fn requests_on_several_threads_all_pass_and_none_too_early() {
                         .map(|request| {
                             let disk = Rc::clone(&disk);
                             let (direction, bytes) = if request % 2 == 0 { READ } else { WRITE };
-                            isobath_ring::spawn(async move { disk.pass(direction, bytes).await })
+                            isobath_ring::spawn(async move { disk.admit(direction, bytes).await })
                         })
                         .collect();
                     for (at, request) in requests.into_iter().enumerate() {
@@ -669,31 +700,34 @@ fn live_disk(tasks: &Tasks) -> Arc<LiveDisk<isobath_storage::memory::MemoryHost>
 }
 
 #[test]
-fn a_disk_limits_reads_and_writes_of_every_kind_but_not_flushes() {
+fn a_disk_carries_out_what_was_not_admitted_without_waiting() {
     let mut tasks = Tasks::default();
     let live = live_disk(&tasks);
-    // The bucket holds less than one request, so each waits for the one before.
-    live.throttle().set_group(Some(tasks.group(&[("iops-total", 5)])));
+    live.throttle().set_group(Some(tasks.group(&[("iops-total", 1)])));
     let (disk, log) = (Arc::clone(&live), Rc::clone(&tasks.passed));
     let clock = Arc::clone(&tasks.clock);
     tasks.spawn(async move {
         let done = |name| log.borrow_mut().push((clock.now(), name));
-        disk.write(0, IoBuf::zeroed(512)).await.unwrap();
-        done("write");
-        disk.write_zeroes(0, 4 * testing::CLUSTER, ZeroFlags::default()).await.unwrap();
-        done("zeroes");
-        disk.flush().await.unwrap();
-        done("flush");
-        disk.discard(0, testing::CLUSTER).await.unwrap();
-        done("discard");
-        disk.block_status(0, 512, 1).await.unwrap();
-        done("status");
-        disk.read(0, IoBuf::zeroed(512)).await.unwrap();
-        done("read");
+        for _ in 0..3 {
+            disk.write(0, IoBuf::zeroed(512)).await.unwrap();
+            disk.write_zeroes(0, 4 * testing::CLUSTER, ZeroFlags::default()).await.unwrap();
+            disk.discard(0, testing::CLUSTER).await.unwrap();
+            disk.read(0, IoBuf::zeroed(512)).await.unwrap();
+            done("job");
+        }
+        for _ in 0..3 {
+            BlockDevice::admit(&*disk, Direction::Read, 512).await;
+            done("client");
+        }
+        // It passes at once, and the next one waits for it.
+        BlockDevice::admit_at_once(&*disk, Direction::Write, 512);
+        done("left");
+        BlockDevice::admit(&*disk, Direction::Read, 512).await;
+        done("client");
     });
     tasks.end();
-    assert_eq!(tasks.names(), ["write", "zeroes", "flush", "discard", "status", "read"]);
-    assert_eq!(tasks.times(), [0, 100, 100, 300, 300, 500]);
+    assert_eq!(tasks.names()[..6], ["job", "job", "job", "client", "client", "client"]);
+    assert_eq!(tasks.times(), [0, 0, 0, 0, 900, 1900, 1900, 3900]);
 }
 
 #[test]
@@ -705,6 +739,7 @@ fn the_chain_changes_while_requests_wait() {
         let (disk, log) = (Arc::clone(&live), Rc::clone(&tasks.passed));
         let clock = Arc::clone(&tasks.clock);
         tasks.spawn(async move {
+            BlockDevice::admit(&*disk, Direction::Write, 512).await;
             disk.write(0, IoBuf::zeroed(512)).await.unwrap();
             log.borrow_mut().push((clock.now(), "write"));
         });

@@ -5,6 +5,7 @@ use super::file::{Inode, SECTOR, statfs};
 use super::request::{Message, Request};
 use super::wire::{AttrOut, LseekOut, OpenOut, SetattrIn, WriteOut, open_flag, set};
 use crate::pool::{Pool, Pooled};
+use isobath_disk::throttle::Direction;
 use isobath_disk::{BlockDevice, DiskError, ZeroFlags};
 use isobath_storage::IoBuf;
 use std::cell::Cell;
@@ -132,6 +133,7 @@ impl<D: BlockDevice> Service<'_, D> {
             self.channel.reply(unique, &[], &[]);
             return Ok(());
         }
+        self.export.device.admit(Direction::Read, length as u64).await;
         let Pooled { data, spare } = self.pool.take(length);
         let data = self.export.device.read(offset, data).await?;
         if data.len() != length {
@@ -149,6 +151,7 @@ impl<D: BlockDevice> Service<'_, D> {
         let Some(mut payload) = payload else { return Err(Refusal::Request(libc::EIO)) };
         let length = self.reach(offset, payload.data.len() as u64).await?;
         if length > 0 {
+            self.export.device.admit(Direction::Write, length).await;
             self.export.inode.touch();
             payload.cut(length as usize);
             let data = std::mem::replace(&mut payload.data, IoBuf::empty());
@@ -184,6 +187,7 @@ impl<D: BlockDevice> Service<'_, D> {
         };
         let length = end.min(self.size()).saturating_sub(offset);
         if length > 0 {
+            self.export.device.admit(Direction::Write, length).await;
             self.export.inode.touch();
             let flags = ZeroFlags { may_unmap, only_fast: false };
             self.export.device.write_zeroes(offset, length, flags).await?;

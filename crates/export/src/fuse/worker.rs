@@ -68,6 +68,7 @@ pub(super) async fn work<D: BlockDevice>(
     });
     let mut stopped = pin!(stop.requested());
     let mut ended = None;
+    let mut drained = None;
     poll_fn(|cx| {
         slots.borrow_mut().poll(cx);
         if ended.is_none() {
@@ -77,11 +78,16 @@ pub(super) async fn work<D: BlockDevice>(
                 ended = Some(end);
             }
         }
+        if ended.is_none() {
+            return Poll::Pending;
+        }
         if slots.borrow().is_empty()
             && let Some(end) = ended.take()
         {
             return Poll::Ready(end);
         }
+        // Requests that wait for the disk's limits pass now.
+        drained.get_or_insert_with(|| export.device.drain());
         Poll::Pending
     })
     .await

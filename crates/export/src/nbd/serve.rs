@@ -7,6 +7,7 @@ use super::session::{Session, Ticket};
 use super::transport::Transport;
 use super::wire::NbdError;
 use crate::pool::{Pool, Pooled};
+use isobath_disk::throttle::Direction;
 use isobath_disk::{BlockDevice, BlockStatus, DiskError};
 
 /// Bytes read at a time for `CACHE`.
@@ -46,21 +47,26 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
             Command::BlockStatus { offset, length, one } => {
                 return self.serve_block_status(ticket, offset, length, one).await;
             }
-            Command::Write { offset, fua, .. } => {
+            Command::Write { offset, length, fua } => {
+                self.admit_change(length).await;
                 let result = self.serve_write(offset, payload).await;
                 self.durable(fua, result).await
             }
             Command::Trim { offset, length, fua } => {
-                let result = match length {
-                    0 => Ok(()),
-                    _ => self.device.discard(offset, u64::from(length)).await,
+                let result = if length == 0 {
+                    Ok(())
+                } else {
+                    self.admit_change(length).await;
+                    self.device.discard(offset, u64::from(length)).await
                 };
                 self.durable(fua, result).await
             }
             Command::WriteZeroes { offset, length, flags, fua } => {
-                let result = match length {
-                    0 => Ok(()),
-                    _ => self.device.write_zeroes(offset, u64::from(length), flags).await,
+                let result = if length == 0 {
+                    Ok(())
+                } else {
+                    self.admit_change(length).await;
+                    self.device.write_zeroes(offset, u64::from(length), flags).await
                 };
                 self.durable(fua, result).await
             }
@@ -71,6 +77,16 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
         match done {
             Ok(()) => self.reply(ticket, &reply::simple(ticket.cookie, None), None),
             Err(error) => self.fail_device(ticket, command, &error),
+        }
+    }
+
+    /// Waits for the disk's limits, for no longer than the client stays: what it has sent is carried out all the same.
+    async fn admit_change(&self, length: u32) {
+        let bytes = u64::from(length);
+        if bytes > 0
+            && self.while_wanted(self.device.admit(Direction::Write, bytes)).await.is_none()
+        {
+            self.device.admit_at_once(Direction::Write, bytes);
         }
     }
 
@@ -87,8 +103,12 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
                 self.reply(ticket, &reply::simple(cookie, None), None);
             };
         }
-        let Pooled { data, spare } = self.pool.take(length as usize);
-        let Some(read) = self.while_wanted(self.device.read(offset, data)).await else {
+        let read = async {
+            self.device.admit(Direction::Read, u64::from(length)).await;
+            let Pooled { data, spare } = self.pool.take(length as usize);
+            (self.device.read(offset, data).await, spare)
+        };
+        let Some((read, spare)) = self.while_wanted(read).await else {
             return self.forget(ticket);
         };
         match read {
@@ -123,6 +143,9 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
 
     /// Reads the range and drops the data. Stopping early does no harm.
     async fn serve_cache(&self, mut offset: u64, mut length: u32) -> Result<(), DiskError> {
+        if length > 0 {
+            let _ = self.while_wanted(self.device.admit(Direction::Read, u64::from(length))).await;
+        }
         while length > 0 && !self.stop.is_requested() && !self.is_unheard() {
             let step = length.min(CACHE_STEP);
             let Pooled { data, spare } = self.pool.take(step as usize);

@@ -252,9 +252,13 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         let mut watch = pin!(self.watch());
         let mut ended = None;
         let mut stopped = false;
+        let mut drained = None;
         let mut given_up = false;
         poll_fn(|cx| {
             stopped = stopped || stop.as_mut().poll(cx).is_ready();
+            if stopped && drained.is_none() {
+                drained = Some(self.device.drain());
+            }
             let _ = watch.as_mut().poll(cx);
             loop {
                 slots.borrow_mut().poll(cx);

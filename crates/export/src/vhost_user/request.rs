@@ -6,6 +6,7 @@ use super::config::{MAX_RANGES, SECTOR};
 use super::memory::Memory;
 use super::throttle::Throttle;
 use crate::pool::{Pool, Pooled};
+use isobath_disk::throttle::Direction;
 use isobath_disk::{BlockDevice, DiskError, Result, ZeroFlags};
 use isobath_storage::IoBuf;
 use std::any::Any;
@@ -91,6 +92,26 @@ enum Other {
 enum Data {
     One(Segment),
     Many(Vec<Segment>),
+}
+
+impl Other {
+    /// The direction and bytes that count for the disk's limits.
+    fn extent(&self) -> Option<(Direction, u64)> {
+        let (direction, bytes) = match self {
+            Self::ReadMany { segments, .. } => (Direction::Read, total(segments) as u64),
+            Self::Write { data: Data::One(segment), .. } => {
+                (Direction::Write, segment.length as u64)
+            }
+            Self::Write { data: Data::Many(segments), .. } => {
+                (Direction::Write, total(segments) as u64)
+            }
+            Self::Flush => return None,
+            Self::Discard(ranges) | Self::Zero(ranges) => {
+                (Direction::Write, ranges.iter().map(|range| range.length).sum())
+            }
+        };
+        (bytes > 0).then_some((direction, bytes))
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -249,6 +270,7 @@ impl<D: BlockDevice> Context<D> {
     async fn perform(&self, action: Action) -> Result<u32> {
         match action {
             Action::Read { offset, segment } => {
+                self.device.admit(Direction::Read, segment.length as u64).await;
                 self.device.read(offset, self.buffer(segment)).await?;
                 Ok(u32::try_from(segment.length).unwrap_or(u32::MAX))
             }
@@ -257,6 +279,10 @@ impl<D: BlockDevice> Context<D> {
     }
 
     async fn perform_other(&self, action: Other) -> Result<u32> {
+        if let Some((direction, bytes)) = action.extent() {
+            self.device.admit(direction, bytes).await;
+            self.check_memory()?;
+        }
         match action {
             Other::ReadMany { offset, segments } => {
                 self.read_many(offset, &segments).await?;

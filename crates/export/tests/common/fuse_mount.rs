@@ -84,6 +84,8 @@ impl<D: BlockDevice> Drop for Mounted<D> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.mount.stop();
+            // Whoever waits for a reply waits no longer; otherwise this process could not end.
+            let _ = unmount(&self.path, libc::MNT_FORCE);
         } else {
             self.stop();
         }

@@ -1,11 +1,14 @@
 //! A disk in memory, for tests of what serves it.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, clippy::expect_used)]
 
+use isobath_disk::clock::SystemClock;
+use isobath_disk::throttle::{Direction, Drained, Group, Limits, Throttle};
 use isobath_disk::{BlockDevice, BlockStatus, DiskError, Result, ZeroFlags};
 use isobath_storage::{IoBuf, Operation, StorageError};
 use parking_lot::Mutex;
 use std::future::poll_fn;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Poll, Waker};
 
@@ -50,6 +53,9 @@ pub struct MemoryDisk {
     pub running: AtomicUsize,
     /// The most requests that were under way at once.
     pub most_running: AtomicUsize,
+    pub throttle: Throttle,
+    /// What requests asked the limits for.
+    pub admitted: Mutex<Vec<(Direction, u64)>>,
 }
 
 struct Running<'a>(&'a MemoryDisk);
@@ -75,6 +81,8 @@ impl MemoryDisk {
             read: AtomicUsize::new(0),
             running: AtomicUsize::new(0),
             most_running: AtomicUsize::new(0),
+            throttle: Throttle::default(),
+            admitted: Mutex::default(),
         }
     }
 
@@ -83,6 +91,15 @@ impl MemoryDisk {
     pub fn with(self, offset: usize, length: usize, byte: u8, layer: u32) -> Self {
         self.update(offset as u64, length as u64, Block::Data(layer), |bytes| bytes.fill(byte));
         self
+    }
+
+    /// From now on one request passes, and the next ones would wait for hours.
+    pub fn limit(&self) {
+        let mut limits = Limits::default();
+        assert!(limits.set_by_name("bps-total", 1));
+        let group = Arc::new(Group::new("slow", Arc::<SystemClock>::default()));
+        group.set_limits(&limits);
+        self.throttle.set_group(Some(group));
     }
 
     /// Carries out what was held, and holds nothing any more.
@@ -164,6 +181,19 @@ impl BlockDevice for MemoryDisk {
 
     fn preferred_block(&self) -> u32 {
         BLOCK as u32
+    }
+
+    async fn admit(&self, direction: Direction, bytes: u64) {
+        self.admitted.lock().push((direction, bytes));
+        self.throttle.admit(direction, bytes).await;
+    }
+
+    fn admit_at_once(&self, direction: Direction, bytes: u64) {
+        self.throttle.admit_at_once(direction, bytes);
+    }
+
+    fn drain(&self) -> Drained {
+        self.throttle.drain()
     }
 
     async fn read(&self, offset: u64, mut buf: IoBuf) -> Result<IoBuf> {

@@ -2,6 +2,7 @@
 
 use crate::fuse_mount::{FIXED, FULL, FileEnd, Mounted, unmount};
 use crate::memory_disk::MemoryDisk;
+use isobath_disk::throttle::Direction;
 use isobath_disk::{BlockDevice, BlockStatus, Result, ZeroFlags};
 use isobath_export::fuse::{Mount, MountError, Options};
 use isobath_ring::{Config, Executor, yield_now};
@@ -16,6 +17,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::pin::pin;
 use std::sync::Arc;
+use std::thread;
 
 const SIZE: usize = 1 << 20;
 
@@ -113,6 +115,29 @@ fn what_was_begun_is_finished() {
         assert_eq!(writer.join().unwrap(), Ok(10));
     });
     assert_eq!(mounted.device.bytes(0, 10), b"last words");
+    mounted.stop();
+}
+
+#[test]
+fn a_server_that_ends_waits_for_no_limit() {
+    let mut mounted = Mounted::with(Arc::new(MemoryDisk::new(SIZE)), FIXED, 1);
+    let file = Arc::new(mounted.open(0));
+    mounted.device.limit();
+    file.write(0, b"first").unwrap();
+    // Not in a scope, which would wait for them when the test fails.
+    let (of_writer, of_reader) = (Arc::clone(&file), Arc::clone(&file));
+    let writer = thread::spawn(move || of_writer.write(0, b"last words"));
+    let reader = thread::spawn(move || of_reader.read(0, 5));
+    until("two requests to wait", || mounted.device.throttle.waiting() == 2);
+    mounted.mount.stop();
+    until("the replies", || writer.is_finished() && reader.is_finished());
+    assert_eq!(writer.join().unwrap(), Ok(10));
+    assert_eq!(reader.join().unwrap().map(|bytes| bytes.len()), Ok(5));
+    assert_eq!(mounted.device.bytes(0, 10), b"last words");
+    let (read, write) = (Direction::Read, Direction::Write);
+    let mut admitted = mounted.device.admitted.lock().clone();
+    admitted.sort_by_key(|(direction, bytes)| (*direction == read, *bytes));
+    assert_eq!(admitted, [(write, 5), (write, 10), (read, 5)]);
     mounted.stop();
 }
 

@@ -5,7 +5,7 @@ use crate::memory_disk::MemoryDisk;
 use crate::script::{Reply, Script, handshake, replies, request, skip_handshake};
 use isobath_export::nbd::wire::{chunk, command, command_flag};
 use isobath_export::nbd::{Export, InFlight, Limits, Server, SessionError};
-use isobath_ring::block_on;
+use isobath_ring::{Config, Executor, block_on};
 use proptest::prelude::*;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -408,6 +408,41 @@ proptest! {
             }
         }
     }
+}
+
+#[test]
+fn requests_that_wait_for_limits_take_no_more_memory_than_documented() {
+    const MIB: usize = 1 << 20;
+    const WRITERS: usize = 3;
+    let limits = Limits { connections: 8, memory: 16 * MIB, ..Limits::default() };
+    let disk = MemoryDisk::new(SIZE);
+    disk.limit();
+    let (disk, server) = server(disk, limits);
+    // Their waits need the executor's timers.
+    Executor::new(&Config::default()).unwrap().block_on(async {
+        let waiting = || disk.throttle.waiting();
+        let client = |command, payload: &[u8]| {
+            let ask = |cookie| request(command, 0, cookie, (0, SIZE as u32), payload);
+            Script::new([handshake(true)].into_iter().chain((0..128).map(ask)))
+        };
+        let writers = [(); WRITERS].map(|()| client(command::WRITE, &[7; SIZE]));
+        let mut sessions: Vec<_> =
+            writers.iter().map(|script| Box::pin(server.session(script))).collect();
+        for session in &mut sessions {
+            assert!(pump(session).is_none());
+        }
+        let held = waiting() * SIZE;
+        assert!(held > WRITERS * 4 * MIB && held <= limits.most_memory(), "{held} bytes wait");
+        // A client gets what it is assured of, whoever waits, and for as long as others wait.
+        let before = waiting();
+        let reader = client(command::READ, &[]);
+        let mut reading = Box::pin(server.session(&reader));
+        assert!(pump(&mut reading).is_none());
+        let more = (waiting() - before) * SIZE;
+        assert!(more >= 4 * MIB && held + more <= limits.most_memory(), "{more} more bytes wait");
+        drop((sessions, reading));
+        assert_eq!(waiting(), 0);
+    });
 }
 
 #[test]

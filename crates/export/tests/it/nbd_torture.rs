@@ -5,6 +5,7 @@ use crate::client::Client;
 use crate::memory_disk::MemoryDisk;
 use crate::script::{flags, go, handshake, option as option_bytes, request};
 use crate::served::{Served, export};
+use isobath_disk::throttle::Direction;
 use isobath_export::nbd::wire::{command, command_flag, option};
 use isobath_export::nbd::{InFlight, Limits};
 use isobath_ring::net::Listener;
@@ -140,6 +141,71 @@ fn reads_of_a_client_that_has_left_are_cancelled_and_its_writes_are_not() {
     served.disk(0).release();
     until("the end of the connection", || served.server.connections() == 0);
     assert_eq!(served.disk(0).bytes(8192, 512), [7; 512]);
+}
+
+#[test]
+fn requests_of_a_client_that_has_left_wait_for_no_limit() {
+    let in_flight = InFlight { requests: 8, bytes: MIB };
+    let limits = Limits { in_flight, ..Limits::default() };
+    let served = Served::with(vec![export("disk", MemoryDisk::new(MIB))], limits, 1);
+    let disk = served.disk(0);
+    disk.limit();
+    let mut client = Client::ready(&served);
+    client.write(0, &[1; 512]);
+    // More than may be in flight: some of them are received only when the client has left.
+    let mut requests = Vec::new();
+    for cookie in 0..12_u64 {
+        let at = (4096 + cookie * 512, 512);
+        requests.extend(request(command::WRITE, 0, cookie, at, &[7; 512]));
+    }
+    requests.extend(request(command::WRITE_ZEROES, 0, 12, (4096, 512), &[]));
+    requests.extend(request(command::TRIM, 0, 13, (4608, 512), &[]));
+    requests.extend(request(command::READ, 0, 14, (0, 4096), &[]));
+    requests.extend(request(command::CACHE, 0, 15, (0, 4096), &[]));
+    client.send(&requests);
+    until("requests to wait", || disk.throttle.waiting() == 8);
+    drop(client);
+    until("the end of the connection", || served.server.connections() == 0);
+    assert_eq!(disk.bytes(4096, 1024), [0; 1024]);
+    assert_eq!(disk.bytes(5120, 10 * 512), [7; 10 * 512]);
+    assert_eq!((disk.throttle.waiting(), disk.read.load(Ordering::Relaxed)), (0, 0));
+}
+
+#[test]
+fn a_command_asks_the_limits_once_and_an_empty_one_does_not() {
+    let served = Served::new(vec![export("disk", MemoryDisk::new(8 * MIB))]);
+    let mut client = Client::ready(&served);
+    let three = (0, 3 << 20);
+    for command in [command::WRITE_ZEROES, command::TRIM, command::CACHE, command::FLUSH] {
+        let range = if command == command::FLUSH { (0, 0) } else { three };
+        for range in [range, (0, 0)] {
+            client.send(&request(command, 0, 1, range, &[]));
+            assert_eq!(client.reply(), (0, 1));
+        }
+    }
+    client.write(0, &[1; 4096]);
+    assert_eq!(client.read(0, 512), [1; 512]);
+    let (read, write) = (Direction::Read, Direction::Write);
+    let large = u64::from(three.1);
+    let expected = [(write, large), (write, large), (read, large), (write, 4096), (read, 512)];
+    assert_eq!(*served.disk(0).admitted.lock(), expected);
+    client.disconnect();
+}
+
+#[test]
+fn an_export_that_ends_waits_for_no_limit() {
+    let mut served = Served::with(vec![export("disk", MemoryDisk::new(MIB))], Limits::default(), 1);
+    served.disk(0).limit();
+    let mut client = Client::ready(&served);
+    for cookie in 0..5 {
+        client.send(&request(command::WRITE, 0, cookie, (cookie * 512, 512), &[7; 512]));
+    }
+    until("requests to wait", || served.disk(0).throttle.waiting() == 4);
+    served.server.stop();
+    until("the end of the connection", || served.server.connections() == 0);
+    assert_eq!(client.rest().len(), 5 * 16);
+    served.stop();
+    assert_eq!(served.disk(0).bytes(0, 5 * 512), [7; 5 * 512]);
 }
 
 #[test]

@@ -130,7 +130,7 @@ impl<H: Host + Clone> Monitor<H> {
             return Ok(());
         }
         if let Some(drive) = self.limited_by(name) {
-            return self.remove_filter(name, &drive);
+            return self.remove_filter(name, &drive).await;
         }
         let Some(found) = self.find_node(name) else {
             return Err(QmpError::new(format_args!("Failed to find node with node-name='{name}'")));
@@ -145,14 +145,18 @@ impl<H: Host + Clone> Monitor<H> {
         if let Some(export) = self.export_of(&found.drive) {
             return in_use(&format!("it is exported as '{export}'"));
         }
-        if let Some(filter) = self.filter_of(&found.drive) {
+        if let Some(filter) = self.filter_above(&found.drive) {
             return in_use(&format!("its requests are limited by node '{filter}'"));
         }
-        self.check_no_job(&found.drive)?;
-        self.drives.borrow_mut().retain(|drive| !Rc::ptr_eq(drive, &found.drive));
-        found.drive.disk().throttle().set_group(None);
-        let closed = found.drive.close().await.map_err(QmpError::new);
-        drop(found);
+        self.remove_disk(&found.drive).await
+    }
+
+    /// Closes a disk that was added, unless a job uses it.
+    pub(super) async fn remove_disk(&self, drive: &Rc<Drive<H>>) -> Result<()> {
+        self.check_no_job(drive)?;
+        self.drives.borrow_mut().retain(|other| !Rc::ptr_eq(other, drive));
+        drive.disk().throttle().set_group(None);
+        let closed = drive.close().await.map_err(QmpError::new);
         self.prune_names();
         closed
     }

@@ -6,7 +6,6 @@ use super::{Drive, Monitor, Result};
 use crate::error::QmpError;
 use event_listener::Event;
 use isobath_disk::LiveDisk;
-use isobath_disk::throttle::Drained;
 use isobath_export::frontend::{
     Export, ExportControl, ExportedDisk, Frontend, Parameter, Place, Presence, Protocol,
     RemoveError, RemoveMode, Setting, Settings, Shown, Takes,
@@ -31,9 +30,9 @@ pub(super) struct ExportEntry {
     control: Box<dyn ExportControl>,
     /// The device that it serves, or the node at the time it was added.
     of: Of,
+    /// The name of the device or node that it was added by.
+    chosen_by: String,
     ending: Cell<bool>,
-    /// While it is being removed: its requests do not wait for the disk's limits.
-    drained: RefCell<Option<Drained>>,
     /// Serves it, removes it from the list, and sends the event.
     serving: JoinHandle<()>,
 }
@@ -152,8 +151,8 @@ impl<H: Host + Clone> Monitor<H> {
             protocol: frontend.protocol(),
             control,
             of: Of::drive(drive),
+            chosen_by: chosen_by.to_owned(),
             ending: Cell::new(false),
-            drained: RefCell::default(),
             serving,
         });
         Ok(())
@@ -198,11 +197,17 @@ impl<H: Host + Clone> Monitor<H> {
             json!({
                 "id": export.id,
                 "type": export.protocol.name,
-                "node-name": drive.map_or_else(String::new, |drive| self.root_name(drive)),
+                "node-name": drive.map_or_else(String::new, |drive| self.exported_node(export, drive)),
                 "shutting-down": export.ending.get(),
             })
         });
         infos.collect()
+    }
+
+    /// The name of the node that an export serves: the one that limits the disk, if the export was added by its name.
+    fn exported_node(&self, export: &ExportEntry, drive: &Rc<Drive<H>>) -> String {
+        let filter = self.filter_of(drive).filter(|filter| *filter == export.chosen_by);
+        filter.unwrap_or_else(|| self.root_name(drive))
     }
 
     /// The id of an export of a disk.
@@ -265,7 +270,6 @@ impl<H: Host + Clone> Monitor<H> {
             error => QmpError::new(error),
         })?;
         export.ending.set(true);
-        *export.drained.borrow_mut() = self.drain(|drive| export.is_of(drive));
         Ok(())
     }
 }

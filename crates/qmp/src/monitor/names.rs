@@ -69,16 +69,16 @@ impl<H: Host + Clone> Monitor<H> {
     }
 
     pub(super) fn find_node(&self, name: &str) -> Option<Found<H>> {
+        // An image may have the name of the node that limits it, which stays its own when others come above it.
+        let known = self.names.borrow().file_of(name);
+        if let Some(found) = known.and_then(|file| self.find_file(file)) {
+            return Some(found);
+        }
         if let Some(drive) = self.limited_by(name) {
             let layer = drive.layers().first().map(Arc::clone)?;
             return Some(Found { drive, layer, depth: 0 });
         }
-        let known = self.names.borrow().file_of(name);
-        let file = match known {
-            Some(file) => file,
-            None => self.name_all(name)?,
-        };
-        self.find_file(file)
+        self.find_file(self.name_all(name)?)
     }
 
     /// Names every layer, and returns the one that got `name`.

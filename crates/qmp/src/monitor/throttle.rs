@@ -5,7 +5,7 @@ use super::image::format_of;
 use super::snapshot::check_root;
 use super::{Drive, Monitor, Result};
 use crate::error::{ErrorClass, QmpError};
-use isobath_disk::throttle::{Drained, Group, LimitKind, Limits, Throttle};
+use isobath_disk::throttle::{Group, LimitKind, Limits, Throttle};
 use isobath_storage::Host;
 use serde_json::{Map, Value};
 use std::rc::{Rc, Weak};
@@ -15,6 +15,8 @@ use std::sync::Arc;
 pub(super) struct Filter<H: Host> {
     name: String,
     of: Weak<Drive<H>>,
+    /// The node that was described within it, and goes with it.
+    own: Option<String>,
 }
 
 /// What a limit of this kind is called in `block_set_io_throttle` and in `BlockDeviceInfo`.
@@ -131,13 +133,6 @@ impl<H: Host + Clone> Monitor<H> {
         *self.drained.borrow_mut() = drained;
     }
 
-    /// Lets the requests of a disk pass that an export serves.
-    pub(super) fn drain(&self, is_served: impl Fn(&Drive<H>) -> bool) -> Option<Drained> {
-        let drives = self.drives();
-        let drive = drives.iter().find(|drive| is_served(drive))?;
-        Some(drive.disk().throttle().drain())
-    }
-
     pub(super) fn set_io_throttle(&self, arguments: &Arguments) -> Result<()> {
         let drive = match (optional_text(arguments, "device"), optional_text(arguments, "id")) {
             (Some(device), None) => self.find_device(device).ok_or(device),
@@ -147,6 +142,7 @@ impl<H: Host + Clone> Monitor<H> {
         let drive = drive.map_err(|name| {
             QmpError::of(ErrorClass::DeviceNotFound, format_args!("Device '{name}' not found"))
         })?;
+        self.check_no_filter(&drive)?;
         self.limit(&drive, optional_text(arguments, "group"), &limits_of(arguments)?)
     }
 
@@ -171,14 +167,33 @@ impl<H: Host + Clone> Monitor<H> {
         filter.map(|filter| filter.name.clone())
     }
 
+    /// Rejects a disk that a node of the driver `throttle` limits: its limits are the group's. In QEMU a node below
+    /// another one is no device.
+    fn check_no_filter(&self, drive: &Rc<Drive<H>>) -> Result<()> {
+        let Some(filter) = self.filter_of(drive) else { return Ok(()) };
+        let name = self.name_of(drive);
+        let class = if drive.device().is_empty() {
+            ErrorClass::DeviceNotFound
+        } else {
+            ErrorClass::GenericError
+        };
+        Err(QmpError::of(
+            class,
+            format_args!(
+                "the requests to '{name}' are limited by node '{filter}' and its throttle group; \
+                 delete that node first"
+            ),
+        ))
+    }
+
     /// Adds a node of the driver `throttle`.
     pub(super) async fn add_filter(&self, name: &str, arguments: &Arguments) -> Result<()> {
         let group = text(arguments, "throttle-group");
         let no_group = || QmpError::new(format_args!("Throttle group '{group}' does not exist"));
         self.throttle_groups.find(group).ok_or_else(no_group)?;
-        let node = match arguments.get("file") {
-            Some(Value::String(node)) => node.clone(),
-            Some(Value::Object(options)) => self.add_below(name, options).await?,
+        let (node, is_own) = match arguments.get("file") {
+            Some(Value::String(node)) => (node.clone(), false),
+            Some(Value::Object(options)) => (self.add_below(name, options).await?, true),
             _ => return Err(QmpError::new("Parameter 'file' is missing")),
         };
         let found = self.look_up("", &node)?;
@@ -189,13 +204,19 @@ impl<H: Host + Clone> Monitor<H> {
                 "the requests to '{node}' are limited by node '{other}' already; delete it first"
             )));
         }
-        if node != name {
-            let (name, of) = (name.to_owned(), Rc::downgrade(&drive));
-            let mut filters = self.filters.borrow_mut();
-            filters.retain(|filter| filter.of.strong_count() > 0);
-            filters.push(Filter { name, of });
+        if let Some(limited) = drive.disk().throttle().group() {
+            return Err(QmpError::new(format_args!(
+                "the requests to '{node}' are limited already, in the group '{}'; lift these limits first, with \
+                 block_set_io_throttle",
+                limited.name()
+            )));
         }
-        self.join_group(&drive, group)
+        self.join_group(&drive, group)?;
+        let (name, of) = (name.to_owned(), Rc::downgrade(&drive));
+        let mut filters = self.filters.borrow_mut();
+        filters.retain(|filter| filter.of.strong_count() > 0);
+        filters.push(Filter { name, of, own: is_own.then_some(node) });
+        Ok(())
     }
 
     /// Adds the node that a filter describes inline. Returns its name: the filter's, unless it has one.
@@ -213,12 +234,34 @@ impl<H: Host + Clone> Monitor<H> {
         Ok(name)
     }
 
-    /// Removes a node of the driver `throttle`, and the disk's limits.
-    pub(super) fn remove_filter(&self, name: &str, drive: &Rc<Drive<H>>) -> Result<()> {
+    /// The node that was described within a node of the driver `throttle`.
+    fn own_node(&self, filter: &str) -> Option<String> {
+        let filters = self.filters.borrow();
+        filters.iter().find(|other| other.name == filter)?.own.clone()
+    }
+
+    /// The node of the driver `throttle` that must be deleted before the root node of a disk. One that has its own node
+    /// is deleted with it once other images are above that.
+    pub(super) fn filter_above(&self, drive: &Rc<Drive<H>>) -> Option<String> {
+        let filter = self.filter_of(drive)?;
+        let is_below_others =
+            self.own_node(&filter).is_some_and(|own| own != self.root_name(drive));
+        (!is_below_others).then_some(filter)
+    }
+
+    /// Removes a node of the driver `throttle`, and the disk's limits; or the disk, if it was described within it.
+    pub(super) async fn remove_filter(&self, name: &str, drive: &Rc<Drive<H>>) -> Result<()> {
+        let in_use = |by: &str| Err(QmpError::new(format_args!("Node {name} is in use: {by}")));
         if let Some(export) = self.export_of(drive) {
-            return Err(QmpError::new(format_args!(
-                "Node {name} is in use: it is exported as '{export}'"
-            )));
+            return in_use(&format!("it is exported as '{export}'"));
+        }
+        let own = self.own_node(name);
+        let root = self.root_name(drive);
+        if own.as_ref().is_some_and(|own| *own != root) {
+            return in_use(&format!("it limits the requests to node '{root}'; delete that one"));
+        }
+        if own.is_some() {
+            return self.remove_disk(drive).await;
         }
         drive.disk().throttle().set_group(None);
         self.filters.borrow_mut().retain(|filter| filter.name != name);

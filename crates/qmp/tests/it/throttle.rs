@@ -2,13 +2,12 @@
 
 use crate::live::Live;
 use isobath_qmp::client::{Client, ClientError};
-use isobath_testkit::qemu;
+use isobath_testkit::process::PATIENCE;
+use isobath_testkit::{qemu, until};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::thread;
-use std::time::Duration;
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
@@ -63,6 +62,7 @@ fn refused(result: Result<Value, ClientError>, class: &str, text: &str) {
 /// A client of an NBD export that has chosen it, and reads nothing yet.
 fn nbd(directory: &Path, export: &str) -> UnixStream {
     let mut stream = UnixStream::connect(directory.join("nbd.sock")).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let mut greeting = [0; 18];
     stream.read_exact(&mut greeting).unwrap();
     // Fixed newstyle without zeroes; then NBD_OPT_EXPORT_NAME.
@@ -98,18 +98,14 @@ fn receive_reads(stream: &mut UnixStream, count: u64) {
     }
 }
 
-/// Waits until so many requests of a device wait.
+/// Waits until so many requests of a device wait, and no other is in flight.
 fn until_waiting(client: &mut Client, device: &str, count: u64) {
-    loop {
+    until(&format!("{count} requests to '{device}' to wait"), || {
         let disks = client.execute("x-isobath-query-disks", json!({})).unwrap();
         let disks = disks["disks"].as_array().unwrap();
         let disk = disks.iter().find(|disk| disk["device"] == device).unwrap();
-        if disk["waiting"] == count {
-            assert_eq!(disk["in-flight"], 0);
-            return;
-        }
-        thread::sleep(Duration::from_millis(2));
-    }
+        disk["waiting"] == count && disk["in-flight"] == 0
+    });
 }
 
 /// Has so many reads of the device `a` wait for hours.
@@ -226,13 +222,89 @@ fn a_throttle_group_limits_the_nodes_above_which_it_stands() {
     // A node above is exported like the one below.
     let export = json!({"type": "nbd", "id": "x", "node-name": "c1", "name": "x"});
     client.execute("block-export-add", export).unwrap();
+    let shown = client.execute("query-block-exports", json!({})).unwrap();
+    let shown = shown.as_array().unwrap().iter().find(|export| export["id"] == "x").unwrap();
+    assert_eq!(shown["node-name"], "c1", "the name that was given");
     refused(client.execute("blockdev-del", delete("c1")), "GenericError", "exported as 'x'");
     client.execute("block-export-del", json!({"id": "x"})).unwrap();
-    let event = client.event(isobath_testkit::process::PATIENCE).unwrap().unwrap();
+    let event = client.event(PATIENCE).unwrap().unwrap();
     assert_eq!(event.name, "BLOCK_EXPORT_DELETED");
     for name in ["c1", "c0", "d1"] {
         client.execute("blockdev-del", delete(name)).unwrap();
     }
+    client.execute("object-del", json!({"id": "tg"})).unwrap();
+    live.quit();
+}
+
+/// Adds a group, and nodes of the driver `throttle` above images that they describe: `d` has no other name, and that
+/// below `e` is `e0`.
+fn with_inline_filters(directory: &Path, client: &mut Client) {
+    let limits = json!({"iops-total": 50});
+    let group = json!({"qom-type": "throttle-group", "id": "tg", "limits": limits});
+    client.execute("object-add", group).unwrap();
+    for (name, own) in [("d", None), ("e", Some("e0"))] {
+        let image = directory.join(name);
+        qemu::create(&image, "qcow2", MIB, "");
+        let mut below = json!({"driver": "qcow2", "file": {"driver": "file", "filename": image}});
+        if let Some(own) = own {
+            below["node-name"] = own.into();
+        }
+        let mut node = json!({"driver": "throttle", "throttle-group": "tg", "file": below});
+        node["node-name"] = name.into();
+        client.execute("blockdev-add", node).unwrap();
+    }
+}
+
+#[test]
+fn what_a_throttle_node_limits_has_no_other_limits() {
+    let (directory, live, mut client) = start();
+    with_inline_filters(directory.path(), &mut client);
+    for (id, filter) in [("d", "'d'"), ("e", "'e'"), ("e0", "'e'")] {
+        for iops in [0, 7] {
+            let arguments = limits(&json!({"id": id, "iops": iops}));
+            let result = client.execute("block_set_io_throttle", arguments);
+            refused(result, "DeviceNotFound", filter);
+        }
+    }
+    // Nor are limits replaced that it has already.
+    let set = limits(&json!({"device": "a", "iops": 5}));
+    client.execute("block_set_io_throttle", set).unwrap();
+    let nodes = client.execute("query-named-block-nodes", json!({"flat": true})).unwrap();
+    let nodes = nodes.as_array().unwrap();
+    let node = nodes.iter().find(|node| node["group"] == "a").unwrap()["node-name"].clone();
+    let filter =
+        json!({"driver": "throttle", "node-name": "f", "throttle-group": "tg", "file": node});
+    let result = client.execute("blockdev-add", filter.clone());
+    refused(result, "GenericError", "in the group 'a'");
+    client.execute("block_set_io_throttle", limits(&json!({"device": "a"}))).unwrap();
+    client.execute("blockdev-add", filter).unwrap();
+    let set = limits(&json!({"device": "a", "iops": 5}));
+    refused(client.execute("block_set_io_throttle", set), "GenericError", "node 'f'");
+    assert_eq!(shown(&mut client, "a"), json!({"iops": 50, "group": "tg"}));
+    live.quit();
+}
+
+#[test]
+fn a_throttle_node_takes_along_the_image_that_it_describes() {
+    let (directory, live, mut client) = start();
+    with_inline_filters(directory.path(), &mut client);
+    let delete = |name: &str| json!({"node-name": name});
+    let names = |client: &mut Client| {
+        let nodes = client.execute("query-named-block-nodes", json!({"flat": true})).unwrap();
+        let nodes = nodes.as_array().unwrap().iter();
+        nodes.map(|node| node["node-name"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    refused(client.execute("blockdev-del", delete("e0")), "GenericError", "node 'e'");
+    client.execute("blockdev-del", delete("e")).unwrap();
+    assert!(!names(&mut client).contains(&"e0".to_owned()));
+    // When another image is above it, they go together.
+    let overlay = directory.path().join("overlay");
+    let snapshot = json!({"node-name": "d", "snapshot-file": overlay, "snapshot-node-name": "o"});
+    client.execute("blockdev-snapshot-sync", snapshot).unwrap();
+    refused(client.execute("blockdev-del", delete("d")), "GenericError", "node 'o'");
+    client.execute("blockdev-del", delete("o")).unwrap();
+    let left = names(&mut client);
+    assert!(!left.contains(&"o".to_owned()) && !left.contains(&"d".to_owned()), "{left:?}");
     client.execute("object-del", json!({"id": "tg"})).unwrap();
     live.quit();
 }
@@ -265,7 +337,7 @@ fn a_snapshot_and_a_job_do_not_wait_for_requests_that_wait() {
     client.execute("blockdev-snapshot-sync", snapshot).unwrap();
     client.execute("block-stream", json!({"device": "a", "job-id": "j"})).unwrap();
     loop {
-        let event = client.event(isobath_testkit::process::PATIENCE).unwrap().unwrap();
+        let event = client.event(PATIENCE).unwrap().unwrap();
         if event.name == "BLOCK_JOB_COMPLETED" {
             assert!(event.data.get("error").is_none());
             break;

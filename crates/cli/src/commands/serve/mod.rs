@@ -38,7 +38,7 @@ use std::sync::Arc;
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let names = args.export_names()?;
     args.frontends.check(args.images.len())?;
-    throttle::check(&args.throttle, args.images.len())?;
+    throttle::check(&args.throttle, &names)?;
     TlsArgs::check_qmp(&args.qmp)?;
     args.tls.check(args.frontends.addresses().chain(&args.qmp))?;
     let secrets = args.secret_file.secrets()?;

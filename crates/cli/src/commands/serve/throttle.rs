@@ -41,13 +41,24 @@ fn number(name: &str, value: &str) -> Result<u64, String> {
     })
 }
 
-/// Refuses more limits than there are images, and limits that cannot all hold.
-pub(super) fn check(given: &[Throttling], images: usize) -> Result<(), Failure> {
-    if given.len() > images {
+/// Refuses more limits than there are images, and limits that cannot all hold. The images are known by these names.
+pub(super) fn check(given: &[Throttling], images: &[String]) -> Result<(), Failure> {
+    if given.len() > images.len() {
         return Err(Failure::new(format_args!(
-            "--throttle is given {} times for {images} images; give it at most once per image",
-            given.len()
+            "--throttle is given {} times for {} images; give it at most once per image",
+            given.len(),
+            images.len()
         )));
+    }
+    // Limits that name no group are in one with the image's name.
+    for (one, image) in given.iter().zip(images) {
+        let is_named = given.iter().any(|other| other.group.as_ref() == Some(image));
+        if one.group.is_none() && one.limits.is_enabled() && is_named {
+            return Err(Failure::new(format_args!(
+                "--throttle gives '{image}' limits of its own, and names a group '{image}'; \
+                 give the group another name"
+            )));
+        }
     }
     for (number, one) in given.iter().enumerate() {
         let Some(group) = &one.group else { continue };
@@ -119,10 +130,27 @@ mod tests {
     }
 
     #[test]
+    fn a_group_has_no_name_of_an_image_with_limits_of_its_own() {
+        let checked = |texts: &[&str]| {
+            let given: Vec<_> = texts.iter().map(|text| parse(text).unwrap()).collect();
+            check(&given, &["a", "b"].map(String::from)).map_err(|failure| failure.to_string())
+        };
+        for texts in
+            [["iops-total=5", "iops-total=6,group=a"], ["iops-total=6,group=b", "bps-read=1"]]
+        {
+            let error = checked(&texts).unwrap_err();
+            assert!(error.contains("another name"), "{error}");
+        }
+        for texts in [["", "iops-total=6,group=a"], ["iops-total=5,group=b", "group=b"]] {
+            assert_eq!(checked(&texts), Ok(()));
+        }
+    }
+
+    #[test]
     fn a_groups_limits_are_given_once_or_alike() {
         let checked = |texts: &[&str]| {
             let given: Vec<_> = texts.iter().map(|text| parse(text).unwrap()).collect();
-            check(&given, 3).map_err(|failure| failure.to_string())
+            check(&given, &["a", "b", "c"].map(String::from)).map_err(|failure| failure.to_string())
         };
         assert_eq!(checked(&["group=g", "", "iops-total=5,group=g"]), Ok(()));
         assert_eq!(checked(&["iops-total=5,group=g", "iops-total=5,group=g"]), Ok(()));
