@@ -277,8 +277,13 @@ impl Secured {
             if piece.is_empty() {
                 return self.flush(stream, filled).await;
             }
-            self.channel.borrow_mut().write(&piece)?;
+            let written = self.channel.borrow_mut().write(&piece);
             filled = self.take_output(filled)?;
+            if let Err(error) = written {
+                // Also the message that this is the end.
+                self.flush(stream, filled).await?;
+                return Err(error);
+            }
             if filled >= SENT {
                 self.flush(stream, filled).await?;
                 filled = 0;
