@@ -63,16 +63,15 @@ pub(crate) struct TlsArgs {
     /// only with ',tls=required'
     #[arg(id = "tls_creds", long = "tls-creds", value_name = "DIR")]
     creds: Option<PathBuf>,
-    /// Whether clients need a certificate of an authority in ca-cert.pem
+    /// Whether clients need a certificate of an authority in ca-cert.pem [default: yes]
     #[arg(
         long = "tls-verify-peer",
         value_name = "yes|no",
-        default_value = "yes",
         action = clap::ArgAction::Set,
         value_parser = yes_or_no,
         requires = "tls_creds"
     )]
-    verify_peer: bool,
+    verify_peer: Option<bool>,
     /// Admit only clients whose certificate has this distinguished name, such as 'CN=laptop,O=Example Org,C=GB', in the
     /// certificate's order; can be repeated
     #[arg(long = "tls-authz", value_name = "NAME", requires = "tls_creds")]
@@ -100,13 +99,14 @@ impl TlsArgs {
         let Some(directory) = &self.creds else {
             return Ok(Tls { credentials: None, authenticated: false });
         };
-        if !self.verify_peer && !self.authz.is_empty() {
+        let verify_peer = self.verify_peer.unwrap_or(true);
+        if !verify_peer && !self.authz.is_empty() {
             return Err(Failure::usage(
                 "--tls-authz needs clients' certificates; it cannot be used with \
                  --tls-verify-peer no",
             ));
         }
-        let admission = match (self.verify_peer, self.authz.as_slice()) {
+        let admission = match (verify_peer, self.authz.as_slice()) {
             (false, _) => Admission::Everyone,
             (true, []) => Admission::Certified,
             (true, names) => Admission::Named(names.to_vec()),
@@ -126,12 +126,27 @@ impl TlsArgs {
         }
     }
 
-    /// Refuses credentials that none of these addresses uses.
+    /// Refuses credentials that none of these addresses uses, and to select clients where plain ones are admitted.
     pub(crate) fn check<'a>(
         &self,
-        mut endpoints: impl Iterator<Item = &'a SecuredEndpoint>,
+        endpoints: impl Iterator<Item = &'a SecuredEndpoint>,
     ) -> Result<(), Failure> {
-        if self.creds.is_some() && !endpoints.any(|endpoint| endpoint.mode(true) != Mode::Off) {
+        let endpoints: Vec<_> = endpoints.collect();
+        let selecting = match (self.authz.as_slice(), self.verify_peer) {
+            ([_, ..], _) => Some("--tls-authz"),
+            ([], Some(true)) => Some("--tls-verify-peer yes"),
+            ([], _) => None,
+        };
+        let optional = endpoints.iter().find(|endpoint| endpoint.mode == Some(Mode::Optional));
+        if let (Some(option), Some(SecuredEndpoint { endpoint, .. })) = (selecting, optional) {
+            return Err(Failure::usage(format!(
+                "{option} cannot be used with '{endpoint},tls=optional', where clients that do not \
+                 encrypt are admitted without a certificate; write tls=required"
+            )));
+        }
+        if self.creds.is_some()
+            && !endpoints.iter().any(|endpoint| endpoint.mode(true) != Mode::Off)
+        {
             return Err(Failure::usage(
                 "--tls-creds is given, but no address is encrypted: give a TCP address, or a socket \
                  file as unix:PATH,tls=required",

@@ -316,6 +316,10 @@ fn tls_options_that_cannot_be_meant_are_refused() {
     let nbd = ["--nbd", "127.0.0.1:0"];
     let anyone = ["--tls-verify-peer", "no", "--tls-authz", "CN=x", "--tls-creds", "server"];
     place.refused(&[&nbd[..], &anyone].concat(), "--tls-authz");
+    let lenient = ["--nbd", "127.0.0.1:0,tls=optional", "--tls-creds", "server"];
+    for selecting in [["--tls-authz", "CN=client"], ["--tls-verify-peer", "yes"]] {
+        place.refused(&[&lenient, &selecting[..]].concat(), "write tls=required");
+    }
     place.refused(&[&nbd[..], &["--tls-creds", "client"]].concat(), "server-cert.pem");
     std::fs::copy(place.at("client/client-key.pem"), place.at("server/server-key.pem")).unwrap();
     place.refused(&[&nbd[..], &["--tls-creds", "server"]].concat(), "cannot be used");
