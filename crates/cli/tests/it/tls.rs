@@ -247,6 +247,25 @@ fn exports_of_qemu_nbd_are_used_encrypted() {
 }
 
 #[test]
+fn encryption_opens_no_export_that_an_address_does_not_offer() {
+    let place = Place::new();
+    let hidden = ["--nbd", "unix:hidden,tls=required,export=late", "--qmp", "unix:qmp"];
+    let offered = ["--nbd", "unix:offered,tls=required", "--tls-creds", "server"];
+    let server = place.serve(&[hidden, offered].concat());
+    let size = |socket: &str, name: &str| {
+        let (socket, client) = (place.at(socket), place.at("client"));
+        let query = format!("socket={}&tls-certificates={}", socket.display(), client.display());
+        let uri = format!("nbds+unix://localhost/{name}?{query}");
+        run_program(tools::require("nbdinfo"), ["--size", &uri]).code()
+    };
+    for name in ["vm", ""] {
+        assert_eq!(size("offered", name), 0);
+        assert_ne!(size("hidden", name), 0);
+    }
+    let _ = server.stop().ok();
+}
+
+#[test]
 fn another_name_is_not_admitted() {
     let place = Place::new();
     let options = ["--nbd", "127.0.0.1:0", "--tls-creds", "server", "--tls-authz", "CN=client"];
@@ -313,6 +332,8 @@ fn tls_options_that_cannot_be_meant_are_refused() {
     place.refused(&["--nbd", "127.0.0.1:0,tls=required"], "--tls-creds");
     place.refused(&["--nbd", "unix:n", "--tls-creds", "server"], "no address is encrypted");
     place.refused(&["--qmp", "127.0.0.1:0,tls=optional", "--tls-creds", "server"], "first byte");
+    place.refused(&["--qmp", "127.0.0.1:0,export=vm"], "is for --nbd");
+    place.refused(&["--nbd", "unix:n,export=disk"], "there is no export 'disk'");
     let nbd = ["--nbd", "127.0.0.1:0"];
     let anyone = ["--tls-verify-peer", "no", "--tls-authz", "CN=x", "--tls-creds", "server"];
     place.refused(&[&nbd[..], &anyone].concat(), "--tls-authz");

@@ -35,6 +35,7 @@ use std::sync::Arc;
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let names = args.export_names()?;
     args.frontends.check(args.images.len())?;
+    args.frontends.check_exports(&names, !args.qmp.is_empty())?;
     throttle::check(&args.throttle, args.images.len())?;
     TlsArgs::check_qmp(&args.qmp)?;
     args.tls.check(args.frontends.addresses().chain(&args.qmp))?;
