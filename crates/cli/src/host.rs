@@ -5,7 +5,7 @@
 use crate::failure::Failure;
 use crate::null::{self, NullHost};
 use isobath_nbd_client::name::ExportName;
-use isobath_nbd_client::{Encryption, NbdHost, is_name};
+use isobath_nbd_client::{Encryption, NbdHost, OtherEncryption, is_name};
 use isobath_storage::either::{EitherHost, Side};
 use isobath_storage::window::{Part, WindowHost};
 use isobath_storage::{FileId, Host, Locking, OpenMode, StorageExt};
@@ -42,8 +42,14 @@ pub(crate) fn images() -> &'static ImageHost {
 }
 
 /// Encrypts all later connections to an export.
-pub(crate) fn encrypt_export(name: &ExportName, encryption: Encryption) {
-    EXPORTS.encrypt(name, encryption);
+///
+/// # Errors
+/// They are encrypted in another way.
+pub(crate) fn encrypt_export(
+    name: &ExportName,
+    encryption: Encryption,
+) -> Result<(), OtherEncryption> {
+    EXPORTS.encrypt(name, encryption)
 }
 
 /// Whether a name is that of an NBD export, or of a part of one.

@@ -333,6 +333,7 @@ impl Naming {
         }
         let shown = name.unwrap_or_default().to_owned();
         let secrets = self.secret_file.load()?;
+        tls_objects::define(self.objects.tls());
         let plain = Image { secrets, ..Image::plain(shown, PathBuf::new(), None) };
         self.as_told(self.described(plain, options)?)
     }

@@ -10,8 +10,22 @@ use std::path::PathBuf;
 /// # Errors
 /// It cannot be parsed, in QEMU's words.
 pub(crate) fn named(name: &str) -> Result<PathBuf, String> {
-    let export = ExportName::parse(name).map_err(|error| error.to_string())?;
-    Ok(export.to_string().into())
+    text_of(&ExportName::parse(name).map_err(|error| error.to_string())?)
+}
+
+/// The text by which the host opens this export, and no other.
+fn text_of(export: &ExportName) -> Result<PathBuf, String> {
+    let text = export.to_string();
+    match ExportName::parse(&text) {
+        Ok(read) if read.server() == export.server() && read.export() == export.export() => {
+            Ok(text.into())
+        }
+        _ => Err(format!(
+            "export '{}' of the NBD server at '{}' has no name by which it can be opened",
+            export.export(),
+            export.server()
+        )),
+    }
 }
 
 /// The name of the export that options describe. Takes the options, whose names begin with `prefix`, from `pairs`.
@@ -76,6 +90,7 @@ fn opened(
     credentials: Option<String>,
     hostname: Option<String>,
 ) -> Result<PathBuf, String> {
+    let text = text_of(export)?;
     match (credentials, hostname) {
         (None, None) => {}
         (None, Some(_)) => return Err("tls-hostname may not be used without tls-creds".into()),
@@ -92,8 +107,9 @@ fn opened(
                     );
                 }
             };
-            host::encrypt_export(export, Encryption { credentials, host });
+            let encrypted = host::encrypt_export(export, Encryption { credentials, host });
+            encrypted.map_err(|error| error.to_string())?;
         }
     }
-    Ok(export.to_string().into())
+    Ok(text)
 }

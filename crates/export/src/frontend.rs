@@ -202,12 +202,34 @@ pub struct Entrance {
     pub listener: Listener,
     /// Whether they encrypt.
     pub security: Security,
+    /// What they can choose.
+    pub offered: Offered,
 }
 
 impl From<Listener> for Entrance {
-    /// Without encryption.
+    /// To all exports, without encryption.
     fn from(listener: Listener) -> Self {
-        Self { listener, security: Security::Plain }
+        Self { listener, security: Security::Plain, offered: Offered::All }
+    }
+}
+
+/// The exports of a [shared](Protocol::shared) server that clients of an [`Entrance`] can choose.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Offered {
+    /// All that the server has.
+    #[default]
+    All,
+    /// Those that the server has of these names, in this order. Of the others clients learn nothing.
+    Named(Arc<[String]>),
+}
+
+impl Offered {
+    /// Whether clients can choose an export of this name, if the server has one.
+    pub fn has(&self, name: &str) -> bool {
+        match self {
+            Self::All => true,
+            Self::Named(names) => names.iter().any(|other| other == name),
+        }
     }
 }
 

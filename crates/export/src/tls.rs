@@ -101,6 +101,11 @@ impl Connection {
     /// # Errors
     /// The client does not speak TLS, is not admitted, or disconnects; or the connection is encrypted already.
     pub async fn secure(&self, credentials: &ServerCredentials) -> io::Result<()> {
+        self.secure_within(credentials, MAX_HANDSHAKE).await
+    }
+
+    /// As [`secure`](Self::secure), with a limit on the bytes that the client may send.
+    async fn secure_within(&self, credentials: &ServerCredentials, most: usize) -> io::Result<()> {
         let channel = credentials.channel().map_err(io::Error::other)?;
         let secured = Secured {
             channel: RefCell::new(channel),
@@ -111,7 +116,7 @@ impl Connection {
             return Err(io::Error::other("the connection is encrypted already"));
         }
         let Some(secured) = self.secured.get() else { return Err(ErrorKind::NotConnected.into()) };
-        let result = secured.handshake(&self.stream).await;
+        let result = secured.handshake(&self.stream, most).await;
         // The alert, if it failed.
         let flushed = secured.flush(&self.stream, 0).await;
         result.and(flushed)
@@ -172,8 +177,8 @@ fn failed(error: &isobath_tls::TlsError) -> io::Error {
 }
 
 impl Secured {
-    async fn handshake(&self, stream: &Stream) -> io::Result<()> {
-        let mut left = MAX_HANDSHAKE;
+    async fn handshake(&self, stream: &Stream, most: usize) -> io::Result<()> {
+        let mut left = most;
         while self.channel.borrow().is_handshaking() {
             self.flush(stream, 0).await?;
             if self.received.borrow().is_empty() {
@@ -277,8 +282,13 @@ impl Secured {
             if piece.is_empty() {
                 return self.flush(stream, filled).await;
             }
-            self.channel.borrow_mut().write(&piece)?;
+            let written = self.channel.borrow_mut().write(&piece);
             filled = self.take_output(filled)?;
+            if let Err(error) = written {
+                // Also the message that this is the end.
+                self.flush(stream, filled).await?;
+                return Err(error);
+            }
             if filled >= SENT {
                 self.flush(stream, filled).await?;
                 filled = 0;
@@ -317,5 +327,48 @@ impl Secured {
 impl Received {
     fn is_empty(&self) -> bool {
         self.start == self.end
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use isobath_ring::net::Listener;
+    use isobath_ring::{Config, Executor};
+    use isobath_testkit::certificates::Authority;
+    use isobath_tls::Admission;
+    use std::io::Write;
+    use std::os::unix::net::UnixStream;
+    use std::thread;
+
+    #[test]
+    fn a_handshake_has_a_limit() {
+        const MOST: usize = 10_000;
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        Authority::new(&at("authority")).server(&at("server"));
+        let credentials = ServerCredentials::read(&at("server"), Admission::Everyone).unwrap();
+        let (socket, place) = (at("socket"), at("socket"));
+        let result = Executor::new(&Config::default()).unwrap().block_on(async move {
+            let listener = Listener::bind_unix(&socket).unwrap();
+            let client = thread::spawn(move || {
+                let mut stream = UnixStream::connect(place).unwrap();
+                // The begin of a ClientHello of 64 KiB.
+                let mut hello = vec![1, 0, 0xff, 0xff];
+                hello.resize(2 * MOST, 0);
+                for piece in hello.chunks(1000) {
+                    let header = [0x16, 3, 1, (piece.len() >> 8) as u8, piece.len() as u8];
+                    // The connection ends while they are being sent.
+                    let _ = stream.write_all(&[&header[..], piece].concat());
+                }
+                stream
+            });
+            let connection = Connection::from(listener.accept().await.unwrap());
+            let result = connection.secure_within(&credentials, MOST).await;
+            drop(connection);
+            drop(client.join().unwrap());
+            result
+        });
+        assert_eq!(result.unwrap_err().to_string(), "TLS: the client's handshake is too long");
     }
 }

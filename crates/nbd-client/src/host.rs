@@ -1,7 +1,7 @@
 //! Opening exports by their names.
 
 use crate::connection::Connection;
-use crate::encryption::Encryption;
+use crate::encryption::{Encryption, OtherEncryption};
 use crate::file::NbdFile;
 use crate::name::{ExportName, Server, is_name};
 use isobath_storage::{FileId, Host, OpenMode, Operation, Result, Storage, StorageError, ZeroMode};
@@ -59,11 +59,31 @@ impl NbdHost {
     }
 
     /// Encrypts all later connections to an export, by whichever of its names it is opened.
-    pub fn encrypt(&self, name: &ExportName, encryption: Encryption) {
+    ///
+    /// # Errors
+    /// They are encrypted with other credentials, or for another host name. All files of an export share a connection,
+    /// so one of the two would be ignored.
+    pub fn encrypt(
+        &self,
+        name: &ExportName,
+        encryption: Encryption,
+    ) -> std::result::Result<(), OtherEncryption> {
         let key = key(name);
-        if self.encrypted.lock().insert(key.clone(), encryption).is_none() {
-            // One that is not encrypted is not shared any more.
-            self.connections.lock().remove(&key);
+        let mut connections = self.connections.lock();
+        let mut encrypted = self.encrypted.lock();
+        match encrypted.get(&key) {
+            Some(other) if other.is_like(&encryption) => Ok(()),
+            Some(other) => Err(OtherEncryption {
+                export: name.clone(),
+                directory: other.credentials.directory().to_owned(),
+                host: other.host.clone(),
+            }),
+            None => {
+                // One that is not encrypted is not shared any more.
+                connections.remove(&key);
+                encrypted.insert(key, encryption);
+                Ok(())
+            }
         }
     }
 

@@ -22,7 +22,7 @@ pub mod name;
 pub mod reply;
 pub mod wire;
 
-pub use encryption::Encryption;
+pub use encryption::{Encryption, OtherEncryption};
 pub use file::NbdFile;
 pub use host::{NbdHost, identity};
 pub use name::is_name;

@@ -7,7 +7,7 @@
 //! | `nbd://HOST[:PORT][/NAME]`, `nbd+tcp://...` | of a TCP server, with port 10809 by default |
 //! | `nbd+unix://[/NAME]?socket=PATH` | of the server at a socket file |
 //!
-//! Names and paths in the last two are percent-encoded.
+//! Hosts, names and paths in the last two are percent-encoded.
 
 use crate::wire::MAX_STRING;
 use std::fmt::{self, Write};
@@ -131,7 +131,13 @@ impl fmt::Display for ExportName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.server {
             Server::Unix(_) => f.write_str("nbd+unix://")?,
-            server @ Server::Tcp { .. } => write!(f, "nbd://{server}")?,
+            Server::Tcp { host, port } => {
+                f.write_str("nbd://")?;
+                let (open, close) = if host.contains(':') { ("[", "]") } else { ("", "") };
+                f.write_str(open)?;
+                encode(f, host, "%/?#@[]")?;
+                write!(f, "{close}:{port}")?;
+            }
         }
         if let Some(export) = &self.export {
             f.write_char('/')?;
@@ -189,9 +195,11 @@ fn legacy(rest: &str) -> Result<ExportName, NameError> {
         Some((place, export)) => (place, Some(export.to_owned())),
         None => (rest, None),
     };
-    let server = match place.strip_prefix("unix:") {
-        Some(path) => Server::Unix(path.to_owned()),
-        None => tcp(place, None)?,
+    let server = if let Some(path) = place.strip_prefix("unix:") {
+        Server::Unix(path.to_owned())
+    } else {
+        let (host, port) = tcp(place, None)?;
+        Server::Tcp { host: host.to_owned(), port }
     };
     ExportName::new(server, export)
 }
@@ -219,13 +227,14 @@ fn uri(scheme: &str, rest: &str) -> Result<ExportName, NameError> {
         if authority.is_empty() || authority.contains('@') || query.is_some_and(|q| !q.is_empty()) {
             return invalid();
         }
-        tcp(&decode(authority)?, Some(DEFAULT_PORT))?
+        let (host, port) = tcp(authority, Some(DEFAULT_PORT))?;
+        Server::Tcp { host: decode(host)?, port }
     };
     ExportName::new(server, export)
 }
 
-/// A TCP server: `HOST:PORT`, or `[ADDRESS]:PORT`.
-fn tcp(text: &str, default: Option<u16>) -> Result<Server, NameError> {
+/// The host and the port in `HOST:PORT` or `[ADDRESS]:PORT`, not decoded.
+fn tcp(text: &str, default: Option<u16>) -> Result<(&str, u16), NameError> {
     let invalid = || refuse(format!("error parsing address '{text}'"));
     let (host, port) = match text.strip_prefix('[') {
         Some(rest) => match rest.split_once(']') {
@@ -247,7 +256,7 @@ fn tcp(text: &str, default: Option<u16>) -> Result<Server, NameError> {
         (None, Some(default)) => default,
         (None, None) => return invalid(),
     };
-    Ok(Server::Tcp { host: host.to_owned(), port })
+    Ok((host, port))
 }
 
 /// Parses a port number.
@@ -284,6 +293,11 @@ mod tests {
             ("nbd://h", "nbd://h:10809"),
             ("nbd+tcp://h:1//e/f", "nbd://h:1/e/f"),
             ("nbd://[::1]/e", "nbd://[::1]:10809/e"),
+            ("nbd:[fe80::1%eth0]:7", "nbd://[fe80::1%25eth0]:7"),
+            ("nbd://[fe80::1%eth0]:7", "nbd://[fe80::1%25eth0]:7"),
+            ("nbd://127%2E0.0.1:7", "nbd://127.0.0.1:7"),
+            ("nbd:127%2E0.0.1:7", "nbd://127%252E0.0.1:7"),
+            ("nbd:a/b?c@d#:7", "nbd://a%2Fb%3Fc%40d%23:7"),
         ] {
             assert_eq!(shown(name), uri.replace(' ', "%20"), "{name}");
             assert_eq!(shown(uri), shown(name), "{name}");
@@ -312,6 +326,8 @@ mod tests {
             ("nbd+unix:///?socket=/x&socket=/y", "No valid URL specified"),
             ("nbd://h/e?socket=/x", "No valid URL specified"),
             ("nbd:///e", "No valid URL specified"),
+            ("nbd://h:%31", "address resolution failed"),
+            ("nbd://%ff:1", "not UTF-8"),
             ("nbd+unix:///a%00b?socket=/x", "NUL byte"),
             ("nbd+unix:///%ff?socket=/x", "not UTF-8"),
         ] {
@@ -330,10 +346,15 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_shown_is_the_same_export(
-            place in "[^\0]{1,30}", export in proptest::option::of("[^\0]{1,30}"),
+            path in "[^\0]{1,30}",
+            host in "[^\0]{1,30}|[a-f0-9:.%@/?#\\[\\]]{1,12}",
+            port in any::<u16>(),
+            export in proptest::option::of("[^\0]{1,30}"),
         ) {
-            let name = ExportName::new(Server::Unix(place), export).unwrap();
-            prop_assert_eq!(ExportName::parse(&name.to_string()).unwrap(), name);
+            for server in [Server::Unix(path), Server::Tcp { host, port }] {
+                let name = ExportName::new(server, export.clone()).unwrap();
+                prop_assert_eq!(ExportName::parse(&name.to_string()).unwrap(), name);
+            }
         }
 
         #[test]

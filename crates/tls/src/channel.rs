@@ -1,8 +1,13 @@
 //! One encrypted connection, without its socket.
 
-use rustls::{Connection, Error};
+use rustls::{Connection, Error, SupportedCipherSuite};
 use std::fmt;
-use std::io::{self, IoSlice, Read, Write};
+use std::io::{self, ErrorKind, IoSlice, Read, Write};
+
+/// The most bytes of data in a record.
+const RECORD: usize = 16 << 10;
+/// Records of TLS 1.2 that are left to the handshake and to alerts.
+const RESERVED: u64 = 32;
 
 /// The state of one connection, either side of it.
 ///
@@ -10,6 +15,10 @@ use std::io::{self, IoSlice, Read, Write};
 /// Data is encrypted by [`write`](Self::write), and [`output`](Self::output) gives the bytes for the socket.
 pub struct Channel {
     connection: Connection,
+    /// Records of data that were encrypted, by TLS 1.2.
+    records: u64,
+    /// This side has sent its last.
+    ended: bool,
 }
 
 impl fmt::Debug for Channel {
@@ -27,7 +36,7 @@ impl Channel {
     pub(crate) fn new(mut connection: Connection) -> Self {
         // What is written is taken out at once.
         connection.set_buffer_limit(None);
-        Self { connection }
+        Self { connection, records: 0, ended: false }
     }
 
     /// Whether the handshake is still going on. Until it has ended, nothing can be written or read.
@@ -44,7 +53,7 @@ impl Channel {
     pub fn received(&mut self, mut input: &[u8]) -> Result<usize, Error> {
         let taken = match self.connection.read_tls(&mut input) {
             Ok(taken) => taken,
-            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+            Err(error) if error.kind() == ErrorKind::InvalidData => {
                 return Err(Error::General("a message is too long".into()));
             }
             // Decrypted bytes wait to be read.
@@ -65,14 +74,46 @@ impl Channel {
     /// Encrypts these bytes.
     ///
     /// # Errors
-    /// The handshake has not ended, so that they would be kept or lost.
+    /// The handshake has not ended, so that they would be kept or lost; this side has ended; or the keys are used up,
+    /// which ends this side.
     pub fn write(&mut self, parts: &[IoSlice<'_>]) -> io::Result<()> {
         if self.is_handshaking() {
             return Err(io::Error::other("TLS: data before the end of the handshake"));
         }
         let length: usize = parts.iter().map(|part| part.len()).sum();
+        if length == 0 {
+            return Ok(());
+        }
+        if self.ended {
+            return Err(io::Error::new(ErrorKind::BrokenPipe, "TLS: data after the last"));
+        }
+        self.spend(length)?;
         let written = self.connection.writer().write_vectored(parts)?;
-        if written == length { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
+        // It accepts and drops what it may not encrypt.
+        if written == length && self.connection.wants_write() {
+            Ok(())
+        } else {
+            Err(ErrorKind::WriteZero.into())
+        }
+    }
+
+    /// Counts the records for so many bytes, where the keys do not change as they do in TLS 1.3.
+    fn spend(&mut self, length: usize) -> io::Result<()> {
+        let suite = self.connection.negotiated_cipher_suite();
+        let Some(SupportedCipherSuite::Tls12(suite)) = suite else { return Ok(()) };
+        self.records = self.records.saturating_add(length.div_ceil(RECORD) as u64);
+        if self.records.saturating_add(RESERVED) <= suite.common.confidentiality_limit {
+            return Ok(());
+        }
+        self.end();
+        Err(io::Error::new(
+            ErrorKind::ConnectionAborted,
+            format!(
+                "TLS: version 1.2 with {:?} encrypts no more on this connection; connect again, or \
+                 use TLS 1.3",
+                suite.common.suite
+            ),
+        ))
     }
 
     /// Takes bytes for the socket into `buf`, and returns how many there were.
@@ -90,6 +131,157 @@ impl Channel {
 
     /// Tells the peer that nothing more will be sent: [`output`](Self::output) has the bytes for it.
     pub fn end(&mut self) {
+        self.ended = true;
         self.connection.send_close_notify();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::credentials::{Admission, ClientCredentials, ServerCredentials, provider};
+    use isobath_testkit::certificates::Authority;
+    use rustls::crypto::{CryptoProvider, ring};
+    use rustls::{CipherSuite, CipherSuiteCommon, Tls12CipherSuite, Tls13CipherSuite};
+
+    /// Records that the keys of [`limited`] may encrypt.
+    const LIMIT: u64 = 100;
+
+    /// A suite as this one, whose keys are soon used up.
+    fn limited(suite: SupportedCipherSuite) -> SupportedCipherSuite {
+        let common = |common: &CipherSuiteCommon| CipherSuiteCommon {
+            suite: common.suite,
+            hash_provider: common.hash_provider,
+            confidentiality_limit: LIMIT,
+        };
+        match suite {
+            SupportedCipherSuite::Tls12(suite) => {
+                let common = common(&suite.common);
+                let &Tls12CipherSuite { prf_provider, kx, sign, aead_alg, .. } = suite;
+                let suite = Tls12CipherSuite { common, prf_provider, kx, sign, aead_alg };
+                SupportedCipherSuite::Tls12(Box::leak(Box::new(suite)))
+            }
+            SupportedCipherSuite::Tls13(suite) => {
+                let common = common(&suite.common);
+                let &Tls13CipherSuite { hkdf_provider, aead_alg, quic, .. } = suite;
+                let suite = Tls13CipherSuite { common, hkdf_provider, aead_alg, quic };
+                SupportedCipherSuite::Tls13(Box::leak(Box::new(suite)))
+            }
+        }
+    }
+
+    /// What speaks only this version of TLS, with these suites.
+    fn speaking(suites: impl Iterator<Item = SupportedCipherSuite>, old: bool) -> CryptoProvider {
+        let of_version = suites.filter(|suite| suite.tls13().is_none() == old);
+        CryptoProvider { cipher_suites: of_version.collect(), ..ring::default_provider() }
+    }
+
+    /// Hands what one side has to say to the other, and returns what could be decrypted.
+    fn hand_over(from: &mut Channel, to: &mut Channel) -> Vec<u8> {
+        let mut data = Vec::new();
+        let mut bytes = vec![0; 64 << 10];
+        loop {
+            let count = from.output(&mut bytes);
+            if count == 0 {
+                return data;
+            }
+            let mut rest = &bytes[..count];
+            while !rest.is_empty() {
+                rest = &rest[to.received(rest).unwrap()..];
+                let mut room = [0; 4096];
+                while let Ok(count @ 1..) = to.read(&mut room) {
+                    data.extend_from_slice(&room[..count]);
+                }
+            }
+        }
+    }
+
+    /// A server and a client that have shaken hands.
+    fn connected(server: CryptoProvider, client: CryptoProvider) -> (Channel, Channel) {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        let authority = Authority::new(&at("authority"));
+        authority.server(&at("server"));
+        authority.client(&at("client"), "/CN=client");
+        let admission = Admission::Certified;
+        let server = ServerCredentials::read_by(server, &at("server"), admission);
+        let client = ClientCredentials::read_by(client, &at("client"));
+        let mut server = server.unwrap().channel().unwrap();
+        let mut client = client.unwrap().channel("localhost").unwrap();
+        while server.is_handshaking() || client.is_handshaking() {
+            hand_over(&mut client, &mut server);
+            hand_over(&mut server, &mut client);
+        }
+        (server, client)
+    }
+
+    fn all() -> CryptoProvider {
+        ring::default_provider()
+    }
+
+    fn suite(channel: &Channel) -> CipherSuite {
+        channel.connection.negotiated_cipher_suite().unwrap().suite()
+    }
+
+    #[test]
+    fn nothing_is_written_after_the_end() {
+        let (mut server, mut client) = connected(all(), all());
+        server.write(&[IoSlice::new(b"last")]).unwrap();
+        server.end();
+        assert!(server.write(&[IoSlice::new(b"lost")]).is_err());
+        server.write(&[IoSlice::new(b"")]).unwrap();
+        assert_eq!(hand_over(&mut server, &mut client), b"last");
+        assert_eq!(client.read(&mut [0; 9]).unwrap(), 0);
+        // The other side may go on.
+        client.write(&[IoSlice::new(b"more")]).unwrap();
+        assert_eq!(hand_over(&mut client, &mut server), b"more");
+    }
+
+    #[test]
+    fn what_was_written_arrives_when_the_keys_of_tls_1_2_are_used_up() {
+        let soon = speaking(all().cipher_suites.into_iter().map(limited), true);
+        let (mut server, mut client) = connected(soon, all());
+        let record = vec![7; 2 * RECORD + 1];
+        let (mut written, mut arrived) = (0, 0);
+        let error = loop {
+            assert!(written < 4 * LIMIT as usize * RECORD, "there is no limit");
+            let result = server.write(&[IoSlice::new(&record)]);
+            arrived += hand_over(&mut server, &mut client).len();
+            match result {
+                Ok(()) => written += record.len(),
+                Err(error) => break error,
+            }
+        };
+        assert!(error.to_string().contains("TLS 1.3"), "{error}");
+        assert_eq!((arrived, written), (written, (LIMIT - RESERVED) as usize / 3 * record.len()));
+        assert_eq!(client.read(&mut [0; 9]).unwrap(), 0, "the client knows that it is the end");
+        assert!(server.write(&[IoSlice::new(&record)]).is_err());
+    }
+
+    #[test]
+    fn the_keys_of_tls_1_3_are_never_used_up() {
+        let soon = || speaking(all().cipher_suites.into_iter().map(limited), false);
+        let (mut server, mut client) = connected(soon(), soon());
+        let record = vec![7; 3 * RECORD];
+        for _ in 0..3 * LIMIT {
+            server.write(&[IoSlice::new(&record)]).unwrap();
+            assert!(hand_over(&mut server, &mut client) == record);
+            client.write(&[IoSlice::new(b"next")]).unwrap();
+            assert_eq!(hand_over(&mut client, &mut server), b"next");
+        }
+    }
+
+    #[test]
+    fn of_tls_1_2_the_suite_without_a_limit_is_preferred() {
+        let unlimited = CipherSuite::TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256;
+        let old = || speaking(all().cipher_suites.into_iter(), true);
+        let (server, _) = connected(provider(), old());
+        assert_eq!(suite(&server), unlimited);
+        let only = old()
+            .cipher_suites
+            .into_iter()
+            .filter(|suite| !format!("{suite:?}").contains("CHACHA"));
+        let (server, _) = connected(provider(), speaking(only, true));
+        assert_eq!(suite(&server), CipherSuite::TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384);
     }
 }

@@ -13,7 +13,7 @@ use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
 use rustls::{
     CertificateError, ClientConfig, ClientConnection, DigitallySignedStruct, DistinguishedName,
-    Error, RootCertStore, ServerConfig, ServerConnection, SignatureScheme,
+    Error, RootCertStore, ServerConfig, ServerConnection, SignatureScheme, SupportedCipherSuite,
 };
 use std::fmt;
 use std::fs;
@@ -126,8 +126,14 @@ impl fmt::Debug for ClientCredentials {
     }
 }
 
-fn provider() -> Arc<CryptoProvider> {
-    Arc::new(ring::default_provider())
+/// What encrypts. The suites of TLS 1.2 whose keys are used up after a number of records are the last choice.
+pub(crate) fn provider() -> CryptoProvider {
+    let mut provider = ring::default_provider();
+    provider.cipher_suites.sort_by_key(|suite| match suite {
+        SupportedCipherSuite::Tls12(suite) => suite.common.confidentiality_limit < u64::MAX,
+        SupportedCipherSuite::Tls13(_) => false,
+    });
+    provider
 }
 
 impl ServerCredentials {
@@ -138,12 +144,24 @@ impl ServerCredentials {
     /// # Errors
     /// A file is missing or unusable, or the certificate and the key do not belong together.
     pub fn read(directory: &Path, admission: Admission) -> Result<Self, CredentialsError> {
-        let builder = ServerConfig::builder_with_provider(provider())
+        Self::read_by(provider(), directory, admission)
+    }
+
+    pub(crate) fn read_by(
+        provider: CryptoProvider,
+        directory: &Path,
+        admission: Admission,
+    ) -> Result<Self, CredentialsError> {
+        let provider = Arc::new(provider);
+        let builder = ServerConfig::builder_with_provider(provider.clone())
             .with_safe_default_protocol_versions()
             .map_err(CredentialsError::Setup)?;
         let builder = match admission {
             Admission::Everyone => builder.with_no_client_auth(),
-            admission => builder.with_client_cert_verifier(client_verifier(directory, admission)?),
+            admission => {
+                let verifier = client_verifier(&provider, directory, admission)?;
+                builder.with_client_cert_verifier(verifier)
+            }
         };
         let pair = Pair::read(directory, "server")?;
         let built = builder.with_single_cert(pair.certificates, pair.key);
@@ -154,6 +172,7 @@ impl ServerCredentials {
         })?;
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
+        config.ignore_client_order = true;
         Ok(Self { config: Arc::new(config), directory: directory.to_owned() })
     }
 
@@ -178,11 +197,20 @@ impl ClientCredentials {
     /// # Errors
     /// A file is missing or unusable, or the certificate and the key do not belong together.
     pub fn read(directory: &Path) -> Result<Self, CredentialsError> {
-        let builder = ClientConfig::builder_with_provider(provider())
+        Self::read_by(provider(), directory)
+    }
+
+    pub(crate) fn read_by(
+        provider: CryptoProvider,
+        directory: &Path,
+    ) -> Result<Self, CredentialsError> {
+        let provider = Arc::new(provider);
+        let verifier = Arc::new(server_verifier(&provider, directory)?);
+        let builder = ClientConfig::builder_with_provider(provider)
             .with_safe_default_protocol_versions()
             .map_err(CredentialsError::Setup)?
             .dangerous()
-            .with_custom_certificate_verifier(Arc::new(server_verifier(directory)?));
+            .with_custom_certificate_verifier(verifier);
         let mut config = match Pair::read_if_there(directory, "client")? {
             None => builder.with_no_client_auth(),
             Some(pair) => {
@@ -337,9 +365,12 @@ fn verifiers<V>(
 }
 
 /// What verifies the certificates of servers.
-fn server_verifier(directory: &Path) -> Result<Every<WebPkiServerVerifier>, CredentialsError> {
+fn server_verifier(
+    provider: &Arc<CryptoProvider>,
+    directory: &Path,
+) -> Result<Every<WebPkiServerVerifier>, CredentialsError> {
     let verifiers = verifiers(directory, |roots, lists| {
-        WebPkiServerVerifier::builder_with_provider(roots, provider())
+        WebPkiServerVerifier::builder_with_provider(roots, provider.clone())
             .with_crls(lists)
             .allow_unknown_revocation_status()
             .enforce_revocation_expiration()
@@ -350,11 +381,12 @@ fn server_verifier(directory: &Path) -> Result<Every<WebPkiServerVerifier>, Cred
 
 /// What verifies the certificates of clients.
 fn client_verifier(
+    provider: &Arc<CryptoProvider>,
     directory: &Path,
     admission: Admission,
 ) -> Result<Arc<dyn ClientCertVerifier>, CredentialsError> {
     let verifiers = verifiers(directory, |roots, lists| {
-        WebPkiClientVerifier::builder_with_provider(roots, provider())
+        WebPkiClientVerifier::builder_with_provider(roots, provider.clone())
             .with_crls(lists)
             .allow_unknown_revocation_status()
             .enforce_revocation_expiration()

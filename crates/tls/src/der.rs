@@ -14,7 +14,9 @@ pub(crate) const SET: u8 = 0x31;
 pub(crate) const OBJECT_IDENTIFIER: u8 = 0x06;
 pub(crate) const UTF8_STRING: u8 = 0x0c;
 pub(crate) const PRINTABLE_STRING: u8 = 0x13;
+pub(crate) const TELETEX_STRING: u8 = 0x14;
 pub(crate) const IA5_STRING: u8 = 0x16;
+pub(crate) const BMP_STRING: u8 = 0x1e;
 
 /// Takes the next element from `input`; `None` if it is malformed or incomplete.
 pub(crate) fn next<'a>(input: &mut &'a [u8]) -> Option<Element<'a>> {

@@ -1,9 +1,10 @@
 //! Distinguished names as text.
 
 use crate::der::{
-    IA5_STRING, OBJECT_IDENTIFIER, PRINTABLE_STRING, SEQUENCE, SET, UTF8_STRING, expect, next,
-    object_identifier,
+    BMP_STRING, Element, IA5_STRING, OBJECT_IDENTIFIER, PRINTABLE_STRING, SEQUENCE, SET,
+    TELETEX_STRING, UTF8_STRING, expect, next, object_identifier,
 };
+use std::borrow::Cow;
 use std::fmt::Write as _;
 
 /// The kinds of string that the value of an attribute may be; any other is printed in hexadecimal.
@@ -18,7 +19,9 @@ enum Kind {
 impl Kind {
     fn allows(self, tag: u8) -> bool {
         match self {
-            Self::Directory => matches!(tag, UTF8_STRING | PRINTABLE_STRING),
+            Self::Directory => {
+                matches!(tag, UTF8_STRING | PRINTABLE_STRING | TELETEX_STRING | BMP_STRING)
+            }
             Self::Printable => tag == PRINTABLE_STRING,
             Self::Ia5 => tag == IA5_STRING,
         }
@@ -26,7 +29,7 @@ impl Kind {
 }
 
 /// The attributes that have a name, as `GnuTLS` has it.
-const NAMES: [(&str, &str, Kind); 23] = [
+const NAMES: [(&str, &str, Kind); 30] = [
     ("2.5.4.3", "CN", Kind::Directory),
     ("2.5.4.4", "surName", Kind::Directory),
     ("2.5.4.5", "serialNumber", Kind::Printable),
@@ -50,13 +53,20 @@ const NAMES: [(&str, &str, Kind); 23] = [
     ("0.9.2342.19200300.100.1.1", "UID", Kind::Directory),
     ("0.9.2342.19200300.100.1.25", "DC", Kind::Ia5),
     ("1.2.840.113549.1.9.1", "EMAIL", Kind::Ia5),
+    ("1.3.6.1.4.1.311.60.2.1.1", "jurisdictionOfIncorporationLocalityName", Kind::Directory),
+    ("1.3.6.1.4.1.311.60.2.1.2", "jurisdictionOfIncorporationStateOrProvinceName", Kind::Directory),
+    ("1.3.6.1.4.1.311.60.2.1.3", "jurisdictionOfIncorporationCountryName", Kind::Printable),
+    ("1.3.6.1.5.5.7.9.2", "placeOfBirth", Kind::Directory),
+    ("1.3.6.1.5.5.7.9.3", "gender", Kind::Printable),
+    ("1.3.6.1.5.5.7.9.4", "countryOfCitizenship", Kind::Printable),
+    ("1.3.6.1.5.5.7.9.5", "countryOfResidence", Kind::Printable),
 ];
 
 /// A name as `GnuTLS` and therefore QEMU prints it, such as `CN=laptop.example.com,O=Example Org,C=GB`: in the
 /// certificate's order, escaped as in RFC 4514. `contents` are those of the DER sequence, without its tag and length.
 ///
 /// `None` if it is not a name. Attributes and values that have no text are printed in hexadecimal, so that different
-/// names have different text.
+/// values have different text.
 pub fn distinguished_name(mut contents: &[u8]) -> Option<String> {
     let mut text = String::new();
     while !contents.is_empty() {
@@ -85,9 +95,8 @@ fn attribute(mut contents: &[u8], text: &mut String) -> Option<()> {
     let known = NAMES.iter().find(|(known, ..)| *known == identifier);
     text.push_str(known.map_or(identifier.as_str(), |(_, name, _)| name));
     text.push('=');
-    let string = std::str::from_utf8(value.contents).ok().filter(|string| !string.contains('\0'));
-    match (known, string) {
-        (Some((.., kind)), Some(string)) if kind.allows(value.tag) => escape(string, text),
+    match (known, string(&value)) {
+        (Some((.., kind)), Some(string)) if kind.allows(value.tag) => escape(&string, text),
         _ => {
             text.push('#');
             for byte in value.whole {
@@ -96,6 +105,22 @@ fn attribute(mut contents: &[u8], text: &mut String) -> Option<()> {
         }
     }
     Some(())
+}
+
+/// The text of a string. `None` for what `GnuTLS` prints in hexadecimal, in its own way: another string may have the
+/// same text there.
+fn string<'a>(value: &Element<'a>) -> Option<Cow<'a, str>> {
+    let contents = value.contents;
+    let string: Cow<'_, str> = match value.tag {
+        BMP_STRING => {
+            let (units, []) = contents.as_chunks::<2>() else { return None };
+            let units: Vec<u16> = units.iter().map(|&unit| u16::from_be_bytes(unit)).collect();
+            String::from_utf16(&units).ok()?.into()
+        }
+        TELETEX_STRING if !contents.iter().all(|byte| (b' '..=b'~').contains(byte)) => return None,
+        _ => std::str::from_utf8(contents).ok()?.into(),
+    };
+    Some(string).filter(|string| !string.contains('\0'))
 }
 
 /// Appends a value with what has a meaning in a name escaped.
@@ -160,6 +185,41 @@ mod tests {
         }
     }
 
+    /// What `GnuTLS` 3.7 prints for these, too.
+    #[test]
+    fn strings_of_other_kinds_are_printed_as_by_gnutls() {
+        for (tag, value, text) in [
+            (TELETEX_STRING, &b"a, b"[..], r"CN=a\, b"),
+            (TELETEX_STRING, b"#a\\b", r"CN=\#a\\b"),
+            (BMP_STRING, b"\0a\0,\0b", r"CN=a\,b"),
+            (BMP_STRING, b"\0#\0\xe9", r"CN=\#é"),
+            (BMP_STRING, b"\xd8\x3d\xde\0\0\x01", "CN=\u{1f600}\x01"),
+            (BMP_STRING, b"\xfe\xff\0a", "CN=\u{feff}a"),
+        ] {
+            let name = element(SET, &attribute(&[0x55, 4, 3], tag, value));
+            assert_eq!(distinguished_name(&name).as_deref(), Some(text));
+        }
+    }
+
+    #[test]
+    fn attributes_of_persons_and_companies_have_gnutls_names() {
+        let personal = |last| [0x2b, 6, 1, 5, 5, 7, 9, last];
+        let company = |last| [0x2b, 6, 1, 4, 1, 0x82, 0x37, 0x3c, 2, 1, last];
+        for (identifier, tag, name) in [
+            (&personal(2)[..], UTF8_STRING, "placeOfBirth"),
+            (&personal(3), PRINTABLE_STRING, "gender"),
+            (&personal(4), PRINTABLE_STRING, "countryOfCitizenship"),
+            (&personal(5), PRINTABLE_STRING, "countryOfResidence"),
+            (&company(1), UTF8_STRING, "jurisdictionOfIncorporationLocalityName"),
+            (&company(2), BMP_STRING, "jurisdictionOfIncorporationStateOrProvinceName"),
+            (&company(3), PRINTABLE_STRING, "jurisdictionOfIncorporationCountryName"),
+        ] {
+            let value = if tag == BMP_STRING { &b"\0G\0B"[..] } else { b"GB" };
+            let named = distinguished_name(&element(SET, &attribute(identifier, tag, value)));
+            assert_eq!(named, Some(format!("{name}=GB")));
+        }
+    }
+
     #[test]
     fn attributes_are_in_the_certificates_order() {
         let country = element(SET, &attribute(&[0x55, 4, 6], PRINTABLE_STRING, b"GB"));
@@ -186,6 +246,14 @@ mod tests {
         assert_eq!(one(&[0x55, 4, 3], UTF8_STRING, b"a\0b"), "CN=#0c03610062");
         assert_eq!(one(&[0x55, 4, 3], UTF8_STRING, b"\xff"), "CN=#0c01ff");
         assert_eq!(one(&[0x55, 4, 3], 0x04, b"a"), "CN=#040161");
+        assert_eq!(one(&[0x55, 4, 3], TELETEX_STRING, b"\xe9"), "CN=#1401e9");
+        assert_eq!(one(&[0x55, 4, 3], TELETEX_STRING, b"a\n"), "CN=#1402610a");
+        assert_eq!(one(&[0x55, 4, 3], BMP_STRING, b"\0a\0\0"), "CN=#1e0400610000");
+        assert_eq!(one(&[0x55, 4, 3], BMP_STRING, b"\0a\0"), "CN=#1e03006100");
+        assert_eq!(one(&[0x55, 4, 3], BMP_STRING, b"\xd8\x3d"), "CN=#1e02d83d");
+        assert_eq!(one(&[0x55, 4, 6], BMP_STRING, b"\0G"), "C=#1e020047");
+        // UniversalString.
+        assert_eq!(one(&[0x55, 4, 3], 0x1c, b"\0\0\0a"), "CN=#1c0400000061");
         assert_eq!(one(&[0x55, 4, 6], UTF8_STRING, b"GB"), "C=#0c024742");
     }
 

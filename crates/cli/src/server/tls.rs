@@ -3,8 +3,9 @@
 use super::endpoint::{Endpoint, is_public};
 use super::listen::bind;
 use crate::failure::Failure;
+use crate::options;
 use crate::tls_objects::{self, TlsObject};
-use isobath_export::frontend::Entrance;
+use isobath_export::frontend::{Entrance, Offered};
 use isobath_export::tls::Security;
 use isobath_ring::net::{Access, Address};
 use isobath_tls::{Admission, ServerCredentials};
@@ -20,17 +21,20 @@ pub(crate) enum Mode {
     Required,
 }
 
-/// An address to listen on, and whether its clients encrypt: `ADDRESS[,tls=MODE]`.
+/// An address to listen on, whether its clients encrypt, and which exports it offers:
+/// `ADDRESS[,tls=MODE][,export=NAME...]`, where a comma in NAME is doubled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SecuredEndpoint {
     pub(crate) endpoint: Endpoint,
     /// As given. By default, TCP is encrypted if there are credentials, and a socket file is not.
     pub(crate) mode: Option<Mode>,
+    /// The names of the exports; all if there are none.
+    pub(crate) exports: Vec<String>,
 }
 
 impl From<Endpoint> for SecuredEndpoint {
     fn from(endpoint: Endpoint) -> Self {
-        Self { endpoint, mode: None }
+        Self { endpoint, mode: None, exports: Vec::new() }
     }
 }
 
@@ -38,21 +42,53 @@ impl FromStr for SecuredEndpoint {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let Some((address, mode)) = text.rsplit_once(",tls=") else {
-            return text.parse::<Endpoint>().map(Self::from);
-        };
-        let mode = match mode {
-            "off" => Mode::Off,
-            "optional" => Mode::Optional,
-            "required" => Mode::Required,
-            other => {
-                return Err(format!(
-                    "expected required, optional or off after ',tls=', not '{other}'"
-                ));
+        let (address, given) = without_options(text);
+        let mut this = Self::from(address.parse::<Endpoint>()?);
+        for (name, value) in options::parse(&[given.to_owned()]) {
+            match &*name {
+                "tls" if this.mode.is_some() => return Err("',tls=' is given twice".into()),
+                "tls" => this.mode = Some(value.parse()?),
+                "export" if this.exports.contains(&value) => {
+                    return Err(format!("',export={value}' is given twice"));
+                }
+                "export" => this.exports.push(value),
+                other => {
+                    return Err(format!(
+                        "expected ',tls=' or ',export=' behind the address, not ',{other}='"
+                    ));
+                }
             }
-        };
-        Ok(Self { endpoint: address.parse()?, mode: Some(mode) })
+        }
+        Ok(this)
     }
+}
+
+impl FromStr for Mode {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "off" => Ok(Self::Off),
+            "optional" => Ok(Self::Optional),
+            "required" => Ok(Self::Required),
+            other => {
+                Err(format!("expected required, optional or off after ',tls=', not '{other}'"))
+            }
+        }
+    }
+}
+
+/// An address, and the options behind it, which begin with the first `,WORD=`.
+fn without_options(text: &str) -> (&str, &str) {
+    let is_option = |rest: &str| {
+        let word = rest.split_once('=').map_or("", |(word, _)| word);
+        !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'-')
+    };
+    let mut commas = text.match_indices(',').filter_map(|(at, _)| {
+        let (address, rest) = text.split_at_checked(at)?;
+        Some((address, rest.strip_prefix(',')?))
+    });
+    commas.find(|(_, rest)| is_option(rest)).unwrap_or((text, ""))
 }
 
 /// The options for encrypted connections.
@@ -63,16 +99,15 @@ pub(crate) struct TlsArgs {
     /// only with ',tls=required'
     #[arg(id = "tls_creds", long = "tls-creds", value_name = "DIR")]
     creds: Option<PathBuf>,
-    /// Whether clients need a certificate of an authority in ca-cert.pem
+    /// Whether clients need a certificate of an authority in ca-cert.pem [default: yes]
     #[arg(
         long = "tls-verify-peer",
         value_name = "yes|no",
-        default_value = "yes",
         action = clap::ArgAction::Set,
         value_parser = yes_or_no,
         requires = "tls_creds"
     )]
-    verify_peer: bool,
+    verify_peer: Option<bool>,
     /// Admit only clients whose certificate has this distinguished name, such as 'CN=laptop,O=Example Org,C=GB', in the
     /// certificate's order; can be repeated
     #[arg(long = "tls-authz", value_name = "NAME", requires = "tls_creds")]
@@ -100,13 +135,14 @@ impl TlsArgs {
         let Some(directory) = &self.creds else {
             return Ok(Tls { credentials: None, authenticated: false });
         };
-        if !self.verify_peer && !self.authz.is_empty() {
+        let verify_peer = self.verify_peer.unwrap_or(true);
+        if !verify_peer && !self.authz.is_empty() {
             return Err(Failure::usage(
                 "--tls-authz needs clients' certificates; it cannot be used with \
                  --tls-verify-peer no",
             ));
         }
-        let admission = match (self.verify_peer, self.authz.as_slice()) {
+        let admission = match (verify_peer, self.authz.as_slice()) {
             (false, _) => Admission::Everyone,
             (true, []) => Admission::Certified,
             (true, names) => Admission::Named(names.to_vec()),
@@ -114,8 +150,15 @@ impl TlsArgs {
         Tls::new(directory, admission).map_err(|failure| failure.context("--tls-creds"))
     }
 
-    /// Refuses what cannot be had for an address of QMP, which has no negotiation in which a client could ask for it.
+    /// Refuses what cannot be had for an address of QMP, which has no exports, and no negotiation in which a client
+    /// could ask for encryption.
     pub(crate) fn check_qmp(endpoints: &[SecuredEndpoint]) -> Result<(), Failure> {
+        if let Some(endpoint) = endpoints.iter().find(|endpoint| !endpoint.exports.is_empty()) {
+            return Err(Failure::usage(format!(
+                "--qmp {}: ',export=' is for --nbd; QMP controls all exports",
+                endpoint.endpoint
+            )));
+        }
         match endpoints.iter().find(|endpoint| endpoint.mode == Some(Mode::Optional)) {
             None => Ok(()),
             Some(endpoint) => Err(Failure::usage(format!(
@@ -126,12 +169,27 @@ impl TlsArgs {
         }
     }
 
-    /// Refuses credentials that none of these addresses uses.
+    /// Refuses credentials that none of these addresses uses, and to select clients where plain ones are admitted.
     pub(crate) fn check<'a>(
         &self,
-        mut endpoints: impl Iterator<Item = &'a SecuredEndpoint>,
+        endpoints: impl Iterator<Item = &'a SecuredEndpoint>,
     ) -> Result<(), Failure> {
-        if self.creds.is_some() && !endpoints.any(|endpoint| endpoint.mode(true) != Mode::Off) {
+        let endpoints: Vec<_> = endpoints.collect();
+        let selecting = match (self.authz.as_slice(), self.verify_peer) {
+            ([_, ..], _) => Some("--tls-authz"),
+            ([], Some(true)) => Some("--tls-verify-peer yes"),
+            ([], _) => None,
+        };
+        let optional = endpoints.iter().find(|endpoint| endpoint.mode == Some(Mode::Optional));
+        if let (Some(option), Some(SecuredEndpoint { endpoint, .. })) = (selecting, optional) {
+            return Err(Failure::usage(format!(
+                "{option} cannot be used with '{endpoint},tls=optional', where clients that do not \
+                 encrypt are admitted without a certificate; write tls=required"
+            )));
+        }
+        if self.creds.is_some()
+            && !endpoints.iter().any(|endpoint| endpoint.mode(true) != Mode::Off)
+        {
             return Err(Failure::usage(
                 "--tls-creds is given, but no address is encrypted: give a TCP address, or a socket \
                  file as unix:PATH,tls=required",
@@ -206,7 +264,11 @@ impl Tls {
             let security = self.security(endpoint, option)?;
             let listener = bind(&endpoint.endpoint, option, access)?;
             self.warn(&endpoint.endpoint, listener.address(), &security);
-            Ok(Entrance { listener, security })
+            let offered = match &*endpoint.exports {
+                [] => Offered::All,
+                names => Offered::Named(names.into()),
+            };
+            Ok(Entrance { listener, security, offered })
         };
         endpoints.iter().map(bind).collect()
     }
@@ -237,10 +299,32 @@ mod tests {
             ("unix:/run/a,tls=optional", Some(Mode::Optional)),
             ("unix:/run/a,tls=off", Some(Mode::Off)),
         ] {
-            assert_eq!(text.parse(), Ok(SecuredEndpoint { endpoint: unix.clone(), mode }));
+            let exports = Vec::new();
+            let endpoint = unix.clone();
+            assert_eq!(text.parse(), Ok(SecuredEndpoint { endpoint, mode, exports }));
         }
         for text in ["1,tls=", "1,tls=on", "unix:,tls=off", "1,tls=off,tls=on"] {
             assert!(text.parse::<SecuredEndpoint>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn an_address_may_name_its_exports() {
+        let parsed = |text: &str| text.parse::<SecuredEndpoint>();
+        for (text, path, names) in [
+            ("unix:/a,export=x", "/a", &["x"][..]),
+            ("unix:/a,tls=off,export=x+y,export=", "/a", &["x+y", ""]),
+            ("unix:/a,export=x,,tls=on,tls=off", "/a", &["x,tls=on"]),
+            ("unix:/a,b,export=x=y", "/a,b", &["x=y"]),
+            ("unix:/a,B=,9=", "/a,B=,9=", &[]),
+        ] {
+            let found = parsed(text).unwrap();
+            assert_eq!(found.endpoint, Endpoint::Unix(path.into()), "{text}");
+            assert_eq!(found.exports, names, "{text}");
+        }
+        // A mistake must not have all exports offered.
+        for text in ["unix:/a,exports=x", "unix:/a,export=x,y", "unix:/a,export=x,export=x"] {
+            assert!(parsed(text).is_err(), "{text}");
         }
     }
 

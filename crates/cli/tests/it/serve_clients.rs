@@ -1,5 +1,6 @@
 //! What `isobath serve` serves, seen by the programs that people use with NBD.
 
+use crate::live::Control;
 use crate::serving::{ISOBATH, QemuIo, Served, assert_same_bytes};
 use isobath_testkit::chain::{Chain, Commands, Writer};
 use isobath_testkit::ops::{Op, Shape};
@@ -8,6 +9,7 @@ use isobath_testkit::seed::Seed;
 use isobath_testkit::{args, qemu, tools};
 use rand::RngExt;
 use rand::seq::SliceRandom;
+use serde_json::json;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -242,6 +244,51 @@ fn each_image_is_an_export() {
     assert_ne!(unknown.code(), 0, "{}", unknown.report());
     // A read-only server leaves the images to other readers.
     let _ = run_program(qemu::program("qemu-io"), args!["-r", "-c", "length", &images[0]]).ok();
+    let _ = served.stop();
+}
+
+#[test]
+fn an_address_offers_the_exports_that_it_names() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    let images = ["a.qcow2", "b.qcow2"].map(at);
+    for image in &images {
+        qemu::create(image, "qcow2", MIB, "");
+    }
+    let address = |name: &str, rest: &str| format!("unix:{},{rest}", at(name).display());
+    let (own, qmp) = (address("own", "export=b,export=late"), at("qmp"));
+    // What may be added is no mistake, unless nobody can add it.
+    let mut mistaken = Command::new(ISOBATH);
+    mistaken.args(["serve", "--nbd", &own]).args(&images);
+    let refused = run(&mut mistaken).exits(1);
+    assert!(refused.stderr.contains("there is no export 'late'; there are 'a', 'b'"));
+
+    let control = format!("unix:{}", qmp.display());
+    let served = Served::start(&images, &["--nbd", &own, "--qmp", &control]);
+    let uri =
+        |socket: &str, name: &str| format!("nbd+unix:///{name}?socket={}", at(socket).display());
+    let names = |uri: &str| -> Vec<String> {
+        let list = run_program(tools::require("nbdinfo"), ["--list", "--json", uri]).ok().json();
+        let exports = list["exports"].as_array().unwrap().iter();
+        exports.map(|export| export["export-name"].as_str().unwrap().to_owned()).collect()
+    };
+    assert_eq!(names(&uri("own", "")), ["b"]);
+    assert_eq!(names(&served.uri("")), ["a", "b"]);
+    let size = |uri: &str| run_program(tools::require("nbdinfo"), ["--size", uri]);
+    let _ = size(&uri("own", "b")).ok();
+    assert_ne!(size(&uri("own", "a")).code(), 0);
+    // What is announced is what can be used.
+    let output = served.server.output();
+    assert!(output.contains(&uri("own", "b")) && !output.contains(&uri("own", "a")), "{output}");
+
+    let mut control = Control::connect(&qmp);
+    let (node, _) = control.nodes().unwrap().swap_remove(0);
+    for id in ["late", "other"] {
+        let export = json!({"type": "nbd", "id": id, "name": id, "node-name": node});
+        control.execute("block-export-add", &export).unwrap();
+    }
+    assert_eq!(names(&uri("own", "")), ["b", "late"]);
+    assert_eq!(names(&served.uri("")), ["a", "b", "late", "other"]);
     let _ = served.stop();
 }
 

@@ -174,6 +174,59 @@ fn images_on_encrypted_exports_are_used_like_others() {
     let _ = server.stop().ok();
 }
 
+/// QEMU's object for the client, and the options of the export on a server for which plain clients are as good.
+fn on_a_lenient_server(place: &Place) -> (Server, String, String) {
+    let server = place.serve(&["--nbd", "127.0.0.1:0,tls=optional", "--tls-creds", "server"]);
+    let directory = place.at("client");
+    let object = format!("tls-creds-x509,id=tls0,endpoint=client,dir={}", directory.display());
+    let port = value(&server.output(), "server.port").to_owned();
+    (server, object, format!("driver=nbd,port={port},export=vm,tls-creds=tls0"))
+}
+
+#[test]
+fn whoever_asks_for_encryption_never_reads_a_plain_connection() {
+    let place = Place::new();
+    let (server, object, options) = on_a_lenient_server(&place);
+    let info = |host: &str| {
+        let image = format!("{options},host={host}");
+        run_program(ISOBATH, ["info", "--object", &object, "--image-opts", &image])
+    };
+    let _ = info("127.0.0.1").ok();
+    for host in ["127%2E0.0.1,tls-hostname=example.org", "127.0.0.1/,tls-hostname=localhost"] {
+        let _ = info(host).exits(1);
+    }
+    let _ = server.stop().ok();
+}
+
+#[test]
+fn one_export_is_not_used_with_different_credentials() {
+    let place = Place::new();
+    let (server, object, options) = on_a_lenient_server(&place);
+    let one = format!("{options},host=127.0.0.1");
+    let compare = |other: &str| {
+        run_program(ISOBATH, ["compare", "--object", &object, "--image-opts", &one, other])
+    };
+    let _ = compare(&one).ok();
+    let refused = compare(&format!("{one},tls-hostname=example.org")).exits(2);
+    assert!(refused.stderr.contains("already used with the credentials"), "{}", refused.report());
+    let _ = server.stop().ok();
+}
+
+#[test]
+fn an_image_that_io_opens_is_encrypted() {
+    let place = Place::new();
+    let (server, object, options) = on_a_lenient_server(&place);
+    let open = format!("open -o {options},host=127.0.0.1");
+    let commands = ["-c", &open, "-c", "write -P 5 0 64k", "-c", "read -P 5 0 64k"];
+    let done = run_program(ISOBATH, [&["io", "--object", &object], &commands[..]].concat()).ok();
+    assert!(!done.text().contains("failed"), "{}", done.report());
+    // It is the encryption that this fails for.
+    let command = format!("{open},tls-hostname=example.org");
+    let refused = run_program(ISOBATH, ["io", "--object", &object, "-c", &command]).exits(1);
+    assert!(refused.stderr.contains("example.org"), "{}", refused.report());
+    let _ = server.stop().ok();
+}
+
 #[test]
 fn exports_of_qemu_nbd_are_used_encrypted() {
     let place = Place::new();
@@ -191,6 +244,25 @@ fn exports_of_qemu_nbd_are_used_encrypted() {
     let done = run_program(ISOBATH, command).ok();
     assert!(!done.text().contains("failed"), "{}", done.report());
     let _ = server.stop_qemu();
+}
+
+#[test]
+fn encryption_opens_no_export_that_an_address_does_not_offer() {
+    let place = Place::new();
+    let hidden = ["--nbd", "unix:hidden,tls=required,export=late", "--qmp", "unix:qmp"];
+    let offered = ["--nbd", "unix:offered,tls=required", "--tls-creds", "server"];
+    let server = place.serve(&[hidden, offered].concat());
+    let size = |socket: &str, name: &str| {
+        let (socket, client) = (place.at(socket), place.at("client"));
+        let query = format!("socket={}&tls-certificates={}", socket.display(), client.display());
+        let uri = format!("nbds+unix://localhost/{name}?{query}");
+        run_program(tools::require("nbdinfo"), ["--size", &uri]).code()
+    };
+    for name in ["vm", ""] {
+        assert_eq!(size("offered", name), 0);
+        assert_ne!(size("hidden", name), 0);
+    }
+    let _ = server.stop().ok();
 }
 
 #[test]
@@ -260,9 +332,15 @@ fn tls_options_that_cannot_be_meant_are_refused() {
     place.refused(&["--nbd", "127.0.0.1:0,tls=required"], "--tls-creds");
     place.refused(&["--nbd", "unix:n", "--tls-creds", "server"], "no address is encrypted");
     place.refused(&["--qmp", "127.0.0.1:0,tls=optional", "--tls-creds", "server"], "first byte");
+    place.refused(&["--qmp", "127.0.0.1:0,export=vm"], "is for --nbd");
+    place.refused(&["--nbd", "unix:n,export=disk"], "there is no export 'disk'");
     let nbd = ["--nbd", "127.0.0.1:0"];
     let anyone = ["--tls-verify-peer", "no", "--tls-authz", "CN=x", "--tls-creds", "server"];
     place.refused(&[&nbd[..], &anyone].concat(), "--tls-authz");
+    let lenient = ["--nbd", "127.0.0.1:0,tls=optional", "--tls-creds", "server"];
+    for selecting in [["--tls-authz", "CN=client"], ["--tls-verify-peer", "yes"]] {
+        place.refused(&[&lenient, &selecting[..]].concat(), "write tls=required");
+    }
     place.refused(&[&nbd[..], &["--tls-creds", "client"]].concat(), "server-cert.pem");
     std::fs::copy(place.at("client/client-key.pem"), place.at("server/server-key.pem")).unwrap();
     place.refused(&[&nbd[..], &["--tls-creds", "server"]].concat(), "cannot be used");

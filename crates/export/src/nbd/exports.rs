@@ -4,7 +4,7 @@ use super::bitmap::{ExportedBitmap, MAX_BITMAPS};
 use super::handshake::ExportInfo;
 use super::live::{Gone, Guard, Live};
 use super::wire::MAX_STRING;
-use crate::frontend::RemoveMode;
+use crate::frontend::{Offered, RemoveMode};
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
 use parking_lot::Mutex;
@@ -163,6 +163,19 @@ struct Entries<D> {
     stopping: bool,
 }
 
+impl<D> Entries<D> {
+    /// Those that are offered, in the order in which they are.
+    fn offered(&self, offered: &Offered) -> Vec<&Arc<Entry<D>>> {
+        match offered {
+            Offered::All => self.entries.iter().collect(),
+            Offered::Named(names) => names
+                .iter()
+                .filter_map(|name| self.entries.iter().find(|entry| entry.export.name == *name))
+                .collect(),
+        }
+    }
+}
+
 impl<D: BlockDevice> Exports<D> {
     pub(crate) fn new(multi_conn: bool) -> Self {
         let state = Mutex::new(Entries { entries: Vec::new(), stopping: false });
@@ -215,18 +228,21 @@ impl<D: BlockDevice> Exports<D> {
         }
     }
 
-    /// Passes `look` the current exports as the handshake describes them, and chooses the one whose index it returns.
+    /// Passes `look` the current exports that are offered, as the handshake describes them, and chooses the one whose
+    /// index it returns.
     ///
     /// This is one atomic step, so that the disk is never still held here after its export's removal was reported.
     pub(crate) fn choose<R>(
         &self,
+        offered: &Offered,
         look: impl FnOnce(&[ExportInfo]) -> (R, Option<usize>),
     ) -> (R, Option<Client<D>>) {
         let state = self.state.lock();
+        let entries = state.offered(offered);
         let infos: Vec<_> =
-            state.entries.iter().map(|entry| entry.export.info(self.multi_conn)).collect();
+            entries.iter().map(|entry| entry.export.info(self.multi_conn)).collect();
         let (result, index) = look(&infos);
-        let entry = index.and_then(|index| state.entries.get(index)).cloned();
+        let entry = index.and_then(|index| entries.get(index)).map(|entry| Arc::clone(entry));
         (result, entry.and_then(Entry::choose))
     }
 

@@ -5,11 +5,10 @@ use super::places;
 use super::server::{Limits, Server};
 use crate::frontend::{
     CommandLineOption, Entrance, Export, ExportControl, ExportedDisk, Frontend, FrontendError,
-    Parameter, Place, Presence, Protocol, RemoveError, RemoveMode, Serving, Settings, Shown, Start,
-    Takes,
+    Offered, Parameter, Place, Presence, Protocol, RemoveError, RemoveMode, Serving, Settings,
+    Shown, Start, Takes,
 };
 use crate::stop::Stop;
-use crate::tls::Security;
 use isobath_disk::BlockDevice;
 use isobath_ring::Handle;
 use isobath_ring::net::Address;
@@ -28,10 +27,12 @@ pub const PROTOCOL: Protocol = Protocol {
         qmp: Presence::Absent,
         option: Some(CommandLineOption {
             flag: "nbd",
-            value_name: "unix:PATH|[HOST:]PORT",
+            value_name: "unix:PATH|[HOST:]PORT[,export=NAME...]",
             help: "Listen for NBD clients on a socket file, or on a TCP port (of the loopback \
                    interface unless HOST is given), where every user of this machine can connect; \
-                   may be given several times [default, unless another frontend is given: a socket \
+                   may be given several times. With ',export=NAME' behind it, which may be \
+                   repeated, clients can choose only the exports of these names there, and the \
+                   empty name selects the first of them [default, unless another frontend is given: a socket \
                    file of its own in $XDG_RUNTIME_DIR/isobath or, for root, /run/isobath]",
             default: None,
         }),
@@ -59,15 +60,30 @@ pub struct NbdFrontend<D> {
     workers: Vec<Handle>,
     /// Listeners that are not served yet.
     listeners: RefCell<Vec<Entrance>>,
-    addresses: Rc<[(Address, Security)]>,
+    addresses: Rc<[At]>,
+}
+
+/// An address, and what clients need there.
+struct At {
+    address: Address,
+    encrypted: bool,
+    offered: Offered,
+}
+
+impl From<&Entrance> for At {
+    fn from(entrance: &Entrance) -> Self {
+        Self {
+            address: entrance.listener.address().clone(),
+            encrypted: entrance.security.credentials().is_some(),
+            offered: entrance.offered.clone(),
+        }
+    }
 }
 
 impl<D: BlockDevice> Frontend<D> for NbdFrontend<D> {
     fn start(start: Start) -> Result<Self, FrontendError> {
         let Start { workers, listeners } = start;
-        let address =
-            |entrance: &Entrance| (entrance.listener.address().clone(), entrance.security.clone());
-        let addresses = listeners.iter().map(address).collect();
+        let addresses = listeners.iter().map(At::from).collect();
         let server = Arc::new(Server::new(Vec::new(), Limits::default())?);
         Ok(Self { server, workers, listeners: RefCell::new(listeners), addresses })
     }
@@ -113,10 +129,10 @@ impl<D: BlockDevice> Frontend<D> for NbdFrontend<D> {
     }
 
     fn serve(&self) -> Vec<Serving> {
-        let serve = |Entrance { listener, security }| -> Serving {
+        let serve = |entrance| -> Serving {
             let (server, workers) = (Arc::clone(&self.server), self.workers.clone());
             Box::pin(async move {
-                let result = server.serve_secured(listener, security, &workers).await;
+                let result = server.serve_at(entrance, &workers).await;
                 if result.is_err() {
                     server.stop();
                 }
@@ -134,7 +150,7 @@ impl<D: BlockDevice> Frontend<D> for NbdFrontend<D> {
 struct Control<D> {
     name: String,
     server: Arc<Server<D>>,
-    addresses: Rc<[(Address, Security)]>,
+    addresses: Rc<[At]>,
     removed: Rc<Stop>,
 }
 
@@ -161,9 +177,7 @@ impl<D: BlockDevice> ExportControl for Control<D> {
     }
 
     fn places(&self, shown: Shown) -> Vec<Place> {
-        let place = |(address, security): &(Address, Security)| {
-            places::place(address, security.credentials().is_some(), &self.name, shown)
-        };
-        self.addresses.iter().map(place).collect()
+        let offering = self.addresses.iter().filter(|at| at.offered.has(&self.name));
+        offering.map(|at| places::place(&at.address, at.encrypted, &self.name, shown)).collect()
     }
 }

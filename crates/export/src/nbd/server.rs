@@ -8,7 +8,7 @@ use super::session::{InFlight, Negotiated, Negotiation, Session, SessionError, g
 use super::transport::Transport;
 use super::window::Window;
 use crate::budget::{ASSURED, Budget};
-use crate::frontend::RemoveMode;
+use crate::frontend::{Entrance, Offered, RemoveMode};
 use crate::pool::Pool;
 use crate::stop::Stop;
 use crate::tls::{Connection, Security};
@@ -196,19 +196,20 @@ impl<D: BlockDevice> Server<D> {
     /// # Errors
     /// If the listener fails. Connections continue; call `stop` to end them.
     pub async fn serve(self: &Arc<Self>, listener: Listener, workers: &[Handle]) -> io::Result<()> {
-        self.serve_secured(listener, Security::Plain, workers).await
+        self.serve_at(listener.into(), workers).await
     }
 
-    /// As [`serve`](Self::serve), to clients that may or must encrypt their connections.
+    /// As [`serve`](Self::serve), to clients that may or must encrypt their connections, or can choose only some of the
+    /// exports.
     ///
     /// # Errors
     /// If the listener fails. Connections continue; call `stop` to end them.
-    pub async fn serve_secured(
+    pub async fn serve_at(
         self: &Arc<Self>,
-        listener: Listener,
-        security: Security,
+        entrance: Entrance,
         workers: &[Handle],
     ) -> io::Result<()> {
+        let Entrance { listener, security, offered } = entrance;
         let mut turn = workers.iter().cycle();
         while let Some(stream) = self.accept(&listener).await? {
             let peer = Peer::of(&stream);
@@ -220,9 +221,9 @@ impl<D: BlockDevice> Server<D> {
                 }
             };
             let server = self.clone();
-            let security = security.clone();
+            let (security, offered) = (security.clone(), offered.clone());
             let connection = move || async move {
-                server.attend(stream, &security, Some(&place)).await;
+                server.attend(stream, (&security, &offered), Some(&place)).await;
                 drop(place);
             };
             match turn.next() {
@@ -277,14 +278,13 @@ impl<D: BlockDevice> Server<D> {
     /// Serves one client over a connected socket, from the greeting to the end, with time limits. The connection is not
     /// counted.
     pub async fn connection(&self, stream: Stream, security: &Security) {
-        self.attend(stream, security, None).await;
+        self.attend(stream, (security, &Offered::All), None).await;
     }
 
-    async fn attend(&self, stream: Stream, security: &Security, place: Option<&Place>) {
+    async fn attend(&self, stream: Stream, terms: (&Security, &Offered), place: Option<&Place>) {
         let connection = Connection::from(stream);
         let keeps = || place.is_none_or(Place::keep);
-        let handshake =
-            timeout(self.limits.handshake, self.handshake(&connection, security, keeps));
+        let handshake = timeout(self.limits.handshake, self.handshake(&connection, terms, keeps));
         let result = match self.unless_stopped(handshake).await {
             None => return,
             Some(Err(_)) => {
@@ -320,7 +320,7 @@ impl<D: BlockDevice> Server<D> {
     async fn handshake(
         &self,
         connection: &Connection,
-        security: &Security,
+        (security, offered): (&Security, &Offered),
         keeps: impl Fn() -> bool,
     ) -> Result<Option<Negotiated<D>>, SessionError> {
         let mut handshake = Handshake::new(match security {
@@ -328,9 +328,10 @@ impl<D: BlockDevice> Server<D> {
             Security::Optional(_) => Encryption::Optional,
             Security::Required(_) => Encryption::Required,
         });
+        let exports = (&self.exports, offered);
         greet(connection).await?;
         loop {
-            let negotiation = negotiate(&mut handshake, connection, &self.exports, &keeps).await?;
+            let negotiation = negotiate(&mut handshake, connection, exports, &keeps).await?;
             match (negotiation, security.credentials()) {
                 (Negotiation::Done(negotiated), _) => return Ok(Some(negotiated)),
                 (Negotiation::StartTls, Some(credentials)) => {
@@ -368,7 +369,8 @@ impl<D: BlockDevice> Server<D> {
     /// If the client violates the protocol or the transport fails.
     pub async fn session<T: Transport>(&self, transport: &T) -> Result<(), SessionError> {
         greet(transport).await?;
-        match negotiate(&mut Handshake::default(), transport, &self.exports, || true).await? {
+        let exports = (&self.exports, &Offered::All);
+        match negotiate(&mut Handshake::default(), transport, exports, || true).await? {
             Negotiation::Done(Negotiated { agreement, client, window }) => {
                 self.transmit(transport, agreement, &client.entry, window, 0).await
             }

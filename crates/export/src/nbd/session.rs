@@ -8,6 +8,7 @@ use super::request::{BadMagic, Command, Request, Terms};
 use super::transport::Transport;
 use super::window::{NARROW, WINDOW, Window};
 use crate::budget::Share;
+use crate::frontend::Offered;
 use crate::pool::{Pool, Pooled};
 use crate::slots::Slots;
 use crate::stop::Stop;
@@ -107,7 +108,7 @@ pub(crate) async fn greet<T: Transport>(transport: &T) -> io::Result<()> {
 pub(crate) async fn negotiate<D: BlockDevice, T: Transport>(
     handshake: &mut Handshake,
     transport: &T,
-    exports: &Exports<D>,
+    (exports, offered): (&Exports<D>, &Offered),
     keeps: impl Fn() -> bool,
 ) -> Result<Negotiation<D>, SessionError> {
     let mut window = Window::new();
@@ -117,7 +118,7 @@ pub(crate) async fn negotiate<D: BlockDevice, T: Transport>(
             transport.send(vec![IoBuf::copy_of(&output)]).await.0?;
             output.clear();
         }
-        let (step, client) = exports.choose(|infos| {
+        let (step, client) = exports.choose(offered, |infos| {
             let step = handshake.advance(infos, window.unread(), &mut output);
             let index = match &step {
                 Ok(Step { outcome: Outcome::Transmission(agreement), .. }) => {

@@ -6,6 +6,7 @@ use super::served::Served;
 use isobath_export::nbd::wire::{command, option};
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::Duration;
 
 /// A client that speaks simple replies.
@@ -13,7 +14,11 @@ pub struct Client(pub UnixStream);
 
 impl Client {
     pub fn connect(served: &Served) -> Self {
-        let stream = UnixStream::connect(&served.socket).unwrap();
+        Self::connect_to(&served.socket)
+    }
+
+    pub fn connect_to(socket: &Path) -> Self {
+        let stream = UnixStream::connect(socket).unwrap();
         stream.set_read_timeout(Some(Duration::from_mins(1))).unwrap();
         Self(stream)
     }

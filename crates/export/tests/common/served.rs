@@ -2,6 +2,7 @@
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, clippy::expect_used)]
 
 use super::memory_disk::MemoryDisk;
+use isobath_export::frontend::{Entrance, Offered};
 use isobath_export::nbd::{Export, Limits, Server};
 use isobath_export::tls::Security;
 use isobath_ring::net::{Address, Listener};
@@ -71,11 +72,27 @@ impl Served {
             let handles: Vec<_> = workers.iter().map(|worker| worker.handle().clone()).collect();
             threads.push(std::thread::spawn(move || {
                 let executor = Executor::new(&Config::default()).unwrap();
-                let serving = server.serve_secured(listener, security, &handles);
+                let entrance = Entrance { security, ..Entrance::from(listener) };
+                let serving = server.serve_at(entrance, &handles);
                 executor.block_on(serving).unwrap();
             }));
         }
         Self { server, disks, socket, tcp: address, directory, threads, workers }
+    }
+
+    /// Listens on another unix socket, where only the exports of these names are offered.
+    pub fn offer(&mut self, names: &[&str]) -> PathBuf {
+        let socket = self.directory.path().join(names.join("+"));
+        let listener = Listener::bind_unix(&socket).unwrap();
+        let names: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
+        let offered = Offered::Named(names.into());
+        let entrance = Entrance { offered, ..Entrance::from(listener) };
+        let server = self.server.clone();
+        self.threads.push(std::thread::spawn(move || {
+            let executor = Executor::new(&Config::default()).unwrap();
+            executor.block_on(server.serve_at(entrance, &[])).unwrap();
+        }));
+        socket
     }
 
     pub fn disk(&self, index: usize) -> &MemoryDisk {

@@ -2,7 +2,7 @@
 
 use crate::client::Client;
 use crate::memory_disk::MemoryDisk;
-use crate::script::{flags, go, option as option_bytes, request};
+use crate::script::{contexts, flags, go, option as option_bytes, request};
 use crate::served::{Served, export, run};
 use isobath_export::frontend::RemoveMode;
 use isobath_export::nbd::wire::{command, option, option_reply};
@@ -11,6 +11,7 @@ use isobath_ring::block_on;
 use isobath_testkit::process::PATIENCE;
 use isobath_testkit::{until, until_some};
 use std::io::Read;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll, Waker};
@@ -46,7 +47,11 @@ fn answer(client: &mut Client) -> (u32, Vec<u8>) {
 
 /// A client that has been greeted.
 fn greeted(served: &Served) -> Client {
-    let mut client = Client::connect(served);
+    greeted_at(&served.socket)
+}
+
+fn greeted_at(socket: &Path) -> Client {
+    let mut client = Client::connect_to(socket);
     client.send(&flags());
     client.take::<18>();
     client
@@ -249,6 +254,76 @@ fn stopping_removes_every_export() {
     let (late, _) = filled("late", 3);
     assert_eq!(served.server.add(late).err(), Some(ExportError::Stopping));
     served.stop();
+}
+
+/// The outcome of `SET_META_CONTEXT` for an export.
+fn contexts_of(client: &mut Client, name: &str) -> u32 {
+    client.send(&option_bytes(option::STRUCTURED_REPLY, &[]));
+    assert_eq!(answer(client).0, option_reply::ACK);
+    client.send(&contexts(name, &["base:allocation"]));
+    loop {
+        match answer(client).0 {
+            option_reply::META_CONTEXT => {}
+            outcome => return outcome,
+        }
+    }
+}
+
+#[test]
+fn a_listener_offers_only_the_exports_that_it_names() {
+    let mut served = none();
+    let socket = served.offer(&["c", "a"]);
+    for (name, byte) in [("a", 1), ("b", 2), ("c", 3)] {
+        drop(served.server.add(filled(name, byte).0).unwrap());
+    }
+    let mut client = greeted_at(&socket);
+    assert_eq!(names(&mut client), ["c", "a"]);
+    for name in ["b", "d"] {
+        assert_eq!(contexts_of(&mut client, name), option_reply::ERR_UNKNOWN);
+        client.send(&option_bytes(
+            option::INFO,
+            &[&[0, 0, 0, 1][..], name.as_bytes(), &[0; 2]].concat(),
+        ));
+        assert_eq!(answer(&mut client).0, option_reply::ERR_UNKNOWN);
+        assert_eq!(choose(&mut client, name), Err(option_reply::ERR_UNKNOWN));
+        // An old client hears nothing.
+        let mut old = greeted_at(&socket);
+        old.send(&option_bytes(option::EXPORT_NAME, name.as_bytes()));
+        assert_eq!(old.rest(), b"");
+    }
+    assert_eq!(contexts_of(&mut client, "a"), option_reply::ACK);
+    for (name, byte) in [("a", 1), ("c", 3), ("", 3)] {
+        let mut client = greeted_at(&socket);
+        choose(&mut client, name).unwrap();
+        assert_eq!(client.read(9, 1), [byte], "'{name}'");
+        client.disconnect();
+        let mut old = greeted_at(&socket);
+        old.send(&option_bytes(option::EXPORT_NAME, name.as_bytes()));
+        old.take::<10>();
+        assert_eq!(old.read(9, 1), [byte], "'{name}'");
+        old.disconnect();
+    }
+    // The other listener offers all.
+    let mut client = greeted(&served);
+    assert_eq!(names(&mut client), ["a", "b", "c"]);
+    choose(&mut client, "b").unwrap();
+    client.disconnect();
+}
+
+#[test]
+fn an_export_added_later_is_offered_where_it_is_named() {
+    let mut served = none();
+    let [named, other] = [&["late"][..], &["early"]].map(|names| served.offer(names));
+    drop(served.server.add(filled("early", 1).0).unwrap());
+    let mut waiting = greeted_at(&named);
+    assert_eq!(names(&mut waiting), [""; 0]);
+    assert_eq!(choose(&mut waiting, ""), Err(option_reply::ERR_UNKNOWN), "not another's default");
+    drop(served.server.add(filled("late", 2).0).unwrap());
+    assert_eq!(names(&mut waiting), ["late"]);
+    assert_eq!(names(&mut greeted_at(&other)), ["early"]);
+    assert_eq!(choose(&mut waiting, ""), Ok(()));
+    assert_eq!(waiting.read(0, 1), [2]);
+    waiting.disconnect();
 }
 
 /// Whoever gets an export gets the disk that had its name then, and never one that is gone.

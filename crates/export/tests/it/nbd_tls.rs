@@ -11,7 +11,7 @@ use isobath_testkit::certificates::Authority;
 use isobath_tls::{Admission, Blocking, ClientCredentials, ServerCredentials};
 use rand::{RngExt, SeedableRng};
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,6 +19,8 @@ use std::time::Duration;
 use tempfile::TempDir;
 
 const MIB: usize = 1 << 20;
+/// How long a server may take to end a connection.
+const PATIENCE: Duration = Duration::from_mins(1);
 const SUBJECT: &str = "/C=GB/O=Example, Org/CN=client";
 /// As `GnuTLS` prints it.
 const NAME: &str = r"C=GB,O=Example\, Org,CN=client";
@@ -167,11 +169,21 @@ fn plain_clients_are_refused_only_where_tls_is_required() {
 /// A plain connection whose greeting was read and answered.
 fn greeted(served: &Served) -> TcpStream {
     let mut stream = TcpStream::connect(served.tcp).unwrap();
-    stream.set_read_timeout(Some(Duration::from_mins(1))).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let mut greeting = [0; 18];
     stream.read_exact(&mut greeting).unwrap();
     stream.write_all(&flags()).unwrap();
     stream
+}
+
+/// What the server still sends until it ends the connection.
+#[track_caller]
+fn rest(stream: &mut TcpStream) -> Vec<u8> {
+    let mut rest = Vec::new();
+    if let Err(error) = stream.read_to_end(&mut rest) {
+        assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}");
+    }
+    rest
 }
 
 /// The type of the reply to an option.
@@ -231,9 +243,7 @@ fn plain_bytes_are_never_taken_for_encrypted_ones() {
             assert_eq!(answer(&mut stream), option_reply::ACK);
             stream.write_all(&choose).unwrap();
         }
-        let mut rest = Vec::new();
-        // A reset is an end, too.
-        let _ = stream.read_to_end(&mut rest);
+        let rest = rest(&mut stream);
         let magic = isobath_export::nbd::wire::OPTION_REPLY_MAGIC.to_be_bytes();
         assert!(!rest.windows(8).any(|window| window == magic), "no option was answered");
     }
@@ -262,7 +272,7 @@ fn changed_and_cut_streams_end_the_session_without_a_write() {
         }
         stream.write_all(&record).unwrap();
         stream.shutdown(std::net::Shutdown::Write).unwrap();
-        let _ = stream.read_to_end(&mut Vec::new());
+        let _ = rest(&mut stream);
     }
     assert!(served.disk(0).bytes(0, 8 * MIB) == before);
 }
@@ -274,10 +284,11 @@ fn a_handshake_that_never_ends_is_cut_off() {
     let limits = Limits { handshake: Duration::from_millis(50), ..Limits::default() };
     let slow = Served::secured(vec![export("disk", noise())], limits, 0, &security);
     let mut stream = TcpStream::connect(slow.tcp).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let hello = [flags(), option_bytes(option::STARTTLS, &[])].concat();
     // All of this may come too late. What is seen is that it ends.
     let _ = stream.write_all(&hello);
-    let _ = stream.read_to_end(&mut Vec::new());
+    let _ = rest(&mut stream);
 
     let served = served(&security);
     let mut stream = greeted(&served);
@@ -292,6 +303,6 @@ fn a_handshake_that_never_ends_is_cut_off() {
             break;
         }
     }
-    let _ = stream.read_to_end(&mut Vec::new());
+    let _ = rest(&mut stream);
     assert_eq!(run("nbdinfo", ["--size", &uri(&served, &keys.at("client"))]).code(), 0);
 }

@@ -171,22 +171,30 @@ fn an_encrypted_export_is_one_like_others() {
     let certificates = format!("--tls-certificates={}", at("server").display());
     let words = ["--tls=on", "--tls-verify-peer", &certificates, "memory", "3M"];
     let _server = nbdkit(&socket, &words);
-    let host = NbdHost::default();
+    let (host, mistaken) = (NbdHost::default(), NbdHost::default());
     let plain = block_on(host.open(&name(&socket), WRITABLE)).unwrap();
+    let _plain = block_on(mistaken.open(&name(&socket), WRITABLE)).unwrap();
     let export = ExportName::parse(name(&socket).to_str().unwrap()).unwrap();
-    let encrypt = |host_name: &str| {
-        let credentials = ClientCredentials::read(&at("client")).unwrap();
-        host.encrypt(&export, Encryption { credentials, host: host_name.into() });
+    let encryption = |directory: &str, host_name: &str| {
+        let credentials = ClientCredentials::read(&at(directory)).unwrap();
+        Encryption { credentials, host: host_name.into() }
     };
-    encrypt("example.org");
+    mistaken.encrypt(&export, encryption("client", "example.org")).unwrap();
     // The plain connection is not shared with whoever asks for an encrypted one.
-    let refused = block_on(host.open(&name(&socket), WRITABLE)).unwrap_err();
+    let refused = block_on(mistaken.open(&name(&socket), WRITABLE)).unwrap_err();
     assert!(refused.to_string().contains("example.org"), "{refused}");
-    encrypt("localhost");
+    host.encrypt(&export, encryption("client", "localhost")).unwrap();
     let file = block_on(host.open(&name(&socket), WRITABLE)).unwrap();
     let mut model = vec![0; block_on(file.len()).unwrap() as usize];
     block_on(against_a_model(&file, &mut model, 400_000, 150));
     assert!(block_on(read(&plain, 0, model.len())) == model);
+
+    // Whoever opens it with others would get this connection.
+    host.encrypt(&export, encryption("client", "localhost")).unwrap();
+    for other in [encryption("client", "example.org"), encryption("server", "localhost")] {
+        let refused = host.encrypt(&export, other).unwrap_err();
+        assert_eq!((&refused.directory, &*refused.host), (&at("client"), "localhost"));
+    }
 }
 
 #[test]

@@ -18,7 +18,6 @@ use isobath_disk::{
     BlockDevice, ImageFormat, InfoOptions, LiveDisk, MetadataMode, OpenOptions, SnapshotChoice,
     Trust, info, read_bitmap,
 };
-use isobath_export::frontend::Entrance;
 use isobath_export::nbd::wire::MAX_STRING;
 use isobath_export::nbd::{Export, ExportError, ExportedBitmap, Limits, Server, WhenFull};
 use isobath_ring::net::Access;
@@ -174,7 +173,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         return Err(Failure::usage("Invalid number of arguments"));
     };
     let (mode, tls) = args.tls()?;
-    let endpoint = SecuredEndpoint { endpoint, mode: Some(mode) };
+    let endpoint = SecuredEndpoint { mode: Some(mode), ..endpoint.into() };
     let image = args.naming.parse(name, args.format).map_err(|reason| args.cannot_open(reason))?;
     args.check()?;
     let daemon = match args.fork.then(Daemon::start) {
@@ -443,7 +442,7 @@ impl Args {
         let server = Arc::new(Server::new(vec![export], limits).map_err(Failure::new)?);
         let endpoints = std::slice::from_ref(endpoint);
         let mut entrances = tls.listen(endpoints, "--port", Access::default())?;
-        let Some(Entrance { listener, security }) = entrances.pop() else { return Ok(()) };
+        let Some(entrance) = entrances.pop() else { return Ok(()) };
         let workers = threads::start(None)?;
         let handles: Vec<Handle> = workers.iter().map(|worker| worker.handle().clone()).collect();
         let pid_file = self.pid_file.as_deref().map(pid_file::create).transpose()?;
@@ -469,7 +468,7 @@ impl Args {
                 unused.stop();
             });
         }
-        let served = server.serve_secured(listener, security, &handles).await;
+        let served = server.serve_at(entrance, &handles).await;
         drop(workers);
         drop(pid_file);
         served.map_err(|error| Failure::new(error).context("the listener failed"))

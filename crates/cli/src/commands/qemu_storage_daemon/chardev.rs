@@ -97,7 +97,7 @@ pub(super) fn nbd_address(
     let (credentials, authorization) = (value(&pairs, "tls-creds"), value(&pairs, "tls-authz"));
     let secured = Tls::of_objects(objects, credentials, authorization);
     let (mode, tls) = secured.map_err(|failure| failure.context("--nbd-server"))?;
-    Ok((SecuredEndpoint { endpoint: address, mode: Some(mode) }, tls))
+    Ok((SecuredEndpoint { mode: Some(mode), ..address.into() }, tls))
 }
 
 impl Chardev {

@@ -16,7 +16,7 @@ pub(super) fn serve_control<H: Host + Clone>(
 ) -> Vec<JoinHandle<()>> {
     let watching = control.clone();
     spawn(async move { watching.service().watch().await });
-    let serve = |Entrance { listener, security }| {
+    let serve = |Entrance { listener, security, .. }| {
         let control = control.clone();
         spawn(async move {
             if let Err(error) = control.serve_secured(listener, security).await {

@@ -274,6 +274,21 @@ impl FrontendArgs {
         Ok(files)
     }
 
+    /// Refuses addresses for exports that there are not, unless `more` may be added.
+    pub(super) fn check_exports(&self, names: &[String], more: bool) -> Result<(), Failure> {
+        for address in self.addresses() {
+            let unknown = address.exports.iter().find(|name| !names.contains(name));
+            if let Some(unknown) = unknown.filter(|_| !more) {
+                return Err(Failure::usage(format!(
+                    "'{},export={unknown}': there is no export '{unknown}'; there are '{}'",
+                    address.endpoint,
+                    names.join("', '")
+                )));
+            }
+        }
+        Ok(())
+    }
+
     /// Listens for clients of shared servers.
     pub(super) fn listen(&self, access: Access, tls: &Tls) -> Result<Listeners, Failure> {
         let mut listeners = Listeners::new();

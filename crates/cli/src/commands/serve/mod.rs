@@ -39,6 +39,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let names = args.export_names()?;
     args.frontends.check(args.images.len())?;
     throttle::check(&args.throttle, &names)?;
+    args.frontends.check_exports(&names, !args.qmp.is_empty())?;
     TlsArgs::check_qmp(&args.qmp)?;
     args.tls.check(args.frontends.addresses().chain(&args.qmp))?;
     let secrets = args.secret_file.secrets()?;

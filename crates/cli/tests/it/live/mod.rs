@@ -56,7 +56,7 @@ impl Live {
     /// A control session.
     #[track_caller]
     pub(crate) fn control(&self) -> Control {
-        Control(Client::connect(&Address::Unix(self.directory.join("qmp"))).expect("connect"))
+        Control::connect(&self.directory.join("qmp"))
     }
 
     /// Ends it by SIGTERM; nothing may have failed.
@@ -75,6 +75,12 @@ pub(crate) type Gone<T> = Result<T, ClientError>;
 pub(crate) struct Control(Client);
 
 impl Control {
+    /// A session at a socket file.
+    #[track_caller]
+    pub(crate) fn connect(socket: &Path) -> Self {
+        Self(Client::connect(&Address::Unix(socket.to_owned())).expect("connect"))
+    }
+
     /// Carries out a command.
     #[track_caller]
     pub(crate) fn execute(&mut self, command: &str, arguments: &Value) -> Gone<Value> {
