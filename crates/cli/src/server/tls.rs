@@ -151,22 +151,40 @@ impl TlsArgs {
     }
 
     /// Refuses what cannot be had for an address of QMP, which has no exports, and no negotiation in which a client
-    /// could ask for encryption.
-    pub(crate) fn check_qmp(endpoints: &[SecuredEndpoint]) -> Result<(), Failure> {
+    /// could ask for encryption; and a port where everybody could control the server, unless that is meant.
+    pub(crate) fn check_qmp(
+        &self,
+        endpoints: &[SecuredEndpoint],
+        insecure: bool,
+    ) -> Result<(), Failure> {
         if let Some(endpoint) = endpoints.iter().find(|endpoint| !endpoint.exports.is_empty()) {
             return Err(Failure::usage(format!(
                 "--qmp {}: ',export=' is for --nbd; QMP controls all exports",
                 endpoint.endpoint
             )));
         }
-        match endpoints.iter().find(|endpoint| endpoint.mode == Some(Mode::Optional)) {
-            None => Ok(()),
-            Some(endpoint) => Err(Failure::usage(format!(
+        let is_optional = |endpoint: &&SecuredEndpoint| endpoint.mode == Some(Mode::Optional);
+        if let Some(endpoint) = endpoints.iter().find(is_optional) {
+            return Err(Failure::usage(format!(
                 "--qmp {}: QMP is encrypted from the first byte or not at all; write tls=required \
                  or tls=off",
                 endpoint.endpoint
-            ))),
+            )));
         }
+        let is_open = |endpoint: &&SecuredEndpoint| {
+            let mode = endpoint.mode(self.creds.is_some());
+            let authenticated = mode == Mode::Required && self.verify_peer != Some(false);
+            matches!(endpoint.endpoint, Endpoint::Tcp { .. }) && !authenticated
+        };
+        if let Some(endpoint) = endpoints.iter().find(is_open).filter(|_| !insecure) {
+            return Err(Failure::usage(format!(
+                "--qmp {}: everybody who can connect to the port, every user of this machine at \
+                 least, could control the server. Use a socket file (unix:PATH), or --tls-creds, by \
+                 which clients are authenticated; --insecure does without",
+                endpoint.endpoint
+            )));
+        }
+        Ok(())
     }
 
     /// Refuses credentials that none of these addresses uses, and to select clients where plain ones are admitted.

@@ -298,7 +298,7 @@ fn a_server_becomes_another_user() {
     // The directory is root's: the tests run as root. The other user has all that is below it.
     let place = directory();
     let user = 3_999_999_999_u32;
-    run_program("chown", &args!["-R", format!("{user}:{user}"), place.path()]).ok();
+    let _ = run_program("chown", &args!["-R", format!("{user}:{user}"), place.path()]).ok();
     fs::set_permissions(place.path(), fs::Permissions::from_mode(0o700)).unwrap();
     let other = user.to_string();
     let mut command = Command::new(ISOBATH);

@@ -327,12 +327,28 @@ fn qmp_is_encrypted_from_the_first_byte() {
 }
 
 #[test]
+fn qmp_is_at_a_port_with_certificates_or_if_it_is_meant() {
+    let place = Place::new();
+    for how in [&["--insecure"][..], &["--tls-creds", "server"]] {
+        let qmp = ["--nbd", "unix:n", "--qmp", "127.0.0.1:0"];
+        let _ = place.serve(&[&qmp, how].concat()).stop().ok();
+    }
+}
+
+#[test]
 fn tls_options_that_cannot_be_meant_are_refused() {
     let place = Place::new();
     place.refused(&["--nbd", "127.0.0.1:0,tls=required"], "--tls-creds");
     place.refused(&["--nbd", "unix:n", "--tls-creds", "server"], "no address is encrypted");
     place.refused(&["--qmp", "127.0.0.1:0,tls=optional", "--tls-creds", "server"], "first byte");
     place.refused(&["--qmp", "127.0.0.1:0,export=vm"], "is for --nbd");
+    for open in [
+        &["--qmp", "127.0.0.1:0"][..],
+        &["--qmp", "127.0.0.1:0,tls=off", "--nbd", "127.0.0.1:0", "--tls-creds", "server"],
+        &["--qmp", "127.0.0.1:0", "--tls-creds", "server", "--tls-verify-peer", "no"],
+    ] {
+        place.refused(open, "--insecure");
+    }
     place.refused(&["--nbd", "unix:n,export=disk"], "there is no export 'disk'");
     let nbd = ["--nbd", "127.0.0.1:0"];
     let anyone = ["--tls-verify-peer", "no", "--tls-authz", "CN=x", "--tls-creds", "server"];

@@ -46,6 +46,9 @@ pub(crate) struct Args {
     /// user and root
     #[arg(long)]
     pub(super) qmp_any_user: bool,
+    /// Let whoever can connect to a TCP port of --qmp control the server
+    #[arg(long)]
+    pub(super) insecure: bool,
     /// Serve Prometheus metrics over HTTP at /metrics, on a socket file or a TCP port (of the loopback interface unless
     /// HOST is given); can be repeated
     #[arg(long, value_name = "[HOST:]PORT|unix:PATH")]

@@ -17,7 +17,7 @@ use crate::host::images;
 use crate::server::daemon::Daemon;
 use crate::server::sandbox::Confined;
 use crate::server::signals::either;
-use crate::server::tls::{Tls, TlsArgs};
+use crate::server::tls::Tls;
 use crate::server::{listen, pid_file, signals, threads};
 use crate::{messages, runtime};
 use announce::announce;
@@ -40,7 +40,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     args.frontends.check(args.images.len())?;
     throttle::check(&args.throttle, &names)?;
     args.frontends.check_exports(&names, !args.qmp.is_empty())?;
-    TlsArgs::check_qmp(&args.qmp)?;
+    args.tls.check_qmp(&args.qmp, args.insecure)?;
     args.tls.check(args.frontends.addresses().chain(&args.qmp))?;
     let secrets = args.secret_file.secrets()?;
     let tls = args.tls.read()?;
