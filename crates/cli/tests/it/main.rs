@@ -36,6 +36,7 @@ mod live_killed;
 mod live_snapshots;
 mod luks;
 mod messages;
+mod names_and_nulls;
 mod nbd_names;
 mod options_name_files;
 mod programs;
