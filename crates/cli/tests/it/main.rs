@@ -35,6 +35,7 @@ mod live_guest;
 mod live_killed;
 mod live_snapshots;
 mod luks;
+mod manners;
 mod messages;
 mod names_and_nulls;
 mod nbd_names;

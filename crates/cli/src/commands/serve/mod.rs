@@ -16,7 +16,7 @@ use crate::host::images;
 use crate::server::daemon::Daemon;
 use crate::server::signals::either;
 use crate::server::tls::{Tls, TlsArgs};
-use crate::server::{listen, pid_file, signals, threads};
+use crate::server::{listen, log_file, pid_file, signals, threads};
 use crate::{messages, runtime};
 use announce::announce;
 use isobath_disk::LiveDisk;
@@ -27,6 +27,7 @@ use isobath_ring::{Handle, JoinHandle, Signals, spawn};
 use isobath_storage::Host;
 #[cfg(feature = "slow-disk")]
 use isobath_storage_test::slow::SlowHost;
+use std::fs::File;
 use std::future;
 use std::io::{self, Write};
 use std::rc::Rc;
@@ -38,7 +39,8 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     throttle::check(&args.throttle, args.images.len())?;
     TlsArgs::check_qmp(&args.qmp)?;
     args.tls.check(args.frontends.addresses().chain(&args.qmp))?;
-    let order = Order { args, names, tls: args.tls.read()? };
+    let log = args.log.as_deref().map(log_file::open).transpose()?;
+    let order = Order { args, names, tls: args.tls.read()?, log };
     let daemon = match args.daemonize.then(Daemon::start) {
         None => None,
         Some(Ok(daemon)) => Some(daemon),
@@ -63,6 +65,8 @@ struct Order<'a> {
     /// The exports' names.
     names: Vec<String>,
     tls: Tls,
+    /// Where messages go from the time that clients can connect.
+    log: Option<File>,
 }
 
 /// Serves images stored on `host`.
@@ -92,7 +96,7 @@ async fn serve<H: Host + Clone>(
     out: &mut dyn Write,
     daemon: Option<Daemon>,
 ) -> Result<(), Failure> {
-    let Order { args, names, tls } = order;
+    let Order { args, names, tls, log } = order;
     let access = args.access();
     let listeners = args.frontends.listen(access, &tls)?;
     let controls = tls.listen(&args.qmp, "--qmp", access)?;
@@ -125,8 +129,11 @@ async fn serve<H: Host + Clone>(
     if let Err(error) = announce(out, monitor) {
         tracing::warn!(%error, "cannot print the exports' addresses");
     }
+    if let Some(log) = &log {
+        messages::log_to(log).map_err(|error| Failure::new(error).context("--log"))?;
+    }
     if let Some(daemon) = daemon {
-        daemon.ready().map_err(|error| Failure::new(error).context("/dev/null"))?;
+        daemon.ready(log.is_some()).map_err(|error| Failure::new(error).context("/dev/null"))?;
     }
     notify(&[sd_notify::NotifyState::Ready]);
 
