@@ -27,7 +27,8 @@ pub(crate) fn complain(message: impl Display) {
     tell(format_args!("{}: {message}", crate::program::name()));
 }
 
-/// Notes that `image` becomes raw because no format was given, if its name is that of a qcow2 image. `option` gives one.
+/// Notes that `image` becomes raw because no format was given, if its name is that of a qcow2 image. `option` gives
+/// one.
 pub(crate) fn note_raw(image: &std::path::Path, option: &str) {
     let named = image.extension().is_some_and(|kind| kind.eq_ignore_ascii_case("qcow2"));
     // QEMU's programs say nothing.
