@@ -7,7 +7,7 @@ use isobath_image::encryption::{self, Secrets};
 use isobath_image::index_area::read_root;
 use isobath_image::layer::ImageFormat;
 use isobath_image::luks;
-use isobath_image::name::backing_format;
+use isobath_image::name::{backing_format, check_backing_kind};
 use isobath_image::open::{open_foreign, referenced_file};
 use isobath_image::options::{OpenOptions, Trust};
 use isobath_image::probe::format_of;
@@ -154,7 +154,7 @@ pub struct BitmapInfo {
 /// If the file cannot be opened, locked or read, or its header, snapshot table or bitmap directory
 /// cannot be used.
 pub async fn info<H: Host>(host: &H, name: &Path, options: &InfoOptions) -> Result<ImageInfo> {
-    let mut info = look(host, name, options).await?.0;
+    let mut info = look(host, name, None, options).await?.0;
     check_index(host, &mut info, options).await;
     Ok(info)
 }
@@ -182,7 +182,8 @@ pub async fn backing_chain_info<H: Host>(
     let mut seen: HashSet<FileId> = HashSet::new();
     let mut next = Some((name.to_owned(), options.clone()));
     while let Some((name, options)) = next.take() {
-        let (info, id) = look(host, &name, &options).await?;
+        let overlay: Option<&ImageInfo> = chain.last();
+        let (info, id) = look(host, &name, overlay, &options).await?;
         if !seen.insert(id) {
             return Err(DiskError::Refused {
                 image: name,
@@ -214,15 +215,22 @@ pub async fn backing_chain_info<H: Host>(
     Ok(chain)
 }
 
+/// Looks at an image, which may be the backing file of `overlay`.
 async fn look<H: Host>(
     host: &H,
     name: &Path,
+    overlay: Option<&ImageInfo>,
     options: &InfoOptions,
 ) -> Result<(ImageInfo, FileId)> {
     let mode = OpenMode { writable: false, direct: false, locking: options.locking };
     let file = host.open(name, mode).await?;
     if options.named {
         options.trust.check_place(&file).await?;
+    }
+    if let Some((above, named)) =
+        overlay.and_then(|above| Some((above, above.backing_filename.as_ref()?)))
+    {
+        check_backing_kind(&above.filename, named, &file)?;
     }
     let length = file.len().await?;
     let elsewhere = host.protocol_name(&name.to_string_lossy());

@@ -6,7 +6,7 @@ use futures_util::stream::{self, StreamExt};
 use isobath_image::encryption::Key;
 use isobath_image::index_area::read_root;
 use isobath_image::layer::{ImageFormat, Layer, ShownLog};
-use isobath_image::name::backing_format;
+use isobath_image::name::{backing_format, backing_secret, check_backing_kind};
 use isobath_image::offline::bring_in;
 use isobath_image::open::{open_layer, referenced_file};
 use isobath_image::options::{BackingFile, Below, OpenOptions, Trust};
@@ -41,7 +41,7 @@ pub async fn open_layers<H: Host>(
 ) -> Result<Chain<H::File>> {
     let mut layers: Vec<Arc<Layer<H::File>>> = Vec::new();
     let mut seen: HashSet<FileId> = HashSet::new();
-    let mut next = Some((name.to_owned(), options.format));
+    let mut next = Some(Next { name: name.to_owned(), format: options.format, description: None });
     let mut visible = u64::MAX;
     let mut ahead = OpenedAhead::default();
     let below = options.clone().snapshot(None).data_file(None).named(true);
@@ -51,7 +51,7 @@ pub async fn open_layers<H: Host>(
         Some(above) if matches!(options.below(above), Below::Given(_)) => &as_given,
         Some(_) => &below,
     };
-    while let Some((name, format)) = next.take() {
+    while let Some(Next { name, format, description }) = next.take() {
         if layers.len() == MAX_LAYERS {
             return Err(DiskError::Refused {
                 image: name,
@@ -59,18 +59,21 @@ pub async fn open_layers<H: Host>(
             });
         }
         let writable = options.writable && layers.is_empty();
-        let opened = if let Some(layer) = ahead.take(&name, format) {
-            Ok(layer)
-        } else {
-            let key = options.secrets.key(layers.len());
-            open_layer(host, &name, format, writable, own(layers.len()), &key).await
-        };
-        let opened = match opened {
-            Ok(layer) if !writable && (options.writable || options.bring_in) => {
-                let key = options.secrets.key(layers.len());
-                Box::pin(durable(host, layer, format, own(layers.len()), &key)).await
+        let opened = match key_of(&name, description.as_deref(), options, layers.len()) {
+            Ok(key) => {
+                let own = own(layers.len());
+                let opened = match ahead.take(&name, format) {
+                    Some(layer) => Ok(layer),
+                    None => open_layer(host, &name, format, writable, own, &key).await,
+                };
+                match opened {
+                    Ok(layer) if !writable && (options.writable || options.bring_in) => {
+                        Box::pin(durable(host, layer, format, own, &key)).await
+                    }
+                    opened => opened,
+                }
             }
-            opened => opened,
+            Err(error) => Err(error),
         };
         let layer = match (opened, layers.last()) {
             (Ok(layer), _) => Arc::new(layer),
@@ -82,6 +85,9 @@ pub async fn open_layers<H: Host>(
                 });
             }
         };
+        if let (Some(description), Some(above)) = (&description, layers.last()) {
+            check_backing_kind(above.name(), description, &**layer.storage())?;
+        }
         if !seen.insert(layer.storage().id()) {
             return Err(DiskError::Refused {
                 image: layer.name().to_owned(),
@@ -109,6 +115,28 @@ pub async fn open_layers<H: Host>(
     }
     layers.reverse();
     Ok(Chain::of(layers))
+}
+
+/// The next layer of a chain that is being opened.
+struct Next {
+    name: PathBuf,
+    format: Option<ImageFormat>,
+    /// The name in the header above, if it is a description.
+    description: Option<String>,
+}
+
+/// How the image `name` is unlocked, which has `depth` others above it: the header above may describe it.
+fn key_of(
+    name: &Path,
+    description: Option<&str>,
+    options: &OpenOptions,
+    depth: usize,
+) -> Result<Key> {
+    // Whoever made an untrusted image does not choose among secrets.
+    let id = description.filter(|_| options.trust == Trust::Full).and_then(backing_secret);
+    let Some(id) = id else { return Ok(options.secrets.key(depth)) };
+    let key = options.secrets.key_named(depth, &id);
+    key.map_err(|reason| DiskError::Refused { image: name.to_owned(), reason })
 }
 
 /// Makes a layer durable that says that it was not closed, before anything is written above it: what a guest flushes to
@@ -237,7 +265,8 @@ async fn open_ahead<H: Host>(
             let Ok(path) = path else { break };
             referrer.clone_from(&path);
             depth += 1;
-            wanted.push((path, record.format.into(), below.secrets.key(depth)));
+            let Ok(key) = key_of(&path, Some(&record.name), below, depth) else { break };
+            wanted.push((path, record.format.into(), key));
         }
         let opening = wanted
             .iter()
@@ -269,10 +298,7 @@ async fn open_ahead<H: Host>(
 
 /// The name and format of a backing file that was given for a layer, whose header must name another: what is written to
 /// an image without a backing file relies on that.
-fn given<S: Storage>(
-    layer: &Layer<S>,
-    file: &BackingFile,
-) -> Result<(PathBuf, Option<ImageFormat>)> {
+fn given<S: Storage>(layer: &Layer<S>, file: &BackingFile) -> Result<Next> {
     if layer.header().is_none_or(|header| header.backing_file.is_none()) {
         return Err(DiskError::Refused {
             image: layer.name().to_owned(),
@@ -281,7 +307,7 @@ fn given<S: Storage>(
                     .into(),
         });
     }
-    Ok((file.name.clone(), file.format))
+    Ok(Next { name: file.name.clone(), format: file.format, description: None })
 }
 
 /// The error for an untrusted image that does not name its backing file's format.
@@ -300,7 +326,7 @@ fn backing_of<H: Host>(
     layer: &Layer<H::File>,
     format: Option<ImageFormat>,
     trust: &Trust,
-) -> Result<Option<(PathBuf, Option<ImageFormat>)>> {
+) -> Result<Option<Next>> {
     let Some(header) = layer.header() else { return Ok(None) };
     let Some(name) = &header.backing_file else { return Ok(None) };
     let path = referenced_file(host, layer.name(), "backing file", name, trust)?;
@@ -321,5 +347,6 @@ fn backing_of<H: Host>(
         }
         None => None,
     };
-    Ok(Some((path, format)))
+    let description = name.starts_with("json:").then(|| name.clone());
+    Ok(Some(Next { name: path, format, description }))
 }

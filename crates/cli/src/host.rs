@@ -65,9 +65,10 @@ pub(crate) fn is_file_name(name: &Path) -> bool {
     Part::of_name(name).is_none() && !is_export(name) && !null::is_name(name)
 }
 
-/// The path that opens the file of this name, even if the name looks like that of an export or a part.
+/// The path that opens the file of this name, even if the name looks like that of anything else.
 pub(crate) fn path_of_file(name: &str) -> PathBuf {
-    isobath_storage::window::path_of_file(name, is_name)
+    let other = |name: &str| is_name(name) || null::is_name(Path::new(name));
+    isobath_storage::window::path_of_file(name, other)
 }
 
 /// Refuses the name of an export or a part for an operation that only files support.

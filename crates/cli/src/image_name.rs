@@ -9,7 +9,7 @@ use crate::null::{self, is_null};
 use crate::tls_objects::{self, TlsObject};
 use crate::trust::Trusting;
 use crate::{nbd_options, options, size};
-use isobath_disk::encryption::{Secret, Secrets};
+use isobath_disk::encryption::{FoundSecret, Secret, Secrets};
 use isobath_disk::{
     BackingFile, Below, Disk, DiskError, ImageFormat, InfoOptions, OpenOptions, Trust,
 };
@@ -86,11 +86,13 @@ impl Objects {
     /// # Errors
     /// If there is none, or its value is not in a file or cannot be read.
     pub(crate) fn secret(&self, id: &str) -> Result<Arc<Secret>, String> {
-        let described = self.object.iter().filter_map(|text| describe(text).ok());
-        let found = described.into_iter().rfind(|description| description.id == id);
-        let found = found.ok_or_else(|| format!("No secret with id '{id}'"))?;
-        file_of(&found)?;
-        found.load().map(Arc::new)
+        self.find_secret(id).unwrap_or_else(|| Err(format!("No secret with id '{id}'")))
+    }
+
+    fn find_secret(&self, id: &str) -> Option<FoundSecret> {
+        let mut described = self.object.iter().filter_map(|text| describe(text).ok());
+        let found = described.rfind(|description| description.id == id)?;
+        Some(file_of(&found).and_then(|_| found.load()).map(Arc::new))
     }
 
     /// The objects for encrypted connections.
@@ -193,6 +195,10 @@ pub(crate) struct Image {
     pub(crate) path: PathBuf,
     /// The format, if one was given.
     pub(crate) format: Option<ImageFormat>,
+    /// The driver that is named in place of a format: that of a file, which is then the disk.
+    protocol: Option<String>,
+    /// How a disk without contents is shown.
+    shown_null: Option<String>,
     direct: Option<bool>,
     read_only: bool,
     unlocked: bool,
@@ -241,6 +247,12 @@ impl Naming {
         Ok(image)
     }
 
+    /// The secrets of a chain, unless its options name others.
+    pub(crate) fn secrets(&self) -> Result<Secrets, String> {
+        let objects = self.objects.clone();
+        Ok(self.secret_file.load()?.with_ids(move |id| objects.find_secret(id)))
+    }
+
     /// Refuses a data file for several images.
     ///
     /// # Errors
@@ -256,7 +268,7 @@ impl Naming {
 
     fn parse_name(&self, name: &Path, format: Option<ImageFormat>) -> Result<Image, String> {
         let shown = name.to_string_lossy().into_owned();
-        let secrets = self.secret_file.load()?;
+        let secrets = self.secrets()?;
         tls_objects::define(self.objects.tls());
         let plain = |path: PathBuf, format| Image {
             secrets: secrets.clone(),
@@ -279,9 +291,8 @@ impl Naming {
         }
         if let Some(json) = shown.strip_prefix("json:") {
             let value = crate::json::standard(json);
-            let value: Value = serde_json::from_str(&value).map_err(|error| {
-                format!("Could not parse the JSON options: JSON parse error, {error}")
-            })?;
+            let value = isobath_qmp::json::parse(value.as_bytes())
+                .map_err(|error| format!("Could not parse the JSON options: {error}"))?;
             if !value.is_object() {
                 return Err("Invalid JSON object given".into());
             }
@@ -332,7 +343,7 @@ impl Naming {
             options.push(("file.filename".into(), name.to_owned()));
         }
         let shown = name.unwrap_or_default().to_owned();
-        let secrets = self.secret_file.load()?;
+        let secrets = self.secrets()?;
         tls_objects::define(self.objects.tls());
         let plain = Image { secrets, ..Image::plain(shown, PathBuf::new(), None) };
         self.as_told(self.described(plain, options)?)
@@ -365,6 +376,8 @@ impl Image {
             shown,
             path,
             format,
+            protocol: None,
+            shown_null: None,
             direct,
             read_only,
             unlocked,
@@ -384,9 +397,20 @@ impl Image {
         self.data_file.is_some()
     }
 
-    /// If it is a part of a file: how that was named.
-    pub(crate) fn part_as_typed(&self) -> Option<&str> {
-        Part::of_name(&self.path).map(|_| self.shown.as_str())
+    /// The name to show, if it is not that of the file: of a part of one, or of a disk without contents.
+    pub(crate) fn readable_name(&self) -> Option<&str> {
+        let other = Part::of_name(&self.path).is_some() || self.is_null();
+        other.then(|| self.shown_null.as_deref().unwrap_or(&self.shown))
+    }
+
+    /// Whether it is a disk without contents.
+    pub(crate) fn is_null(&self) -> bool {
+        null::is_name(&self.path)
+    }
+
+    /// The driver that is named in place of a format.
+    pub(crate) fn protocol(&self) -> Option<&str> {
+        self.protocol.as_deref()
     }
 
     /// The name that an option gives to a part of the image.
@@ -536,7 +560,7 @@ pub(crate) fn reason(error: &DiskError) -> String {
     match error {
         DiskError::Storage(error) => storage_reason(error),
         DiskError::Format { source, .. } if is_too_big(source) => "Image is too big".into(),
-        DiskError::Format { source, .. } if source.field() == "magic" => {
+        DiskError::Format { source, .. } if is_not_qcow2(source) => {
             "Image is not in qcow2 format".into()
         }
         DiskError::Format { source, .. } => source.to_string(),
@@ -554,6 +578,11 @@ pub(crate) fn reason(error: &DiskError) -> String {
 /// Whether a disk is too large for its image's tables.
 pub(crate) fn is_too_big(error: &FormatError) -> bool {
     error.field() == "size" && error.kind() == FormatErrorKind::TooLarge
+}
+
+/// Whether a file does not begin as a qcow2 image does, although it is said to be one.
+fn is_not_qcow2(error: &FormatError) -> bool {
+    error.field() == "magic" && error.kind() == FormatErrorKind::NotQcow2
 }
 
 fn storage_reason(error: &StorageError) -> String {
@@ -657,12 +686,14 @@ impl Naming {
         if pairs.iter().any(|(name, value)| name == "driver" && value == "blkdebug") {
             without_blkdebug(&mut pairs)?;
         }
+        let options = pairs.clone();
         let mut driver = take(&mut pairs, "driver");
         // With only a protocol, the disk is raw; without a driver, the format is detected.
         let mut prefix = "file.";
         if driver.as_deref().is_some_and(is_protocol) {
             prefix = "";
             image.format = Some(ImageFormat::Raw);
+            image.protocol.clone_from(&driver);
             pairs.extend(driver.take().map(|driver| ("driver".to_owned(), driver)));
         } else if let Some(driver) = &driver {
             image.format =
@@ -682,6 +713,9 @@ impl Naming {
             return Err(what.into());
         };
         image.path = path;
+        if image.is_null() {
+            image.shown_null = Some(null::shown(&image.shown, &options));
+        }
         if driver.as_deref() == Some("raw")
             && let Some(part) = part(&mut pairs, "", &image.path)?
         {

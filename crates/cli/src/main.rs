@@ -11,6 +11,7 @@ mod commands;
 mod compressed;
 mod descriptors;
 mod failure;
+mod full;
 mod host;
 mod image_name;
 mod json;
@@ -150,6 +151,19 @@ mod tests {
             let rows = [format!("| [`{name}"), format!("| `{name}")];
             assert!(rows.iter().any(|row| readme.contains(row)), "{name}");
         }
+    }
+
+    #[test]
+    fn the_help_begins_with_what_is_used_most() {
+        let command = Cli::command();
+        let listed = command.get_subcommands().filter(|command| !command.is_hide_set());
+        let listed: Vec<&str> = listed.map(clap::Command::get_name).collect();
+        assert_eq!(listed[..4], ["create", "info", "check", "convert"]);
+        let place = |name| listed.iter().position(|other| *other == name).unwrap();
+        for (first, next) in [("serve", "ctl"), ("commit", "rebase"), ("chain", "index")] {
+            assert_eq!(place(first) + 1, place(next));
+        }
+        assert_eq!(listed.last(), Some(&"completions"));
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::collections::VecDeque;
 use std::fmt::Display;
 use std::io::{self, IsTerminal, Write};
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use std::{panic, thread};
@@ -26,6 +27,20 @@ pub(crate) fn complain(message: impl Display) {
     tell(format_args!("{}: {message}", crate::program::name()));
 }
 
+/// Notes that `image` becomes raw because no format was given, if its name is that of a qcow2 image. `option` gives
+/// one.
+pub(crate) fn note_raw(image: &std::path::Path, option: &str) {
+    let named = image.extension().is_some_and(|kind| kind.eq_ignore_ascii_case("qcow2"));
+    // QEMU's programs say nothing.
+    if named && !crate::program::is_link() {
+        let name = isobath_storage::shown(image);
+        complain(format_args!(
+            "note: '{name}' becomes a raw image, since no format is given; a qcow2 image needs \
+             '{option} qcow2'"
+        ));
+    }
+}
+
 /// From now on, a thread writes to stderr, and nothing waits for it: messages beyond [`MOST_WAITING`] are dropped and
 /// counted. For servers; call it after any fork.
 pub(crate) fn detach() {
@@ -35,6 +50,17 @@ pub(crate) fn detach() {
         // Without a thread, writes stay synchronous.
         state.detached = started.is_ok();
     }
+}
+
+/// Makes a file stderr, for all later messages: without colours.
+///
+/// # Errors
+/// Those of `dup2(2)`.
+pub(crate) fn log_to(file: &std::fs::File) -> io::Result<()> {
+    settle();
+    rustix::stdio::dup2_stderr(file)?;
+    IN_FILE.store(true, Ordering::Relaxed);
+    Ok(())
 }
 
 /// Waits until everything is written, or stderr makes no more progress. Call it before the process ends.
@@ -88,13 +114,32 @@ impl<'a> MakeWriter<'a> for Log {
 
 impl Write for &Log {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        put(harmless(&String::from_utf8_lossy(line), self.colours));
+        let text = String::from_utf8_lossy(line);
+        put(match (self.colours, IN_FILE.load(Ordering::Relaxed)) {
+            (true, true) => harmless(&uncoloured(&text), false),
+            (colours, _) => harmless(&text, colours),
+        });
         Ok(line.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
+}
+
+/// Whether stderr is a log, where there are no colours.
+static IN_FILE: AtomicBool = AtomicBool::new(false);
+
+/// The text without the codes of its colours.
+fn uncoloured(text: &str) -> String {
+    let mut parts = text.split("\x1b[");
+    let mut out = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let code = part.bytes().take_while(|byte| matches!(byte, b'0'..=b'9' | b';')).count();
+        let after = part.get(code..).unwrap_or_default();
+        out.push_str(after.strip_prefix('m').unwrap_or(part));
+    }
+    out
 }
 
 /// Escapes characters that would control a terminal or mislead the reader. With `colours`, escape characters are kept:
@@ -200,6 +245,18 @@ fn wait_for_room() {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_gets_no_colours() {
+        for (text, plain) in [
+            ("\x1b[2m12:00\x1b[0m \x1b[31mERROR\x1b[0m x", "12:00 ERROR x"),
+            ("\x1b[38;5;1mé\x1b[mü", "éü"),
+            ("\x1b[31", "31"),
+            ("plain [0m", "plain [0m"),
+        ] {
+            assert_eq!(uncoloured(text), plain);
+        }
+    }
 
     #[test]
     fn lines_do_nothing_to_a_terminal() {

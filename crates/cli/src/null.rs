@@ -8,6 +8,7 @@ use isobath_storage::{
     Allocation, Capabilities, FileId, Host, Identity, IoBuf, OpenMode, Operation, Result, Storage,
     StorageError, ZeroMode,
 };
+use serde_json::{Map, Value};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -47,6 +48,59 @@ fn parse(name: &Path) -> Option<(u64, bool)> {
 /// Whether this is the name of such a disk.
 pub(crate) fn is_name(name: &Path) -> bool {
     parse(name).is_some()
+}
+
+/// Whether this is the name of such a disk that does not say what it holds.
+pub(crate) fn says_nothing(name: &Path) -> bool {
+    matches!(parse(name), Some((_, false)))
+}
+
+/// The options that make it what it is, but for its driver.
+const OPTIONS: [&str; 3] = ["size", "read-zeroes", "latency-ns"];
+
+/// The name by which QEMU shows the disk that was named by these options, or by `typed`, if that is a description.
+pub(crate) fn shown(typed: &str, options: &[(String, String)]) -> String {
+    let own = |name: &str| name.strip_prefix("file.").unwrap_or(name).to_owned();
+    let driver = options.iter().map(|(_, value)| value).find(|value| is_null(value));
+    if !options.iter().any(|(name, _)| OPTIONS.contains(&&*own(name))) {
+        return format!("{}://", driver.map_or("null-co", |driver| driver));
+    }
+    let described = typed.strip_prefix("json:").map(crate::json::standard);
+    let described = described.and_then(|json| isobath_qmp::json::parse(json.as_bytes()).ok());
+    let mut object = match described {
+        Some(Value::Object(object)) => object,
+        _ => nested(options),
+    };
+    retain_own(&mut object);
+    let line = isobath_qmp::json::to_line(&Value::Object(object));
+    format!("json:{}", String::from_utf8_lossy(line.trim_ascii_end()))
+}
+
+/// The options as an object, which has an object for the file below.
+fn nested(options: &[(String, String)]) -> Map<String, Value> {
+    let mut object = Map::new();
+    let mut file = Map::new();
+    for (name, value) in options {
+        match name.strip_prefix("file.") {
+            Some(name) => file.insert(name.to_owned(), value.clone().into()),
+            None => object.insert(name.clone(), value.clone().into()),
+        };
+    }
+    if !file.is_empty() {
+        object.insert("file".into(), Value::Object(file));
+    }
+    object
+}
+
+/// Drops what says how the disk is opened.
+fn retain_own(object: &mut Map<String, Value>) {
+    object.retain(|name, value| {
+        if let Value::Object(file) = value {
+            retain_own(file);
+        }
+        let name = name.strip_prefix("file.").unwrap_or(name);
+        matches!(name, "driver" | "file") || OPTIONS.contains(&name)
+    });
 }
 
 /// The host of these disks.
@@ -161,6 +215,22 @@ mod tests {
     use isobath_storage::StorageExt;
 
     #[test]
+    fn it_is_shown_as_it_was_named() {
+        let options = |pairs: &[(&str, &str)]| -> Vec<(String, String)> {
+            pairs.iter().map(|(name, value)| ((*name).into(), (*value).into())).collect()
+        };
+        let bare = options(&[("file.driver", "null-aio"), ("driver", "raw")]);
+        assert_eq!(shown("", &bare), "null-aio://");
+        let sized = options(&[("driver", "null-co"), ("size", "64k"), ("read-only", "on")]);
+        assert_eq!(shown("x", &sized), r#"json:{"driver": "null-co", "size": "64k"}"#);
+        let json = "json:{'driver':'null-co','size':65536}";
+        assert_eq!(shown(json, &sized), r#"json:{"driver": "null-co", "size": 65536}"#);
+        let below = options(&[("driver", "raw"), ("file.driver", "null-co"), ("file.size", "1")]);
+        let expected = r#"json:{"driver": "raw", "file": {"driver": "null-co", "size": "1"}}"#;
+        assert_eq!(shown("x", &below), expected);
+    }
+
+    #[test]
     fn a_null_disk_reads_as_zeroes_and_ends_somewhere() {
         let open = |name: &Path, writable| {
             block_on(NullHost.open(name, OpenMode { writable, ..OpenMode::default() })).unwrap()
@@ -183,6 +253,7 @@ mod tests {
         assert!(block_on(zeroes.write_at(0, IoBuf::zeroed(512))).is_err());
         assert_ne!(open(&name, true).id(), file.id());
         assert!(named(Some("x"), false).is_err());
+        assert!(says_nothing(&name) && !says_nothing(&named(None, true).unwrap()));
         for other in ["null", "null:512:data", "part\x000:0:null\x00512:data"] {
             assert!(!is_name(Path::new(other)), "{other}");
         }

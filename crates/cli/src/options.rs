@@ -77,6 +77,24 @@ pub(crate) fn on_off(name: &str, value: &str) -> Result<bool, String> {
     }
 }
 
+/// The error of an option that is not among `known`, in QEMU's words; under the program's own name, with the nearest of
+/// those.
+pub(crate) fn unknown<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> String {
+    let error = format!("Invalid parameter '{name}'");
+    match nearest(name, known).filter(|_| !crate::program::is_link()) {
+        Some(nearest) => format!("{error}; did you mean '{nearest}'?"),
+        None => error,
+    }
+}
+
+fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    /// As alike as a command that is suggested for a wrong one.
+    const LIKE: f64 = 0.8;
+    let rated = known.into_iter().map(|known| (strsim::jaro(name, known), known));
+    let rated = rated.filter(|(rate, _)| *rate > LIKE);
+    rated.max_by(|(one, _), (other, _)| one.total_cmp(other)).map(|(_, known)| known)
+}
+
 /// A name from an image or a file system made safe to print.
 pub(crate) fn printable(name: &str) -> String {
     Shown(name).to_string()
@@ -85,6 +103,24 @@ pub(crate) fn printable(name: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_wrong_option_is_compared_with_those_that_there_are() {
+        let known = ["backing_file", "backing_fmt", "cluster_size", "size", "encrypt.key-secret"];
+        for (name, expected) in [
+            ("clustersize", Some("cluster_size")),
+            ("backing-fmt", Some("backing_fmt")),
+            ("encrypt.keysecret", Some("encrypt.key-secret")),
+            ("bogus", None),
+            ("", None),
+            ("x", None),
+        ] {
+            assert_eq!(nearest(name, known), expected, "{name}");
+        }
+        let says = "Invalid parameter 'siz'; did you mean 'size'?";
+        assert_eq!(unknown("siz", known), says);
+        assert_eq!(unknown("bogus", known), "Invalid parameter 'bogus'");
+    }
 
     #[test]
     fn options_are_split_as_qemu_img_splits_them() {

@@ -26,14 +26,59 @@ pub const SECTOR: u64 = 512;
 pub struct Secrets {
     /// By the number of images above.
     by_depth: Vec<Option<Arc<Secret>>>,
+    /// Those that names in headers may give.
+    by_id: Option<ById>,
     /// No data is read.
     unneeded: bool,
+}
+
+/// How a secret is found by its ID: `None` if there is none of this ID, an error if it cannot be read.
+type Find = dyn Fn(&str) -> Option<FoundSecret> + Send + Sync;
+
+/// A secret that was looked for, or why it cannot be read.
+pub type FoundSecret = std::result::Result<Arc<Secret>, String>;
+
+#[derive(Clone)]
+struct ById(Arc<Find>);
+
+impl std::fmt::Debug for ById {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ById")
+    }
 }
 
 impl Secrets {
     /// For a chain of which only the images' own structures are used.
     pub const fn unneeded() -> Self {
-        Self { by_depth: Vec::new(), unneeded: true }
+        Self { by_depth: Vec::new(), by_id: None, unneeded: true }
+    }
+
+    /// Also those that `find` finds, by the IDs that the names of backing files give (`encrypt.key-secret` in a `json:`
+    /// description).
+    #[must_use]
+    pub fn with_ids(
+        mut self,
+        find: impl Fn(&str) -> Option<FoundSecret> + Send + Sync + 'static,
+    ) -> Self {
+        self.by_id = Some(ById(Arc::new(find)));
+        self
+    }
+
+    /// The key for the image with `depth` images above it, whose name gives the ID of its secret. A secret that was set
+    /// for this image goes before that, and one for images above is used if there is none of this ID.
+    ///
+    /// # Errors
+    /// If there is no secret, or the one of this ID cannot be read: the reason.
+    pub fn key_named(&self, depth: usize, id: &str) -> std::result::Result<Key, String> {
+        let own = self.by_depth.get(depth).is_some_and(Option::is_some);
+        if self.unneeded || own {
+            return Ok(self.key(depth));
+        }
+        match self.by_id.as_ref().and_then(|ById(find)| find(id)) {
+            Some(found) => found.map(|secret| Key::Secret(Some(secret))),
+            None if self.at(depth).is_some() => Ok(self.key(depth)),
+            None => Err(format!("No secret with id '{}'", id.escape_debug())),
+        }
     }
 
     /// The key for the image with `depth` images above it.
@@ -58,7 +103,7 @@ impl Secrets {
 
 impl From<Secret> for Secrets {
     fn from(secret: Secret) -> Self {
-        Self { by_depth: vec![Some(Arc::new(secret))], unneeded: false }
+        Self { by_depth: vec![Some(Arc::new(secret))], ..Self::default() }
     }
 }
 
@@ -266,6 +311,31 @@ mod tests {
             assert!(Arc::ptr_eq(secrets.at(depth).unwrap(), expected), "{depth}");
         }
         assert!(secrets.at(0).is_none());
+    }
+
+    #[test]
+    fn a_secret_that_a_name_gives_goes_before_that_of_images_above() {
+        let secret = |text: &str| Arc::new(Secret::new(text.as_bytes().to_vec()).unwrap());
+        let (given, named) = (secret("a"), secret("b"));
+        let found = Arc::clone(&named);
+        let secrets = Secrets::default().with_ids(move |id| match id {
+            "s" => Some(Ok(Arc::clone(&found))),
+            "unread" => Some(Err("cannot read it".into())),
+            _ => None,
+        });
+        let key = |secrets: &Secrets, depth, id| match secrets.key_named(depth, id) {
+            Ok(Key::Secret(Some(secret))) => Ok(secret),
+            Ok(_) => panic!("no secret"),
+            Err(error) => Err(error),
+        };
+        assert!(key(&secrets, 1, "t").unwrap_err().contains("No secret with id 't'"));
+        let mut all = secrets;
+        all.set(0, Arc::clone(&given));
+        for (depth, id, expected) in [(0, "s", &given), (1, "s", &named), (1, "t", &given)] {
+            assert!(Arc::ptr_eq(&key(&all, depth, id).unwrap(), expected), "{depth} {id}");
+        }
+        assert_eq!(key(&all, 1, "unread").unwrap_err(), "cannot read it");
+        assert!(matches!(Secrets::unneeded().key_named(0, "t"), Ok(Key::Unneeded)));
     }
 
     #[test]

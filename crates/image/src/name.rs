@@ -3,7 +3,7 @@
 use crate::description::Description;
 use crate::options::Trust;
 use crate::{DiskError, Result};
-use isobath_storage::Host;
+use isobath_storage::{Host, Storage};
 use std::borrow::Cow;
 use std::path::Path;
 
@@ -116,6 +116,39 @@ pub fn backing_format(image: &Path, name: &str, format: Option<&str>) -> Result<
         (Some(format), _) => Ok(Some(format.to_owned())),
         (None, described) => Ok(described),
     }
+}
+
+/// The ID of the secret of a backing file that its name gives.
+pub fn backing_secret(name: &str) -> Option<String> {
+    Description::of(name)?.ok()?.secret
+}
+
+/// Checks that an open backing file is a device, or is none, as its name in the header of `image` says.
+///
+/// # Errors
+/// If it is not, in QEMU's words.
+pub fn check_backing_kind<S: Storage>(image: &Path, name: &str, file: &S) -> Result<()> {
+    let Some(Ok(Description { file: shown, is_device: Some(device), .. })) = Description::of(name)
+    else {
+        return Ok(());
+    };
+    if device == file.capabilities().is_device {
+        return Ok(());
+    }
+    let (driver, kind) = if device {
+        ("host_device", "either a character or block device")
+    } else {
+        ("file", "a regular file")
+    };
+    let shown = shown.escape_debug();
+    Err(DiskError::Refused {
+        image: image.to_owned(),
+        reason: format!(
+            "its {BACKING_FILE} is '{}': '{driver}' driver requires '{shown}' to be {kind}; name it again with \
+             'qemu-img rebase -u'",
+            name.escape_debug()
+        ),
+    })
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
 //! Operations on an image that is not in use.
 
 use crate::check::{
-    CheckEvent, CheckOptions, CheckReport, Checked, Repair, check_storage, incomplete,
+    CheckEvent, CheckOptions, CheckReport, Checked, Repair, check_storage, clear_corrupt,
+    incomplete,
 };
 use crate::encryption::Key;
 use crate::layer::{Qcow2Layer, ShownLog};
@@ -45,6 +46,7 @@ pub async fn check<H: Host>(
     }
     // Under the same locks: what is changed is what was checked.
     let opening = OpenOptions::new().format(options.format).direct(direct).locking(options.locking);
+    let opening = OpenOptions { repairing: true, ..opening };
     if let Err(error) = Box::pin(complete_open_snapshots(host, name, &opening, &storage)).await {
         if matches!(error, DiskError::Storage(_)) {
             return Err(error);
@@ -64,6 +66,9 @@ pub async fn check<H: Host>(
         events(CheckEvent::Finding(&format!("Repairing {}", incomplete(*number))));
     }
     let again = check_storage(&storage, name, options.format, Repair::None, events).await?.report;
+    if again.corruptions == 0 && again.check_errors == 0 {
+        clear_corrupt(&storage, name).await?;
+    }
     Ok(CheckReport {
         corruptions_fixed: report.corruptions_fixed + entries.len() as u64,
         leaks_fixed: report.leaks_fixed,

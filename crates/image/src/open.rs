@@ -154,7 +154,8 @@ pub(crate) async fn load_qcow2<H: Host>(
     (mut length, start): (u64, IoBuf),
 ) -> Result<Layer<H::File>> {
     let mut header = read_header(&**storage, name, start, length).await?;
-    if writable && header.incompatible.contains(IncompatibleFeatures::CORRUPT) {
+    let corrupt = header.incompatible.contains(IncompatibleFeatures::CORRUPT);
+    if writable && corrupt && !options.repairing {
         return Err(DiskError::Corrupt {
             image: name.to_owned(),
             reason: "its corrupt bit is set, so it can only be opened read-only".into(),

@@ -167,6 +167,8 @@ pub struct OpenOptions {
     /// it up with the first change, and nothing is embedded. While the journal cannot be set up because the device
     /// fails, each change is made durable before it is answered.
     pub restart_log: bool,
+    /// The repair of an image opens it: its corrupt bit is no reason not to.
+    pub(crate) repairing: bool,
 }
 
 impl Default for OpenOptions {
@@ -190,6 +192,7 @@ impl Default for OpenOptions {
             secrets: Secrets::default(),
             map_cache: None,
             restart_log: false,
+            repairing: false,
         }
     }
 }

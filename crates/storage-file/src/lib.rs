@@ -81,6 +81,7 @@ impl Storage for FileStorage {
                 found.unwrap_or(SECTOR)
             }),
             clone_alignment: *self.clones.get_or_init(|| self.find_clone_alignment()),
+            is_device: self.kind != Kind::Regular,
             begins_at: 0,
         }
     }

@@ -125,6 +125,8 @@ pub struct Capabilities {
     /// The block size in bytes, a power of two, by which [`Reflink::clone_range`] may share another file's space in
     /// this one; `None` if it is known that it cannot.
     pub clone_alignment: Option<u64>,
+    /// Whether this is a block device, or a part of one.
+    pub is_device: bool,
     /// Where byte 0 is in the file that [`Storage::identity`] names, in bytes; above 0 for a part of a file.
     pub begins_at: u64,
 }
@@ -136,6 +138,7 @@ impl Default for Capabilities {
             extends_with_zeroes: false,
             gains_from_written_space: false,
             atomic_write: SECTOR,
+            is_device: false,
             begins_at: 0,
             clone_alignment: None,
         }

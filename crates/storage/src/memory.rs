@@ -476,6 +476,7 @@ impl Storage for MemoryFile {
             gains_from_written_space: self.settings.gains.load(Ordering::Relaxed),
             atomic_write: self.settings.atomic_write.load(Ordering::Relaxed),
             clone_alignment: (alignment > 0 && !read_only).then_some(alignment),
+            is_device: self.is_device(),
             begins_at: 0,
         }
     }

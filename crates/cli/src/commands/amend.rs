@@ -142,7 +142,8 @@ impl Wanted {
             }
             let known = HELP.iter().any(|(option, _)| of_luks(option) == Some(name.as_str()));
             if !known {
-                return Err(format!("Invalid parameter '{name}'"));
+                let known = HELP.iter().filter_map(|(option, _)| of_luks(option));
+                return Err(options::unknown(name, known));
             }
             keys.set(name, value).map_err(|reason| reason.replace("encrypt.", ""))?;
         }
@@ -186,7 +187,10 @@ impl Wanted {
                 _ if AT_CREATION.contains(&name.as_str()) => {
                     return Err(at_creation(name));
                 }
-                _ => return Err(format!("Invalid parameter '{name}'")),
+                _ => {
+                    let known = HELP.iter().filter_map(|(option, _)| option.split('=').next());
+                    return Err(options::unknown(name, known));
+                }
             }
         }
         Ok(wanted)

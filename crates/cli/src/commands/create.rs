@@ -4,7 +4,7 @@ use crate::commands::foreign;
 use crate::failure::{Failure, Outcome};
 use crate::host::images;
 use crate::image_name::{Naming, Objects, is_of_kind, is_too_big, reason};
-use crate::{options, runtime, size};
+use crate::{messages, options, runtime, size};
 use isobath_disk::encryption::{CreateOptions, IvGenerator};
 use isobath_disk::{DiskError, ImageFormat, NewDisk, NewEncryption, Preallocation, create};
 use isobath_formats::Format;
@@ -21,9 +21,9 @@ use std::time::Duration;
 /// its backing file. An existing image is overwritten unless it is in use.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The new image's format
-    #[arg(short, long, value_name = "FMT", default_value = "raw")]
-    format: String,
+    /// The new image's format [default: raw]
+    #[arg(short, long, value_name = "FMT")]
+    format: Option<String>,
     /// The backing file, as stored in the image: relative to the image's directory
     #[arg(short, long = "backing", alias = "backing-file", value_name = "FILE")]
     backing_file: Option<String>,
@@ -92,7 +92,7 @@ const ENCRYPTION: &[&str] = &[
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let given = options::parse(&args.options);
-    let format = options::format(&args.format);
+    let format = options::format(args.format.as_deref().unwrap_or("raw"));
     let format = match (&args.image, format) {
         (Some(image), Err(message)) => return Err(Failure::new(message).context(image.display())),
         (_, format) => format.map_err(Failure::new)?,
@@ -128,6 +128,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         new.size = Some(size::parse(text).map_err(Failure::new)?);
     }
     let path = Naming::target(image)?;
+    if args.format.is_none() && !args.quiet {
+        messages::note_raw(image, "-f");
+    }
     let name = options::printable(&image.display().to_string());
     let mut announce = |size: u64| {
         if args.quiet {
@@ -311,7 +314,7 @@ pub(crate) fn encryption(
                     milliseconds.map_err(|_| format!("Parameter '{name}' expects a number"))?;
                 options.iter_time = Duration::from_millis(milliseconds);
             }
-            _ => return Err(format!("Invalid parameter '{name}'")),
+            _ => return Err(options::unknown(name, known(new.format))),
         }
     }
     if let Some(generator) = iv {
@@ -338,6 +341,17 @@ pub(crate) fn encryption(
     Ok(Some(NewEncryption { options, secret: objects.secret(secret)? }))
 }
 
+/// The names of a format's options.
+fn known(format: ImageFormat) -> impl Iterator<Item = &'static str> {
+    let names = HELP.iter().filter_map(|(option, _)| option.split('=').next());
+    names.filter_map(move |name| match name {
+        _ if format == ImageFormat::Qcow2 => Some(name),
+        "size" | "preallocation" | "nocow" | "extent_size_hint" => Some(name),
+        FORMAT => None,
+        _ => luks_option(format, name),
+    })
+}
+
 /// Applies an option of `-o`.
 fn apply(new: &mut NewDisk, name: &str, value: &str) -> Result<(), String> {
     let of_files = ["size", "preallocation", "nocow", "extent_size_hint"];
@@ -346,14 +360,14 @@ fn apply(new: &mut NewDisk, name: &str, value: &str) -> Result<(), String> {
             "header" | "detached-header" => {
                 format!("Parameter '{name}': a LUKS header in a file of its own is not supported")
             }
-            _ => format!("Invalid parameter '{name}'"),
+            _ => options::unknown(name, known(new.format)),
         });
     }
     if new.format == ImageFormat::Raw && !of_files.contains(&name) {
         return Err(match name {
             "backing_file" => "Backing file not supported for file format 'raw'".to_owned(),
             "backing_fmt" => "Backing file format not supported for file format 'raw'".to_owned(),
-            _ => format!("Invalid parameter '{name}'"),
+            _ => options::unknown(name, known(new.format)),
         });
     }
     let refuse =
@@ -400,7 +414,7 @@ fn apply(new: &mut NewDisk, name: &str, value: &str) -> Result<(), String> {
                  encrypt.format=luks"
             ));
         }
-        _ => return Err(format!("Invalid parameter '{name}'")),
+        _ => return Err(options::unknown(name, known(new.format))),
     }
     Ok(())
 }

@@ -4,7 +4,7 @@ use crate::failure::{Failure, Outcome};
 use crate::host::ImageHost;
 use crate::image_name::Naming;
 use crate::options::{self, OutputFormat, printable};
-use crate::{runtime, size};
+use crate::{null, runtime, size};
 use isobath_disk::{Disk, ImageFormat, MapEntry};
 use isobath_storage::IoBuf;
 use std::io::Write;
@@ -50,24 +50,42 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         let length = args.max_length.unwrap_or(u64::MAX);
         let end = disk.size().min(args.start_offset.saturating_add(length));
         let range = args.start_offset.min(end)..end;
+        let silent = silent_depths(&disk);
         match args.output {
-            OutputFormat::Human => human(&disk, range, out).await,
-            OutputFormat::Json => json(&disk, range, args.start_offset, out).await,
+            OutputFormat::Human => human(&disk, range, &silent, out).await,
+            OutputFormat::Json => json(&disk, range, args.start_offset, &silent, out).await,
         }
     })?;
     Ok(0)
+}
+
+/// The depths of disks without contents that do not say what they hold.
+fn silent_depths(disk: &Disk<ImageHost>) -> Vec<u32> {
+    let layers = (0..).zip(disk.layers());
+    let silent = layers.filter(|(_, layer)| null::says_nothing(layer.name()));
+    silent.map(|(depth, _)| depth).collect()
+}
+
+/// An entry as QEMU shows it: of such a disk nothing is known.
+fn shown(entry: MapEntry, silent: &[u32]) -> MapEntry {
+    if entry.data && silent.contains(&entry.depth) {
+        return MapEntry { present: false, data: false, offset: None, ..entry };
+    }
+    entry
 }
 
 async fn json(
     disk: &Disk<ImageHost>,
     range: std::ops::Range<u64>,
     start: u64,
+    silent: &[u32],
     out: &mut dyn Write,
 ) -> Result<(), Failure> {
     let mut result = write!(out, "[");
     let mut between = "";
     let mut print = |entry: &MapEntry| {
         if result.is_ok() {
+            let entry = shown(*entry, silent);
             let MapEntry { start, length, depth, present, zero, data, .. } = entry;
             let offset =
                 entry.offset.map_or(String::new(), |offset| format!(", \"offset\": {offset}"));
@@ -102,6 +120,7 @@ async fn json(
 async fn human(
     disk: &Disk<ImageHost>,
     range: std::ops::Range<u64>,
+    silent: &[u32],
     out: &mut dyn Write,
 ) -> Result<(), Failure> {
     let names: Vec<String> = disk
@@ -114,6 +133,7 @@ async fn human(
     let mut result =
         writeln!(out, "{:<16}{:<16}{:<16}File", "Offset", "Length", "Mapped to").map(|()| None);
     let mut print = |entry: &MapEntry| {
+        let entry = shown(*entry, silent);
         if !matches!(result, Ok(None)) || !entry.data || entry.zero {
             return;
         }

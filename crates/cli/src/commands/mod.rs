@@ -50,32 +50,33 @@ macro_rules! commands {
     };
 }
 
+// In the order of the help: images, chains and their upkeep, servers, contents, and the rest; the common ones first.
 commands! {
     Create = create;
     Info = info;
     Check = check;
-    Seal = seal;
-    Snapshot = snapshot;
-    Map = map;
-    Compare = compare;
     Convert = convert;
     Resize = resize;
+    Snapshot = snapshot;
     Commit = commit;
-    Bitmap = bitmap;
-    Amend = amend;
-    Dd = dd;
-    Bench = bench;
     Rebase = rebase;
+    Chain = chain;
     Index = index;
-    Measure = measure;
-    Completions = completions;
-    InstallLinks = install_links;
-    Io = io;
     Serve = serve;
+    Ctl = ctl;
     #[command(hide = true)]
     QemuNbd = qemu_nbd;
     #[command(hide = true)]
     QemuStorageDaemon = qemu_storage_daemon;
-    Ctl = ctl;
-    Chain = chain;
+    Io = io;
+    Map = map;
+    Compare = compare;
+    Dd = dd;
+    Measure = measure;
+    Amend = amend;
+    Bitmap = bitmap;
+    Seal = seal;
+    Bench = bench;
+    InstallLinks = install_links;
+    Completions = completions;
 }

@@ -190,7 +190,7 @@ async fn open_below(
         .direct(args.source_cache.is_direct())
         .bring_in(true)
         .trust(args.naming.trusting.of(path)?)
-        .secrets(args.naming.secret_file.secrets()?);
+        .secrets(args.naming.secrets().map_err(Failure::new)?);
     let below = Disk::open(images().clone(), path, &options).await;
     let below = below.map_err(|error| new_backing(name, crate::image_name::reason(&error)));
     Ok(Arc::new(below?))

@@ -4,7 +4,7 @@ use crate::failure::{Failure, Outcome};
 use crate::host::is_export;
 use crate::image_name::Naming;
 use crate::size::NewSize;
-use crate::{options, program, runtime};
+use crate::{null, options, program, runtime};
 use isobath_disk::{ImageFormat, Layer, Preallocation};
 use std::io::Write;
 use std::path::PathBuf;
@@ -65,6 +65,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
         if new <= old && args.preallocation != Preallocation::Off {
             return Err(Failure::new("Preallocation can only be used for growing images"));
+        }
+        if disk.layers().next().is_some_and(|layer| null::is_name(layer.name())) {
+            return Err(Failure::new("Image format driver does not support resize"));
         }
         Box::pin(disk.resize(new, args.preallocation, args.shrink)).await?;
         disk.close().await?;

@@ -42,13 +42,14 @@ impl Daemon {
         }
     }
 
-    /// Lets the parent exit with 0 and detaches from the terminal: standard input, output and error become `/dev/null`.
+    /// Lets the parent exit with 0 and detaches from the terminal: standard input and output become `/dev/null`, and so
+    /// does standard error, unless it has become a log.
     ///
     /// # Errors
     /// `/dev/null` cannot be opened.
-    pub(crate) fn ready(mut self) -> io::Result<()> {
+    pub(crate) fn ready(mut self, logs: bool) -> io::Result<()> {
         let null = OpenOptions::new().read(true).write(true).open("/dev/null")?;
-        for number in 0..3 {
+        for number in 0..if logs { 2 } else { 3 } {
             // SAFETY: both descriptors are open; the previous standard descriptor is closed.
             if unsafe { libc::dup2(null.as_raw_fd(), number) } < 0 {
                 return Err(io::Error::last_os_error());

@@ -4,6 +4,7 @@ pub(crate) mod daemon;
 pub(crate) mod endpoint;
 pub(crate) mod group;
 pub(crate) mod listen;
+pub(crate) mod log_file;
 pub(crate) mod pid_file;
 pub(crate) mod runtime_directory;
 pub(crate) mod sandbox;

@@ -163,6 +163,61 @@ fn snapshots_and_jobs_change_the_chain_under_a_client() {
 }
 
 #[test]
+fn what_is_listed_is_there_as_json_too() {
+    let mut served = Controlled::start(&[]);
+    let json = |served: &Controlled, words: &[&str]| -> Value {
+        serde_json::from_str(&served.ctl(&[words, &["--output=json"]].concat())).unwrap()
+    };
+    let chain = json(&served, &["chain"]);
+    let of = |name: &str| -> Vec<Value> {
+        chain.as_array().unwrap().iter().map(|layer| layer[name].clone()).collect()
+    };
+    let files: Vec<_> = of("file");
+    assert_eq!(files.len(), 3, "{chain}");
+    assert!(files[0].as_str().unwrap().ends_with("vm"), "{chain}");
+    assert!(of("actual-size").iter().all(Value::is_u64), "{chain}");
+    assert!(of("node").iter().all(Value::is_string), "{chain}");
+    assert!(of("format").iter().all(|format| format == "qcow2"), "{chain}");
+
+    assert_eq!(json(&served, &["jobs"]), serde_json::json!([]));
+    let _ = served.ctl(&["stream", "--speed", "64k", "--id", "j", "--detach"]);
+    let jobs = json(&served, &["jobs"]);
+    let job = &jobs[0];
+    assert_eq!((&job["job"], &job["kind"]), (&Value::from("j"), &Value::from("stream")));
+    assert_eq!((&job["speed"], &job["interrupted"]), (&Value::from(65536), &Value::from(false)));
+    assert_eq!(job["error"], Value::Null);
+    for key in ["done", "length", "copied"] {
+        assert!(job[key].is_u64(), "{jobs}");
+    }
+    assert!(job["status"].is_string(), "{jobs}");
+    for verb in ["cancel", "pause", "dismiss"] {
+        let nameless = served.run(&[verb]).exits(1);
+        assert!(nameless.stderr.contains("name one of: j"), "{}", nameless.report());
+    }
+    let _ = served.ctl(&["cancel", "j"]);
+    served.wait_for_jobs();
+    let nameless = served.run(&["cancel"]).exits(1);
+    assert!(nameless.stderr.contains("there are none"), "{}", nameless.report());
+
+    let uri = format!("nbd+unix:///vm?socket={}", served.path("nbd").display());
+    let _ = qemu::io(Path::new(&uri), "raw", &["read 0 64k", "read 4M 64k"]).ok();
+    let stats = json(&served, &["stats"]);
+    let disk = &stats[0];
+    assert_eq!((&disk["disk"], &disk["layers"]), (&Value::from("vm"), &Value::from(3)));
+    assert!(disk["read"]["requests"].as_u64() >= Some(2), "{stats}");
+    assert!(disk["read"]["bytes"].as_u64() >= Some(128 << 10), "{stats}");
+    for kind in ["read", "write", "flush"] {
+        assert!(disk[kind]["time-ns"].is_u64() && disk[kind]["requests"].is_u64(), "{stats}");
+    }
+    assert!(disk["map"]["hits"].as_u64() <= disk["map"]["lookups"].as_u64(), "{stats}");
+    for command in ["jobs", "stats"] {
+        let both = served.run(&[command, "--watch", "--output=json"]).exits(1);
+        assert!(both.stderr.contains("--watch shows text"), "{}", both.report());
+    }
+    served.quit("vm");
+}
+
+#[test]
 fn jobs_can_be_steered_and_left_alone() {
     let mut served = Controlled::start(&[]);
     let slow = ["stream", "--speed", "64k", "--id", "j", "--detach"];

@@ -292,6 +292,54 @@ fn a_snapshot_too_small_for_the_disk_is_not_completed_and_the_report_stays() {
     qemu::assert_clean(&image);
 }
 
+/// Marks an image as corrupt.
+fn mark_corrupt(image: &Path) {
+    let mut bytes = std::fs::read(image).unwrap();
+    bytes[79] |= 2;
+    std::fs::write(image, bytes).unwrap();
+}
+
+fn is_marked_corrupt(image: &Path) -> bool {
+    std::fs::read(image).unwrap()[79] & 2 != 0
+}
+
+#[test]
+fn a_corrupt_image_whose_snapshots_can_be_completed_is_so_no_more() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join(NAME);
+    qemu::create(&image, "qcow2", 1 << 20, "compat=0.10");
+    let _ = qemu::io(&image, "qcow2", &["write -P 1 0 128k"]).ok();
+    let _ = qemu_img(directory.path(), args!["snapshot", "-c", "one", NAME]).ok();
+    forget_sizes(&image);
+    let disk = qemu::read_disk(&image, "qcow2");
+    mark_corrupt(&image);
+    let repaired = isobath(directory.path(), args!["check", "-r", "all", NAME]).ok();
+    assert!(!is_marked_corrupt(&image), "{}", repaired.report());
+    qemu::assert_clean(&image);
+    assert!(qemu::read_disk(&image, "qcow2") == disk, "the disk has changed");
+    // It is written to again.
+    let _ = isobath(directory.path(), args!["io", "-c", "write 0 64k", NAME]).ok();
+}
+
+#[test]
+fn a_corrupt_image_whose_snapshots_cannot_be_completed_stays_so() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join(NAME);
+    // An L1 table of one entry maps 512 MiB.
+    qemu::create(&image, "qcow2", 1 << 20, "compat=0.10");
+    let _ = qemu_img(directory.path(), args!["snapshot", "-c", "one", NAME]).ok();
+    forget_sizes(&image);
+    let _ = isobath(directory.path(), args!["resize", "-q", NAME, "2G"]);
+    let mut bytes = std::fs::read(&image).unwrap();
+    bytes[24..32].copy_from_slice(&(2u64 << 30).to_be_bytes());
+    bytes[36..40].copy_from_slice(&4u32.to_be_bytes());
+    std::fs::write(&image, &bytes).unwrap();
+    mark_corrupt(&image);
+    let kept = isobath(directory.path(), args!["check", "-r", "all", NAME]).exits(2);
+    assert!(kept.stderr.contains("too small for the snapshot's disk"), "{}", kept.report());
+    assert!(is_marked_corrupt(&image), "{}", kept.report());
+}
+
 #[test]
 fn what_is_completed_is_the_file_that_was_checked() {
     let directory = tempfile::tempdir().unwrap();

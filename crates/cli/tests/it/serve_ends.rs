@@ -280,6 +280,45 @@ fn a_daemon_is_ready_when_the_command_returns() {
 }
 
 #[test]
+fn a_daemons_messages_go_to_its_log() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = overlay(directory.path());
+    let path = |name: &str| directory.path().join(name);
+    let start = |log: &str| {
+        let mut command = Command::new(ISOBATH);
+        let address = format!("unix:{}", path("nbd").display());
+        command.args([
+            "serve",
+            "--daemonize",
+            "--nbd",
+            &address,
+            "--log",
+            log,
+            "--pid-file",
+            "pid",
+        ]);
+        run(command.current_dir(directory.path()).env("ISOBATH_LOG", "info").arg(&image))
+    };
+    let refused = start("base.qcow2").exits(1);
+    assert!(refused.stderr.contains("cannot log to 'base.qcow2'"), "{}", refused.report());
+    assert!(!path("nbd").exists());
+    fs::write(path("log"), "before\n").unwrap();
+    let started = start("log").ok();
+    assert_eq!(started.stderr, "");
+    let pid: i32 = fs::read_to_string(path("pid")).unwrap().trim().parse().unwrap();
+    // A client that sends what is no handshake is noted.
+    let mut client = UnixStream::connect(path("nbd")).unwrap();
+    client.write_all(&[0xff; 64]).unwrap();
+    drop(client);
+    let logged = || fs::read_to_string(path("log")).unwrap();
+    until("a message in the log", || logged().contains("a connection ended with an error"));
+    assert!(logged().starts_with("before\n"), "{}", logged());
+    // SAFETY: kill takes two integers; the process is the daemon, which has not been told to end.
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGTERM) }, 0);
+    until("the end of the daemon's locks", || qemu::io(&image, "qcow2", &["length"]).code() == 0);
+}
+
+#[test]
 fn a_service_manager_is_told() {
     let directory = tempfile::tempdir().unwrap();
     let image = overlay(directory.path());

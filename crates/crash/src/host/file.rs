@@ -273,6 +273,7 @@ impl Storage for SimFile {
             gains_from_written_space: self.gains,
             atomic_write: self.atomic,
             clone_alignment: self.clones.filter(|_| !read_only),
+            is_device: self.fixed,
             begins_at: 0,
         }
     }

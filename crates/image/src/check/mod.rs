@@ -111,6 +111,12 @@ pub struct Checked {
     pub(crate) incomplete: Vec<u32>,
 }
 
+/// Says that a qcow2 image is not corrupt, after a check found no errors in it.
+pub(crate) async fn clear_corrupt<S: Storage>(storage: &Arc<S>, name: &Path) -> Result<()> {
+    let mut image = Image::open(storage, name, Some(ImageFormat::Qcow2), Purpose::Write).await?;
+    image.clear_incompatible(IncompatibleFeatures::CORRUPT).await
+}
+
 async fn check_image<S: Storage>(
     image: &mut Image<S>,
     repair: Repair,
@@ -119,9 +125,11 @@ async fn check_image<S: Storage>(
     let incomplete = find_and_repair(image, repair, log).await?;
     let clean = log.report.corruptions == 0 && log.report.check_errors == 0;
     if repair != Repair::None && clean {
-        image
-            .clear_incompatible(IncompatibleFeatures::DIRTY.with(IncompatibleFeatures::CORRUPT))
-            .await?;
+        let corrupt = IncompatibleFeatures::CORRUPT;
+        let dirty = IncompatibleFeatures::DIRTY;
+        // While an entry is incomplete the repair is not complete either.
+        let wrong_no_more = if incomplete.is_empty() { dirty.with(corrupt) } else { dirty };
+        image.clear_incompatible(wrong_no_more).await?;
     }
     Ok(Checked { report: log.report, incomplete })
 }

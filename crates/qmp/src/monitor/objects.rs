@@ -58,10 +58,13 @@ impl<H: Host + Clone> Monitor<H> {
         secret.ok_or_else(|| QmpError::new(format_args!("No secret with id '{id}'")))
     }
 
-    /// The server's secrets; if `encrypt` names one, it replaces that of the active image.
+    /// The server's secrets; if `encrypt` names one, it replaces that of the active image. Names of backing files may
+    /// give the IDs of those that there are now.
     pub(super) fn secrets_for(&self, encryption: Option<&Value>) -> Result<Secrets> {
         let named = encryption.and_then(|value| value.get("key-secret")).and_then(Value::as_str);
+        let known = self.secrets.borrow().clone();
         let mut secrets = self.opening.options.secrets.clone();
+        secrets = secrets.with_ids(move |id| known.get(id).cloned().map(Ok));
         if let Some(id) = named {
             secrets.set(0, self.secret(id)?);
         }

@@ -84,8 +84,14 @@ pub(crate) struct DeleteArgs {
 }
 
 pub(crate) fn flatten(args: &FlattenArgs, out: &mut dyn Write) -> Outcome {
-    runtime::block_on(async || Box::pin(merge_into(&args.image, None, &args.shared)).await)?;
-    say(&args.shared, out, "Image flattened.")
+    let merged =
+        runtime::block_on(async || Box::pin(merge_into(&args.image, None, &args.shared)).await)?;
+    let what = if merged {
+        "Image flattened."
+    } else {
+        "The image has no backing file: there is nothing to do."
+    };
+    say(&args.shared, out, what)
 }
 
 pub(crate) fn merge(args: &MergeArgs, out: &mut dyn Write) -> Outcome {
@@ -187,13 +193,15 @@ pub(super) async fn chain_of(image: &Path) -> Result<Vec<PathBuf>, Failure> {
 }
 
 /// Merges the layers from `from` up into `image` above them; without `from`, all layers below it.
-async fn merge_into(image: &Path, from: Option<&str>, args: &Shared) -> Result<(), Failure> {
+/// Merges the layers from `from` up, or all, into `image`. Returns whether there were any.
+async fn merge_into(image: &Path, from: Option<&str>, args: &Shared) -> Result<bool, Failure> {
     only_files(image, "'chain'")?;
     let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
     let (live, base) = open(image, from, args).await?;
+    let any = live.depth() > 1;
     let done = run(&live, base, args, &mut signals).await;
     live.close().await?;
-    done
+    done.map(|()| any)
 }
 
 /// Layers that were merged.

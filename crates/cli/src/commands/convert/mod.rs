@@ -11,7 +11,7 @@ use crate::host::{ImageHost, only_files};
 use crate::image_name::{Image, Naming};
 use crate::trust::Trusting;
 use crate::workers::{self, Progress};
-use crate::{options, runtime, size};
+use crate::{messages, options, runtime, size};
 use isobath_disk::{CopyOptions, Disk, DiskCopy, ImageFormat, SnapshotChoice};
 use isobath_ring::Signals;
 use isobath_storage::StorageExt;
@@ -32,7 +32,7 @@ pub(crate) struct Args {
     /// The format of the images to copy [default: detected]
     #[arg(short, long = "source-format", alias = "format", value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
-    /// The target's format
+    /// The target's format [default: raw]
     #[arg(short = 'O', long = "target-format", alias = "output-format", value_name = "FMT")]
     #[arg(value_parser = target_format)]
     output_format: Option<ImageFormat>,
@@ -221,6 +221,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     };
     if !args.no_create {
         Naming::can_create(name).map_err(Failure::new)?;
+    }
+    if !args.no_create && args.output_format.is_none() && !args.quiet {
+        messages::note_raw(name, "-O");
     }
     let format = args.output_format.filter(|_| args.no_create);
     let name = &target_naming.image(name, format)?;

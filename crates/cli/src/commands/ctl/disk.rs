@@ -2,6 +2,7 @@
 
 use super::{Session, arguments, interrupted};
 use crate::failure::{Failure, Outcome};
+use crate::options::OutputFormat;
 use crate::size::{self, NewSize};
 use isobath_qmp::client::ClientError;
 use serde_json::{Map, Value, json};
@@ -99,11 +100,24 @@ impl Resize {
 pub(super) struct Chain {
     /// The disk's name [default: the only disk]
     disk: Option<String>,
+    /// Output format
+    #[arg(long, value_name = "FMT", default_value = "human")]
+    output: OutputFormat,
 }
 
 impl Chain {
     pub(super) fn run(&self, session: &mut Session<'_>) -> Outcome {
         let device = session.device(self.disk.as_deref())?;
+        if self.output == OutputFormat::Json {
+            let layers = session.layers(&device)?;
+            let layers = layers.iter().map(|layer| {
+                json!({"node": layer.node, "format": layer.format, "actual-size": layer.allocated,
+                       "file": layer.file})
+            });
+            let layers = Value::Array(layers.collect());
+            session.print(&layers)?;
+            return Ok(0);
+        }
         let mut rows = vec![["NODE", "FORMAT", "ON DISK", "FILE"].map(String::from).to_vec()];
         for layer in session.layers(&device)? {
             rows.push(vec![layer.node, layer.format, size::human(layer.allocated), layer.file]);

@@ -1,6 +1,7 @@
 //! Commands on a job.
 
 use super::follow::{Readiness, follow};
+use super::list::names;
 use super::{Session, entries, speed, text};
 use crate::failure::{Failure, Outcome};
 use isobath_qmp::client::ClientError;
@@ -10,7 +11,7 @@ use serde_json::json;
 #[derive(clap::Args)]
 pub(super) struct VerbOfJob {
     /// The job's name
-    job: String,
+    job: Option<String>,
     /// With 'cancel': end a job that is ready without keeping its target consistent
     #[arg(long, hide = true)]
     force: bool,
@@ -29,15 +30,16 @@ pub(super) enum Verb {
 
 impl VerbOfJob {
     pub(super) fn run(&self, verb: Verb, session: &mut Session<'_>) -> Outcome {
-        let id = json!({"id": self.job});
+        let Some(job) = &self.job else { return Err(nameless(session)?) };
+        let id = json!({"id": job});
         match verb {
             Verb::Pause => session.ask("job-pause", id)?,
-            Verb::Resume if is_interrupted(session, &self.job)? => {
+            Verb::Resume if is_interrupted(session, job)? => {
                 session.ask("x-isobath-restart-job", id)?
             }
             Verb::Resume => session.ask("job-resume", id)?,
             Verb::Cancel => {
-                let arguments = json!({"device": self.job, "force": self.force});
+                let arguments = json!({"device": job, "force": self.force});
                 match session.client.execute("block-job-cancel", arguments) {
                     // Cancel even a paused job, as requested.
                     Err(ClientError::Refused { description, .. })
@@ -50,13 +52,23 @@ impl VerbOfJob {
             }
             Verb::Complete => session.ask("job-complete", id)?,
             Verb::Finalize => session.ask("job-finalize", id)?,
-            Verb::Dismiss if is_interrupted(session, &self.job)? => {
+            Verb::Dismiss if is_interrupted(session, job)? => {
                 session.ask("x-isobath-forget-job", id)?
             }
             Verb::Dismiss => session.ask("job-dismiss", id)?,
         };
         Ok(0)
     }
+}
+
+/// The error of a command that names no job: it lists those that there are.
+fn nameless(session: &mut Session<'_>) -> Result<Failure, Failure> {
+    let names = names(session)?;
+    let jobs = match &names[..] {
+        [] => "there are none".to_owned(),
+        names => format!("name one of: {}", names.join(", ")),
+    };
+    Ok(Failure::usage(format_args!("the job is missing; {jobs}")))
 }
 
 /// Whether an earlier server started the job.

@@ -2,8 +2,9 @@
 
 use super::follow::state;
 use super::plot::{plot_html, plot_svg};
-use super::{Session, entries, number, table, text, watch};
+use super::{Session, entries, number, refuse_watch, table, text, watch};
 use crate::failure::{Failure, Outcome};
+use crate::options::OutputFormat;
 use crate::size;
 use isobath_jobs::record::JobRecord;
 use serde_json::{Value, json};
@@ -24,12 +25,21 @@ pub(super) struct Jobs {
     /// The job to plot [default: the only one]
     #[arg(long, value_name = "NAME", requires = "plot")]
     job: Option<String>,
+    /// Output format
+    #[arg(long, value_name = "FMT", default_value = "human")]
+    output: OutputFormat,
 }
 
 impl Jobs {
     pub(super) fn run(&self, session: &mut Session<'_>) -> Outcome {
         if let Some(file) = &self.plot {
             return plot(session, self.job.as_deref(), file);
+        }
+        if self.output == OutputFormat::Json {
+            refuse_watch(self.watch)?;
+            let jobs = as_json(session)?;
+            session.print(&jobs)?;
+            return Ok(0);
         }
         if self.watch {
             return watch(session, Duration::from_secs(1), list);
@@ -38,6 +48,46 @@ impl Jobs {
         session.out.write_all(shown.as_bytes())?;
         Ok(0)
     }
+}
+
+/// The jobs, and those that an earlier server started, as JSON.
+fn as_json(session: &mut Session<'_>) -> Result<Value, Failure> {
+    let jobs = session.ask("query-block-jobs", json!({}))?;
+    let more = session.ask_isobath("x-isobath-query-jobs", json!({}))?.unwrap_or_default();
+    let running = entries(&jobs).map(|job| {
+        let id = text(job, "device");
+        let more = entries(&more).find(|more| text(more, "id") == id);
+        json!({
+            "job": id,
+            "kind": text(job, "type"),
+            "status": text(job, "status"),
+            "done": number(job, "offset"),
+            "length": number(job, "len"),
+            "copied": more.map(|more| number(more, "copied")),
+            "speed": number(job, "speed"),
+            "error": Some(text(job, "error")).filter(|error| !error.is_empty()),
+            "interrupted": false,
+        })
+    });
+    let interrupted = interrupted_jobs(&more).map(|job| {
+        json!({
+            "job": text(job, "id"),
+            "kind": text(job, "command").trim_start_matches("block-"),
+            "interrupted": true,
+        })
+    });
+    Ok(Value::Array(running.chain(interrupted).collect()))
+}
+
+/// Those that an earlier server started.
+fn interrupted_jobs(more: &Value) -> impl Iterator<Item = &Value> {
+    entries(more).filter(|job| job.get("interrupted") == Some(&Value::Bool(true)))
+}
+
+/// The names of all jobs.
+pub(super) fn names(session: &mut Session<'_>) -> Result<Vec<String>, Failure> {
+    let jobs = as_json(session)?;
+    Ok(entries(&jobs).map(|job| text(job, "job").to_owned()).collect())
 }
 
 fn list(session: &mut Session<'_>) -> Result<String, Failure> {
@@ -69,7 +119,7 @@ fn list(session: &mut Session<'_>) -> Result<String, Failure> {
         ]);
     }
     let address = session.address.clone();
-    for job in entries(&more).filter(|job| job.get("interrupted") == Some(&Value::Bool(true))) {
+    for job in interrupted_jobs(&more) {
         let id = text(job, "id");
         let kind = text(job, "command").trim_start_matches("block-").to_owned();
         let mut row = vec![id.to_owned(), kind];

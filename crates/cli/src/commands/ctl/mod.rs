@@ -287,6 +287,14 @@ fn interrupted() -> Result<Arc<AtomicBool>, Failure> {
     Ok(flag)
 }
 
+/// Refuses to repeat what is printed as JSON, which is one value.
+fn refuse_watch(watch: bool) -> Result<(), Failure> {
+    if watch {
+        return Err(Failure::usage("--watch shows text; run --output=json once for each look"));
+    }
+    Ok(())
+}
+
 /// Shows something repeatedly until Ctrl-C, in place on a terminal.
 fn watch(
     session: &mut Session<'_>,

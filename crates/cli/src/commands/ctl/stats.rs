@@ -1,7 +1,8 @@
 //! `isobath ctl SOCKET stats`
 
-use super::{Session, entries, number, table, text, watch};
+use super::{Session, entries, number, refuse_watch, table, text, watch};
 use crate::failure::{Failure, Outcome};
+use crate::options::OutputFormat;
 use crate::size;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -12,10 +13,19 @@ pub(super) struct Stats {
     /// Show the rates of the last second, every second until Ctrl-C
     #[arg(long)]
     watch: bool,
+    /// Output format
+    #[arg(long, value_name = "FMT", default_value = "human")]
+    output: OutputFormat,
 }
 
 impl Stats {
     pub(super) fn run(&self, session: &mut Session<'_>) -> Outcome {
+        if self.output == OutputFormat::Json {
+            refuse_watch(self.watch)?;
+            let stats = as_json(session)?;
+            session.print(&stats)?;
+            return Ok(0);
+        }
         let mut last = None;
         if self.watch {
             return watch(session, Duration::from_secs(1), move |session| show(session, &mut last));
@@ -24,6 +34,47 @@ impl Stats {
         session.out.write_all(shown.as_bytes())?;
         Ok(0)
     }
+}
+
+/// The totals of each disk since the server started, as JSON.
+fn as_json(session: &mut Session<'_>) -> Result<Value, Failure> {
+    let stats = session.ask("query-blockstats", json!({}))?;
+    let disks = session.ask_isobath("x-isobath-query-disks", json!({}))?.unwrap_or_default();
+    let rows = entries(&stats).map(|disk| {
+        let device = text(disk, "device");
+        let figures = disk.get("stats").unwrap_or(&Value::Null);
+        let more = more_of(&disks, device);
+        let kind = |name: &str, bytes: bool| {
+            let figure = |what: &str| number(figures, &format!("{name}_{what}"));
+            let mut all =
+                json!({"requests": figure("operations"), "time-ns": figure("total_time_ns")});
+            if bytes {
+                all["bytes"] = figure("bytes").into();
+            }
+            all
+        };
+        let hits = more.and_then(|more| more.get("map")).map(hits_of);
+        json!({
+            "disk": device,
+            "layers": more.map(|more| number(more, "layers")),
+            "read": kind("rd", true),
+            "write": kind("wr", true),
+            "flush": kind("flush", false),
+            "map": hits.map(|(hits, all)| json!({"lookups": all, "hits": hits})),
+        })
+    });
+    Ok(Value::Array(rows.collect()))
+}
+
+/// What only Isobath knows of a disk.
+fn more_of<'a>(disks: &'a Value, device: &str) -> Option<&'a Value> {
+    entries(disks.get("disks")?).find(|disk| text(disk, "device") == device)
+}
+
+/// The hits of a map, and all lookups.
+fn hits_of(map: &Value) -> (u64, u64) {
+    let hits = number(map, "hits") + number(map, "unallocated-hits");
+    (hits, hits + number(map, "misses"))
 }
 
 /// A server's counters, and when they were read.
@@ -59,10 +110,7 @@ fn show(session: &mut Session<'_>, last: &mut Option<Look>) -> Result<String, Fa
             entries(&last.stats).find(|disk| text(disk, "device") == device)?.get("stats")
         });
         let figures = disk.get("stats").unwrap_or(&Value::Null);
-        let more = disks
-            .get("disks")
-            .and_then(|disks| entries(disks).find(|disk| text(disk, "device") == device));
-        rows.push(row(device, figures, before, seconds, more));
+        rows.push(row(device, figures, before, seconds, more_of(&disks, device)));
     }
     *last = Some(now);
     Ok(table(&rows))
@@ -91,12 +139,9 @@ fn row(
         count => microseconds(since(time) as f64 / 1000.0 / count as f64),
     };
     let layers = more.map(|more| number(more, "layers").to_string());
-    let hits = more.and_then(|more| more.get("map")).map(|map| {
-        let hits = number(map, "hits") + number(map, "unallocated-hits");
-        match hits + number(map, "misses") {
-            0 => "-".to_owned(),
-            all => format!("{:.1}%", hits as f64 * 100.0 / all as f64),
-        }
+    let hits = more.and_then(|more| more.get("map")).map(|map| match hits_of(map) {
+        (_, 0) => "-".to_owned(),
+        (hits, all) => format!("{:.1}%", hits as f64 * 100.0 / all as f64),
     });
     vec![
         device.to_owned(),

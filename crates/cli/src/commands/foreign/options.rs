@@ -176,7 +176,10 @@ impl Options {
             known.map(|known| (known, known.default.map(str::to_owned))).collect();
         for (name, value) in pairs {
             let found = values.iter_mut().find(|(known, _)| known.name == name);
-            let (known, slot) = found.ok_or_else(|| format!("Invalid parameter '{name}'"))?;
+            let (known, slot) = found.ok_or_else(|| {
+                let known = of_format(format).iter().chain(FILE);
+                options::unknown(name, known.map(|known| known.name))
+            })?;
             *slot = Some(match known.takes {
                 Takes::Word => value.clone(),
                 Takes::OnOff => options::on_off(name, value).map(|_| value.clone())?,

@@ -44,20 +44,36 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let image = args.naming.image(&args.image, args.format)?;
     let chain = read(&image, options::locking(args.force_share), args.backing_chain)?;
+    // The name of the first may say more than its format.
+    let format = |number: usize, info: &ImageInfo| match image.protocol() {
+        Some(driver) if number == 0 => driver.to_owned(),
+        _ => info.format.name().to_owned(),
+    };
     match args.output {
         OutputFormat::Human => {
             for (number, info) in chain.iter().enumerate() {
                 if number > 0 {
                     writeln!(out)?;
                 }
-                text::print(out, info)?;
+                text::print(out, info, &format(number, info))?;
             }
         }
-        OutputFormat::Json if args.backing_chain => {
-            let chain: Vec<Value> = chain.iter().map(to_json).collect();
-            json::print(out, &chain)?;
+        OutputFormat::Json => {
+            let values = chain.iter().enumerate().map(|(number, info)| {
+                let mut value = to_json(info, &format(number, info));
+                // QEMU reports nothing that a disk without contents has not.
+                if let (0, true, Some(object)) = (number, image.is_null(), value.as_object_mut()) {
+                    object.remove("dirty-flag");
+                }
+                value
+            });
+            let values: Vec<Value> = values.collect();
+            if args.backing_chain {
+                json::print(out, &values)?;
+            } else {
+                values.iter().try_for_each(|value| json::print(out, value))?;
+            }
         }
-        OutputFormat::Json => chain.iter().try_for_each(|info| json::print(out, &to_json(info)))?,
     }
     Ok(0)
 }
@@ -76,11 +92,13 @@ pub(crate) fn read(
             info(images(), &image.path, &look).await.map(|info| vec![info])
         };
         let mut images = images.map_err(|error| image.failed(&error))?;
-        // The only readable name of a part of a file is the one that was typed.
-        if let Some(typed) = image.part_as_typed()
-            && let Some(first) = images.first_mut()
-        {
-            first.filename = typed.into();
+        if let Some(first) = images.first_mut() {
+            if let Some(name) = image.readable_name() {
+                first.filename = name.into();
+            }
+            if image.is_null() {
+                first.actual_size = Some(0);
+            }
         }
         Ok(images)
     })
@@ -93,7 +111,7 @@ fn object<const N: usize>(pairs: [(&str, Option<Value>); N]) -> Value {
 }
 
 /// The object that `qemu-img info --output=json` prints.
-pub(crate) fn to_json(info: &ImageInfo) -> Value {
+fn to_json(info: &ImageInfo, format: &str) -> Value {
     let snapshots: Vec<Value> = info.snapshots.iter().map(snapshot_to_json).collect();
     let (qcow2, foreign) = (info.qcow2.as_ref(), info.foreign.as_ref());
     let cluster_size = match (qcow2, foreign) {
@@ -117,7 +135,7 @@ pub(crate) fn to_json(info: &ImageInfo) -> Value {
         ("virtual-size", Some(json!(info.virtual_size))),
         ("filename", Some(json!(info.filename.display().to_string()))),
         ("cluster-size", cluster_size.map(|size| json!(size))),
-        ("format", Some(json!(info.format.name()))),
+        ("format", Some(json!(format))),
         ("actual-size", info.actual_size.map(|size| json!(size))),
         ("format-specific", specific),
         (

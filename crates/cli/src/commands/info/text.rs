@@ -9,10 +9,10 @@ use isobath_formats::VmdkInfo;
 use isobath_qcow2::Snapshot;
 use std::io::{self, Write};
 
-pub(super) fn print(out: &mut dyn Write, info: &ImageInfo) -> io::Result<()> {
+pub(super) fn print(out: &mut dyn Write, info: &ImageInfo, format: &str) -> io::Result<()> {
     let name = |path: &std::path::Path| printable(&path.display().to_string());
     writeln!(out, "image: {}", name(&info.filename))?;
-    writeln!(out, "file format: {}", info.format.name())?;
+    writeln!(out, "file format: {format}")?;
     let size = info.virtual_size;
     writeln!(out, "virtual size: {} ({size} bytes)", human(size))?;
     let actual = info.actual_size.map_or_else(|| "unavailable".into(), human);

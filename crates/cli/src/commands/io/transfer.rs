@@ -3,6 +3,7 @@
 use super::opening::Opened;
 use super::report::{Done, dump};
 use super::words::{Words, number, pattern};
+use crate::full;
 use isobath_disk::{Disk, DiskError, LayerIndex, ZeroFlags};
 use isobath_storage::{Host, IoBuf};
 use std::fs::File;
@@ -111,7 +112,10 @@ pub(super) fn failed(what: &str, fault: impl Into<Fault>) -> Ended {
     let (errno, reason) = match fault.into() {
         Fault::Errno(errno) => (errno, None),
         Fault::Disk(DiskError::OutOfRange { .. }) => (libc::EIO, None),
-        Fault::Disk(error) => (error.errno(), Some(error.to_string())),
+        Fault::Disk(error) => {
+            let full = full::place(&error).map(|place| format!("; {place}"));
+            (error.errno(), Some(format!("{error}{}", full.unwrap_or_default())))
+        }
     };
     Ended { reason, ..Ended::bad(format!("{what} failed: {}\n", message_of(errno))) }
 }

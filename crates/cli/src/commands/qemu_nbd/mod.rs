@@ -447,7 +447,7 @@ impl Args {
         let handles: Vec<Handle> = workers.iter().map(|worker| worker.handle().clone()).collect();
         let pid_file = self.pid_file.as_deref().map(pid_file::create).transpose()?;
         if let Some(daemon) = daemon {
-            daemon.ready().map_err(|error| Failure::new(error).context("/dev/null"))?;
+            daemon.ready(false).map_err(|error| Failure::new(error).context("/dev/null"))?;
         }
         let upkeep = Arc::clone(disk);
         spawn(async move {

@@ -203,7 +203,7 @@ impl Args {
         let _pid_file = self.pidfile.as_deref().map(pid_file::create).transpose()?;
         let stays = daemon.is_none();
         if let Some(daemon) = daemon {
-            daemon.ready().map_err(|error| Failure::new(error).context("/dev/null"))?;
+            daemon.ready(false).map_err(|error| Failure::new(error).context("/dev/null"))?;
         }
         let watching = Rc::clone(control);
         spawn(async move { watching.service().watch().await });

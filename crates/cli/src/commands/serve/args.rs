@@ -112,9 +112,13 @@ pub(crate) struct Args {
     /// Write the process ID to this file once clients can connect
     #[arg(long, value_name = "FILE")]
     pub(super) pid_file: Option<PathBuf>,
-    /// Run in the background; the command returns once clients can connect. Disables the log
+    /// Run in the background; the command returns once clients can connect. Messages are lost from then on, unless
+    /// --log is given
     #[arg(long)]
     pub(super) daemonize: bool,
+    /// Append messages to this file instead of stderr, once clients can connect
+    #[arg(long, value_name = "FILE")]
+    pub(super) log: Option<PathBuf>,
     /// For experiments: simulate the timing of a slow disk that holds all images, given by bytes per second, latency in
     /// microseconds, queue depth and flush time in microseconds; or 'hdd' or 'ssd'
     #[cfg(feature = "slow-disk")]

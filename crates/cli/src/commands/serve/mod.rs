@@ -18,7 +18,7 @@ use crate::server::daemon::Daemon;
 use crate::server::sandbox::Confined;
 use crate::server::signals::either;
 use crate::server::tls::Tls;
-use crate::server::{listen, pid_file, signals, threads};
+use crate::server::{listen, log_file, pid_file, signals, threads};
 use crate::{messages, runtime};
 use announce::announce;
 use isobath_disk::LiveDisk;
@@ -30,6 +30,7 @@ use isobath_ring::{Handle, JoinHandle, Signals, spawn};
 use isobath_storage::Host;
 #[cfg(feature = "slow-disk")]
 use isobath_storage_test::slow::SlowHost;
+use std::fs::File;
 use std::future;
 use std::io::{self, Write};
 use std::rc::Rc;
@@ -42,6 +43,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     args.frontends.check_exports(&names, !args.qmp.is_empty())?;
     args.tls.check_qmp(&args.qmp, args.insecure)?;
     args.tls.check(args.frontends.addresses().chain(&args.qmp))?;
+    let log = args.log.as_deref().map(log_file::open).transpose()?;
     let secrets = args.secret_file.secrets()?;
     let tls = args.tls.read()?;
     let confines = args.sandbox.is_on(args.frontends.mounts())?;
@@ -55,7 +57,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     args.sandbox.become_user()?;
     let confined = if confines { Some(confine::enter(args, &secrets)?) } else { None };
     messages::detach();
-    let order = Order { args, names, tls, secrets, confined };
+    let order = Order { args, names, tls, secrets, confined, log };
     runtime::block_on(async || {
         #[cfg(feature = "slow-disk")]
         if let Some(disk) = args.slow_disk {
@@ -75,6 +77,8 @@ struct Order<'a> {
     /// The secrets of encrypted images.
     secrets: Secrets,
     confined: Option<Confined>,
+    /// Where messages go from the time that clients can connect.
+    log: Option<File>,
 }
 
 /// Serves images stored on `host`.
@@ -108,7 +112,7 @@ async fn serve<H: Host + Clone>(
     out: &mut dyn Write,
     daemon: Option<Daemon>,
 ) -> Result<(), Failure> {
-    let Order { args, names, tls, secrets, confined } = order;
+    let Order { args, names, tls, secrets, confined, log } = order;
     let access = args.access();
     let listeners = args.frontends.listen(access, &tls)?;
     let controls = tls.listen(&args.qmp, "--qmp", access)?;
@@ -148,8 +152,11 @@ async fn serve<H: Host + Clone>(
     if let Err(error) = announce(out, monitor) {
         tracing::warn!(%error, "cannot print the exports' addresses");
     }
+    if let Some(log) = &log {
+        messages::log_to(log).map_err(|error| Failure::new(error).context("--log"))?;
+    }
     if let Some(daemon) = daemon {
-        daemon.ready().map_err(|error| Failure::new(error).context("/dev/null"))?;
+        daemon.ready(log.is_some()).map_err(|error| Failure::new(error).context("/dev/null"))?;
     }
     notify(&[sd_notify::NotifyState::Ready]);
 

@@ -1,7 +1,10 @@
 //! Names of backing files that are `json:` descriptions.
 
 #[cfg(feature = "json-names")]
-use serde_json::{Map, Value};
+mod json;
+
+#[cfg(feature = "json-names")]
+use json::Entry;
 
 /// How descriptions are read, in a program that does.
 type Reader = fn(&str) -> Result<Description, String>;
@@ -18,6 +21,10 @@ pub(crate) struct Description {
     pub(crate) file: String,
     /// The format of the image in it, if that is said.
     pub(crate) driver: Option<String>,
+    /// Whether it is a device, if that is said.
+    pub(crate) is_device: Option<bool>,
+    /// The ID of the secret that unlocks the image, if that is said.
+    pub(crate) secret: Option<String>,
 }
 
 impl Description {
@@ -38,28 +45,28 @@ impl Description {
 
 #[cfg(feature = "json-names")]
 fn parse(json: &str) -> Result<Description, String> {
-    let object: Map<String, Value> =
-        serde_json::from_str(json).map_err(|error| format!("not a JSON object: {error}"))?;
+    let object = json::object(json).map_err(|error| format!("not a JSON object: {error}"))?;
     let mut options = Vec::new();
     flatten("", object, &mut options);
-    let (mut file, mut driver) = (None, None);
+    let (mut file, mut driver, mut protocol, mut secret) = (None, None, None, None);
     for (name, value) in options {
-        let Value::String(value) = value else {
+        let Entry::Text(value) = value else {
             return Err(unsupported(&name));
         };
-        let before = match (name.as_str(), value.as_str()) {
-            ("file.filename", _) => file.replace(value),
-            ("driver", "qcow2" | "raw") => driver.replace(value),
-            // The name of a secret of whoever opens the image; and files and devices are told apart anyway.
-            ("encrypt.key-secret", _) | ("file.driver", "file" | "host_device") => None,
+        let place = match (name.as_str(), value.as_str()) {
+            ("file.filename", _) => &mut file,
+            ("driver", "qcow2" | "raw") => &mut driver,
+            ("file.driver", "file" | "host_device") => &mut protocol,
+            ("encrypt.key-secret", _) => &mut secret,
             _ => return Err(unsupported(&name)),
         };
-        if before.is_some() {
+        if place.replace(value).is_some() {
             return Err(format!("'{name}' is given more than once"));
         }
     }
+    let is_device = protocol.map(|protocol| protocol == "host_device");
     match file {
-        Some(file) => Ok(Description { file, driver }),
+        Some(file) => Ok(Description { file, driver, is_device, secret }),
         None => Err("'file.filename' is missing".into()),
     }
 }
@@ -69,13 +76,13 @@ fn unsupported(name: &str) -> String {
     format!("'{}' is not supported there, or not this value of it", name.escape_debug())
 }
 
-/// The values of an object, those of objects within it by their names joined with dots. Others are not looked into.
+/// The values of an object, those of objects within it by their names joined with dots.
 #[cfg(feature = "json-names")]
-fn flatten(prefix: &str, object: Map<String, Value>, out: &mut Vec<(String, Value)>) {
+fn flatten(prefix: &str, object: Vec<(String, Entry)>, out: &mut Vec<(String, Entry)>) {
     for (name, value) in object {
         let name = format!("{prefix}{name}");
         match value {
-            Value::Object(object) if !object.is_empty() => {
+            Entry::Object(object) if !object.is_empty() => {
                 flatten(&format!("{name}."), object, out);
             }
             value => out.push((name, value)),
@@ -98,12 +105,25 @@ mod tests {
     #[test]
     fn whole_files_are_understood_and_nothing_else() {
         let of = |name: &str| Description::of(name).unwrap();
-        for name in [
-            r#"json:{"driver":"qcow2","file":{"driver":"file","filename":"/a"}}"#,
-            r#"json:{"driver":"qcow2","file.driver":"host_device","file.filename":"/a"}"#,
-            r#"json:{"file":{"filename":"/a"},"driver":"qcow2","encrypt.key-secret":"s"}"#,
+        for (name, is_device, secret) in [
+            (
+                r#"json:{"driver":"qcow2","file":{"driver":"file","filename":"/a"}}"#,
+                Some(false),
+                None,
+            ),
+            (
+                r#"json:{"driver":"qcow2","file.driver":"host_device","file.filename":"/a"}"#,
+                Some(true),
+                None,
+            ),
+            (
+                r#"json:{"file":{"filename":"/a"},"driver":"qcow2","encrypt":{"key-secret":"s"}}"#,
+                None,
+                Some("s".to_owned()),
+            ),
         ] {
-            let described = Description { file: "/a".into(), driver: Some("qcow2".into()) };
+            let driver = Some("qcow2".into());
+            let described = Description { file: "/a".into(), driver, is_device, secret };
             assert_eq!(of(name), Ok(described), "{name}");
         }
         assert_eq!(of(r#"json:{"file.filename":"a"}"#).unwrap().driver, None);
@@ -119,6 +139,9 @@ mod tests {
             (r#"json:{"file.filename":"a","backing":null}"#, "'backing' is not supported"),
             (r#"json:{"file.filename":"a","x":{}}"#, "'x' is not supported"),
             (r#"json:{"file.filename":"a","file":{"filename":"b"}}"#, "more than once"),
+            (r#"json:{"file.filename":"a","file.filename":"a"}"#, "duplicate key"),
+            (r#"json:{"file":{"filename":"a","filename":"b"}}"#, "duplicate key"),
+            (r#"json:{"x":[{"y":1,"y":1}],"file.filename":"a"}"#, "'x' is not supported"),
         ] {
             let error = of(name).unwrap_err();
             assert!(error.contains(says), "{name}: {error}");
