@@ -99,11 +99,6 @@ pub trait BlockDevice: Send + Sync + 'static {
         ready(())
     }
 
-    /// Counts a client's request that does not wait, because the client has left but what it sent is carried out.
-    fn admit_at_once(&self, direction: Direction, bytes: u64) {
-        let _ = (direction, bytes);
-    }
-
     /// From now on, and until the returned value is dropped, [`admit`](Self::admit) lets requests pass without waiting,
     /// those that wait already too. They are counted all the same. A frontend holds one while it waits for its requests
     /// to end; meanwhile those of the disk's other frontends pass as well.

@@ -528,10 +528,6 @@ block_device!(LiveDisk
         self.throttle.admit(direction, bytes)
     }
 
-    fn admit_at_once(&self, direction: Direction, bytes: u64) {
-        self.throttle.admit_at_once(direction, bytes);
-    }
-
     fn drain(&self) -> Drained {
         self.throttle.drain()
     }

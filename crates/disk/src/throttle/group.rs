@@ -316,14 +316,6 @@ impl Group {
         });
     }
 
-    /// Counts a request that passes without waiting.
-    pub(super) fn count(&self, request: Request) {
-        self.change(|state, now, _| {
-            state.leak_until(now);
-            state.count(request);
-        });
-    }
-
     /// How many requests of a disk wait.
     pub(super) fn waiting(&self, member: MemberId) -> usize {
         let state = self.state.lock();

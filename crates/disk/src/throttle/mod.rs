@@ -148,14 +148,6 @@ impl Throttle {
         }
     }
 
-    /// Counts a request that does not wait.
-    pub fn admit_at_once(&self, direction: Direction, bytes: u64) {
-        let member = self.shared.member.lock().clone();
-        if let Some(member) = member {
-            member.group.count((direction, bytes));
-        }
-    }
-
     async fn pass(&self, direction: Direction, bytes: u64) {
         loop {
             let Some(member) = self.shared.member.lock().clone() else { return };

@@ -80,13 +80,10 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
         }
     }
 
-    /// Waits for the disk's limits, for no longer than the client stays: what it has sent is carried out all the same.
+    /// Waits for the disk's limits, also when the client has left: what it has sent is carried out, and counts.
     async fn admit_change(&self, length: u32) {
-        let bytes = u64::from(length);
-        if bytes > 0
-            && self.while_wanted(self.device.admit(Direction::Write, bytes)).await.is_none()
-        {
-            self.device.admit_at_once(Direction::Write, bytes);
+        if length > 0 {
+            self.device.admit(Direction::Write, u64::from(length)).await;
         }
     }
 

@@ -188,10 +188,6 @@ impl BlockDevice for MemoryDisk {
         self.throttle.admit(direction, bytes).await;
     }
 
-    fn admit_at_once(&self, direction: Direction, bytes: u64) {
-        self.throttle.admit_at_once(direction, bytes);
-    }
-
     fn drain(&self) -> Drained {
         self.throttle.drain()
     }

@@ -144,7 +144,7 @@ fn reads_of_a_client_that_has_left_are_cancelled_and_its_writes_are_not() {
 }
 
 #[test]
-fn requests_of_a_client_that_has_left_wait_for_no_limit() {
+fn changes_of_a_client_that_has_left_wait_for_limits_and_its_reads_are_dropped() {
     let in_flight = InFlight { requests: 8, bytes: MIB };
     let limits = Limits { in_flight, ..Limits::default() };
     let served = Served::with(vec![export("disk", MemoryDisk::new(MIB))], limits, 1);
@@ -165,10 +165,18 @@ fn requests_of_a_client_that_has_left_wait_for_no_limit() {
     client.send(&requests);
     until("requests to wait", || disk.throttle.waiting() == 8);
     drop(client);
-    until("the end of the connection", || served.server.connections() == 0);
+    // Another client's request waits behind them.
+    let mut other = Client::ready(&served);
+    other.send(&request(command::WRITE, 0, 1, (8192 + 4096, 512), &[9; 512]));
+    until("the other one to wait", || disk.throttle.waiting() == 9);
+    assert_eq!(disk.bytes(4096, 12 * 512), [0; 12 * 512]);
+    disk.throttle.set_group(None);
+    until("the end of the connection", || served.server.connections() == 1);
     assert_eq!(disk.bytes(4096, 1024), [0; 1024]);
     assert_eq!(disk.bytes(5120, 10 * 512), [7; 10 * 512]);
     assert_eq!((disk.throttle.waiting(), disk.read.load(Ordering::Relaxed)), (0, 0));
+    assert_eq!(other.reply(), (0, 1));
+    other.disconnect();
 }
 
 #[test]

@@ -156,6 +156,7 @@ impl<H: Host + Clone> Monitor<H> {
         self.check_no_job(drive)?;
         self.drives.borrow_mut().retain(|other| !Rc::ptr_eq(other, drive));
         drive.disk().throttle().set_group(None);
+        self.forget_filters(drive);
         let closed = drive.close().await.map_err(QmpError::new);
         self.prune_names();
         closed

@@ -160,6 +160,11 @@ impl<H: Host + Clone> Monitor<H> {
         self.drives.borrow().iter().any(|known| Rc::ptr_eq(known, &drive)).then_some(drive)
     }
 
+    /// Forgets the nodes that limit a disk, which is removed.
+    pub(super) fn forget_filters(&self, drive: &Rc<Drive<H>>) {
+        self.filters.borrow_mut().retain(|filter| filter.of.as_ptr() != Rc::as_ptr(drive));
+    }
+
     /// The name of the node that limits a disk.
     pub(super) fn filter_of(&self, drive: &Rc<Drive<H>>) -> Option<String> {
         let filters = self.filters.borrow();

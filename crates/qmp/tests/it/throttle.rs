@@ -351,6 +351,34 @@ fn a_snapshot_and_a_job_do_not_wait_for_requests_that_wait() {
 }
 
 #[test]
+fn a_throttle_node_that_went_with_its_image_leaves_its_name() {
+    let (directory, live, mut client) = start();
+    with_inline_filters(directory.path(), &mut client);
+    let delete = |name: &str| json!({"node-name": name});
+    // A job that has concluded still knows the disk.
+    let snapshot = json!({
+        "node-name": "d", "snapshot-file": directory.path().join("overlay"), "snapshot-node-name": "o",
+    });
+    client.execute("blockdev-snapshot-sync", snapshot).unwrap();
+    let job = json!({"job-id": "j", "device": "o", "auto-dismiss": false});
+    client.execute("block-stream", job).unwrap();
+    until("the job to conclude", || {
+        let jobs = client.execute("query-jobs", json!({})).unwrap();
+        jobs[0]["status"] == "concluded"
+    });
+    client.execute("blockdev-del", delete("o")).unwrap();
+    let other = directory.path().join("other");
+    qemu::create(&other, "qcow2", MIB, "");
+    let file = json!({"driver": "qcow2", "file": {"driver": "file", "filename": other}});
+    let node =
+        json!({"driver": "throttle", "node-name": "d", "throttle-group": "tg", "file": file});
+    client.execute("blockdev-add", node).unwrap();
+    client.execute("blockdev-del", delete("d")).unwrap();
+    client.execute("job-dismiss", json!({"id": "j"})).unwrap();
+    live.quit();
+}
+
+#[test]
 fn a_client_that_leaves_takes_its_requests_along() {
     let (directory, live, mut client) = start();
     let stream = with_waiting_reads(directory.path(), &mut client, 10);
