@@ -20,6 +20,7 @@
 //! Higher-level crates handle files: they start [operations](ops) on descriptors and pass ownership of buffers
 //! ([`IoBuf`](isobath_buf::IoBuf)).
 
+mod aio;
 mod device;
 mod event;
 mod first;
@@ -35,7 +36,7 @@ pub use first::first;
 pub use net::Readiness;
 pub use notify::Notify;
 pub use runtime::{
-    Config, Elapsed, Executor, Handle, JoinError, JoinHandle, Lease, Leased, Local, RemoteJoin,
+    Config, Elapsed, Executor, Handle, Io, JoinError, JoinHandle, Lease, Leased, Local, RemoteJoin,
     Sleep, Vectored, Worker, block_on, current, handle, is_running, may_go_on, ops, others_wait,
     sleep, sleep_until, spawn, timeout, unblock, yield_now,
 };
