@@ -1,4 +1,4 @@
-//! A single-threaded executor on io_uring.
+//! A single-threaded executor on io_uring, or without it where it is forbidden.
 //!
 //! Each thread that does I/O runs one [`Executor`] with its own ring. Rings share nothing; other threads wake an
 //! executor's tasks and send it work through a mailbox ([`Handle`]). Tasks are not `Send`: a task, its operations and
@@ -11,6 +11,8 @@
 //!   [`Config::batch`] entries.
 //! - Operations that do not fit into the submission queue wait in a backlog, and completions that do not fit into
 //!   theirs wait in the kernel (`IORING_FEAT_NODROP`), so none is refused or lost.
+//! - Where io_uring is missing or forbidden, threads make the calls on files, and everything else is awaited with epoll
+//!   ([`Io`]). What is said of rings here then holds of these.
 //! - [`Executor::block_on`] returns only once no dropped operation is in flight. Dropping the executor ends every task
 //!   and waits for every operation.
 //!

@@ -54,3 +54,4 @@ mod unheard;
 mod untrusted;
 #[path = "../../../export/tests/common/vhost_raw.rs"]
 mod vhost_raw;
+mod without_io_uring;
