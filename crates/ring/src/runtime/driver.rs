@@ -357,4 +357,93 @@ mod tests {
             assert!(driver.slots.borrow().is_empty());
         }
     }
+
+    /// Starts a call that points to no memory, on a file that outlives the driver.
+    fn start(driver: &Driver, call: Call) -> Key {
+        // SAFETY: as said.
+        unsafe { driver.start(call, Keep::Nothing, Arc::new(()), Abandon::Cancel) }
+    }
+
+    fn result(driver: &Driver, key: Key) -> Option<i32> {
+        driver.poll(key, Waker::noop()).map(|(result, _)| result)
+    }
+
+    /// Waits for the first of some operations, and gives its place and result.
+    fn first(driver: &Driver, keys: &[Key]) -> (usize, i32) {
+        loop {
+            let ended = |(at, key): (usize, &Key)| Some((at, result(driver, *key)?));
+            match keys.iter().enumerate().find_map(ended) {
+                Some(first) => return first,
+                None => assert!(!driver.enter(Wait::Forever)),
+            }
+        }
+    }
+
+    const IN: u32 = libc::POLLIN as u32;
+    const HUNG_UP: u32 = libc::POLLHUP as u32;
+
+    #[test]
+    fn every_driver_gives_the_same_results_for_unusual_files() {
+        let file = tempfile::tempfile().unwrap();
+        let null = std::fs::File::open("/dev/null").unwrap();
+        for driver in drivers(4, 1) {
+            let poll = |file, events| Call::Poll { file, events };
+            for (call, expected) in [
+                (poll(-1, IN), -libc::EBADF),
+                (poll(file.as_raw_fd(), IN), libc::POLLIN.into()),
+                (poll(null.as_raw_fd(), IN), libc::POLLIN.into()),
+                (Call::Datasync { file: null.as_raw_fd() }, -libc::EINVAL),
+                (Call::Fallocate { file: -1, mode: 0, offset: 0, length: 1 }, -libc::EBADF),
+            ] {
+                assert_eq!(first(&driver, &[start(&driver, call)]), (0, expected));
+            }
+            let mut buf = IoBuf::zeroed(8);
+            for (file, expected) in [(&file, -libc::ENOTSOCK), (&null, -libc::ENOTSOCK)] {
+                let (socket, buf) = (file.as_raw_fd(), buf.as_mut_ptr());
+                let key = start(&driver, Call::Recv { socket, buf, length: 8 });
+                assert_eq!(first(&driver, &[key]), (0, expected));
+            }
+            let count = Call::Count { file: null.as_raw_fd(), buf: buf.as_mut_ptr() };
+            assert_eq!(first(&driver, &[start(&driver, count)]), (0, 0));
+            // Such a file never hangs up.
+            let end = start(&driver, poll(file.as_raw_fd(), 0));
+            assert_eq!(first(&driver, &[end]), (0, -libc::EINVAL));
+            driver.drain();
+        }
+    }
+
+    #[test]
+    fn waits_of_different_kinds_for_one_file_end_each_by_its_own_event() {
+        use std::io::{Read, Write};
+        use std::os::unix::net::UnixStream;
+        for driver in drivers(8, 1) {
+            let (mut ours, mut theirs) = UnixStream::pair().unwrap();
+            let file = ours.as_raw_fd();
+            let alone = Call::Poll { file, events: IN | libc::EPOLLEXCLUSIVE as u32 };
+            let mut readers = vec![start(&driver, alone), start(&driver, alone)];
+            let given_up = start(&driver, Call::Poll { file, events: IN });
+            let end = start(&driver, Call::Poll { file, events: 0 });
+            driver.abandon(given_up);
+            while driver.has_orphans() {
+                assert!(!driver.enter(Wait::Forever));
+            }
+            for left in [1, 0] {
+                theirs.write_all(b"x").unwrap();
+                let (at, ready) = first(&driver, &readers);
+                assert_eq!(ready as u32, IN);
+                readers.remove(at);
+                assert_eq!(readers.len(), left);
+                assert!(readers.iter().all(|key| result(&driver, *key).is_none()));
+                ours.read_exact(&mut [0]).unwrap();
+            }
+            let writer = start(&driver, Call::Poll { file, events: libc::POLLOUT as u32 });
+            assert_eq!(first(&driver, &[writer]), (0, libc::POLLOUT.into()));
+            assert!(!driver.enter(Wait::No) && result(&driver, end).is_none());
+            drop(theirs);
+            let (_, ready) = first(&driver, &[end]);
+            assert!(ready as u32 & HUNG_UP != 0);
+            driver.drain();
+            assert!(driver.slots.borrow().is_empty());
+        }
+    }
 }

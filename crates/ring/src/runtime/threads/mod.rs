@@ -46,7 +46,7 @@ impl Threads {
         // SAFETY: as above.
         match unsafe { calls::begin(&call) } {
             Some(result) => done.push((operation, result)),
-            None => done.extend(self.readiness.add(operation, call, awaited)),
+            None => self.readiness.add((operation, call), awaited, &mut done),
         }
     }
 

@@ -35,11 +35,15 @@ pub(super) struct Readiness {
 struct Watched {
     /// In the order in which they were started.
     waiting: BTreeMap<u64, (Call, u32)>,
-    /// What epoll watches it for: at least what they wait for. `None` if epoll cannot watch it.
-    events: Option<u32>,
+    /// What epoll watches it for: at least what they wait for.
+    events: u32,
 }
 
 impl Watched {
+    fn new() -> Self {
+        Self { waiting: BTreeMap::new(), events: 0 }
+    }
+
     /// What its operations wait for.
     fn awaited(&self) -> u32 {
         together(self.waiting.values().map(|(_, events)| *events)).unwrap_or(0)
@@ -108,37 +112,47 @@ impl Readiness {
         !self.places.borrow().is_empty()
     }
 
-    /// Lets an operation wait; returns its completion if it cannot.
-    pub(super) fn add(&self, operation: u64, call: Call, awaited: Awaited) -> Option<Completion> {
-        let Awaited { file, events } = awaited;
+    /// Lets an operation wait, or completes it if it cannot.
+    pub(super) fn add(
+        &self,
+        (operation, call): (u64, Call),
+        Awaited { file, events }: Awaited,
+        done: &mut Vec<Completion>,
+    ) {
         let mut files = self.files.borrow_mut();
-        let result = match files.get(&file) {
-            None => self.control(libc::EPOLL_CTL_ADD, file, events).map(|()| Some(events)),
-            Some(Watched { events: None, .. }) => Ok(None),
-            Some(Watched { events: Some(before), .. }) => {
-                let all = together([*before, events].into_iter()).unwrap_or(events);
-                self.change(file, *before, all).map(|()| Some(all))
-            }
+        let before = files.get(&file).map(|watched| watched.events);
+        let all = together(before.into_iter().chain([events])).unwrap_or(events);
+        let result = match before {
+            None => self.control(libc::EPOLL_CTL_ADD, file, events),
+            Some(before) => self.change(file, before, all),
         };
-        let watched = match result {
-            Ok(watched) => watched,
-            // It is a regular file, or a device such as /dev/null.
-            Err(error) if error.raw_os_error() == Some(libc::EPERM) => None,
-            Err(error) => return Some((operation, -shortage(&error))),
-        };
-        if watched.is_none() {
-            match call {
-                Call::Poll { .. } if events & NEVER_WAITS == 0 => {}
-                Call::Poll { .. } => return Some((operation, (events & NEVER_WAITS) as i32)),
-                _ => return Some((operation, -libc::EPERM)),
+        if let Err(error) = result {
+            if before.is_some() {
+                self.fail(&mut files, file, &error, done);
             }
+            return done.push((operation, unwatched(&call, events, &error)));
         }
-        let place =
-            files.entry(file).or_insert_with(|| Watched { waiting: BTreeMap::new(), events: None });
-        place.events = watched;
+        let place = files.entry(file).or_insert_with(Watched::new);
+        place.events = all;
         place.waiting.insert(operation, (call, events));
         self.places.borrow_mut().insert(operation, file);
-        None
+    }
+
+    /// Completes all operations that wait for a file, which may not be watched any more.
+    fn fail(
+        &self,
+        files: &mut HashMap<RawFd, Watched>,
+        file: RawFd,
+        error: &io::Error,
+        done: &mut Vec<Completion>,
+    ) {
+        let _ = self.control(libc::EPOLL_CTL_DEL, file, 0);
+        let waiting = files.remove(&file).into_iter().flat_map(|watched| watched.waiting);
+        let mut places = self.places.borrow_mut();
+        for (operation, _) in waiting {
+            places.remove(&operation);
+            done.push((operation, -shortage(error)));
+        }
     }
 
     /// Forgets an operation; `false` if it does not wait.
@@ -156,7 +170,7 @@ impl Readiness {
     }
 
     fn forget(&self, files: &mut HashMap<RawFd, Watched>, file: RawFd) {
-        if let Some(Watched { events: Some(_), .. }) = files.remove(&file)
+        if files.remove(&file).is_some()
             && let Err(error) = self.control(libc::EPOLL_CTL_DEL, file, 0)
         {
             panic!("epoll does not know a file that it watches: {error}");
@@ -222,20 +236,24 @@ impl Readiness {
             self.forget(&mut files, file);
             return;
         }
-        let awaited = watched.awaited();
-        match watched.events.map(|before| self.change(file, before, awaited)) {
-            Some(Ok(())) => watched.events = Some(awaited),
-            None => {}
-            Some(Err(error)) => {
-                // Nothing watches it any more, so all that wait for it fail.
-                let error = -shortage(&error);
-                for operation in std::mem::take(&mut watched.waiting).into_keys() {
-                    places.remove(&operation);
-                    done.push((operation, error));
-                }
-                files.remove(&file);
-            }
+        let (before, awaited) = (watched.events, watched.awaited());
+        watched.events = awaited;
+        drop(places);
+        if let Err(error) = self.change(file, before, awaited) {
+            self.fail(&mut files, file, &error, done);
         }
+    }
+}
+
+/// The result of an operation for whose file epoll refused to watch: one that cannot wait, such as a regular file or
+/// /dev/null, is always ready.
+fn unwatched(call: &Call, events: u32, error: &io::Error) -> i32 {
+    match call {
+        Call::Poll { .. } if error.raw_os_error() == Some(libc::EPERM) => {
+            let ready = (events & NEVER_WAITS) as i32;
+            if ready == 0 { -libc::EINVAL } else { ready }
+        }
+        _ => -shortage(error),
     }
 }
 
