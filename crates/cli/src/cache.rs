@@ -72,7 +72,7 @@ impl Discard {
     }
 }
 
-/// Parses `-i`: whether it is `native`, which needs direct I/O in QEMU. Here, all I/O uses io_uring.
+/// Parses `-i`: whether it is `native`, which needs direct I/O in QEMU. Here the mode makes no other difference.
 pub(crate) fn is_native(mode: &str) -> Result<bool, String> {
     match mode {
         "native" => Ok(true),

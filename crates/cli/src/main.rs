@@ -47,7 +47,8 @@ use tracing_subscriber::EnvFilter;
 #[derive(Parser)]
 #[command(name = "isobath", version, arg_required_else_help = true, args_override_self = true)]
 #[command(
-    after_help = "ISOBATH_LOG sets the log level on stderr (error, warn, info, debug, trace)."
+    after_help = "ISOBATH_LOG sets the log level on stderr (error, warn, info, debug, trace). \
+                  ISOBATH_IO=threads does without io_uring."
 )]
 pub(crate) struct Cli {
     #[command(subcommand)]

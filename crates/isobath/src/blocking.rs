@@ -35,7 +35,7 @@ use std::fmt;
 use std::io::{IoSlice, IoSliceMut};
 use std::path::Path;
 
-/// A disk with a thread of its own, which reaches the files through io_uring.
+/// A disk with a thread of its own, which reaches the files through io_uring where it can.
 ///
 /// Its methods block the calling thread until they are done. They may be called from several threads at once.
 ///
@@ -60,7 +60,7 @@ impl Disk {
     /// Opens the image `name` and its backing chain.
     ///
     /// # Errors
-    /// As [`Disk::open`](crate::Disk::open), or if the thread or its io_uring cannot be made.
+    /// As [`Disk::open`](crate::Disk::open), or if the thread or its executor cannot be made.
     pub fn open(name: impl AsRef<Path>, options: &OpenOptions) -> Result<Self> {
         let (name, options) = (name.as_ref().to_owned(), options.clone());
         let worker = start(&name)?;
@@ -274,7 +274,7 @@ fn once<T: Send + 'static, F: Future<Output = Result<T>> + 'static>(
 /// [Creates](crate::create()) an image. Returns the size of its disk in bytes.
 ///
 /// # Errors
-/// As there, or if no thread or io_uring can be made.
+/// As there, or if no thread or executor can be made.
 pub fn create(name: impl AsRef<Path>, new: &NewDisk) -> Result<u64> {
     let (name, new) = (name.as_ref().to_owned(), new.clone());
     once(&name.clone(), move || async move {
@@ -285,7 +285,7 @@ pub fn create(name: impl AsRef<Path>, new: &NewDisk) -> Result<u64> {
 /// [Reads](crate::info()) what an image's header says.
 ///
 /// # Errors
-/// As there, or if no thread or io_uring can be made.
+/// As there, or if no thread or executor can be made.
 pub fn info(name: impl AsRef<Path>, options: &InfoOptions) -> Result<ImageInfo> {
     let (name, options) = (name.as_ref().to_owned(), options.clone());
     once(&name.clone(), move || async move {
@@ -296,7 +296,7 @@ pub fn info(name: impl AsRef<Path>, options: &InfoOptions) -> Result<ImageInfo> 
 /// [Checks](crate::check()) an image, and repairs it as far as `options` allow.
 ///
 /// # Errors
-/// As there, or if no thread or io_uring can be made.
+/// As there, or if no thread or executor can be made.
 pub fn check(name: impl AsRef<Path>, options: &CheckOptions) -> Result<CheckReport> {
     let (name, options) = (name.as_ref().to_owned(), *options);
     once(&name.clone(), move || async move {
@@ -307,7 +307,7 @@ pub fn check(name: impl AsRef<Path>, options: &CheckOptions) -> Result<CheckRepo
 /// [Brings](crate::seal) an image into its final form.
 ///
 /// # Errors
-/// As there, or if no thread or io_uring can be made.
+/// As there, or if no thread or executor can be made.
 pub fn seal(name: impl AsRef<Path>) -> Result<()> {
     let name = name.as_ref().to_owned();
     once(&name.clone(), move || async move { crate::seal(WindowHost::new(FileHost), &name).await })

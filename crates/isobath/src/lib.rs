@@ -6,7 +6,8 @@
 //!   an executor.
 //! - [`create()`], [`info()`], [`check()`], [`measure()`] and [`seal()`] are for images that nobody has open.
 //! - Files are reached only through [`Host`](storage::Host) and [`Storage`](storage::Storage), and the futures run on
-//!   any executor. On that of [`ring`], a [`FileHost`](file::FileHost) uses io_uring.
+//!   any executor. On that of [`ring`], a [`FileHost`](file::FileHost) uses io_uring, where
+//!   [it can](ring::Io).
 //! - A method's errors are named in its documentation; [`DiskError`] says what each of them means.
 
 pub mod blocking;

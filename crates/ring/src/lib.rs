@@ -1,4 +1,4 @@
-//! A single-threaded executor on io_uring.
+//! A single-threaded executor on io_uring, or without it where it is forbidden.
 //!
 //! Each thread that does I/O runs one [`Executor`] with its own ring. Rings share nothing; other threads wake an
 //! executor's tasks and send it work through a mailbox ([`Handle`]). Tasks are not `Send`: a task, its operations and
@@ -11,6 +11,8 @@
 //!   [`Config::batch`] entries.
 //! - Operations that do not fit into the submission queue wait in a backlog, and completions that do not fit into
 //!   theirs wait in the kernel (`IORING_FEAT_NODROP`), so none is refused or lost.
+//! - Where io_uring is missing or forbidden, threads make the calls on files, and everything else is awaited with epoll
+//!   ([`Io`]). What is said of rings here then holds of these.
 //! - [`Executor::block_on`] returns only once no dropped operation is in flight. Dropping the executor ends every task
 //!   and waits for every operation.
 //!
@@ -20,6 +22,7 @@
 //! Higher-level crates handle files: they start [operations](ops) on descriptors and pass ownership of buffers
 //! ([`IoBuf`](isobath_buf::IoBuf)).
 
+mod aio;
 mod device;
 mod event;
 mod first;
@@ -35,7 +38,7 @@ pub use first::first;
 pub use net::Readiness;
 pub use notify::Notify;
 pub use runtime::{
-    Config, Elapsed, Executor, Handle, JoinError, JoinHandle, Lease, Leased, Local, RemoteJoin,
+    Config, Elapsed, Executor, Handle, Io, JoinError, JoinHandle, Lease, Leased, Local, RemoteJoin,
     Sleep, Vectored, Worker, block_on, current, handle, is_running, may_go_on, ops, others_wait,
     sleep, sleep_until, spawn, timeout, unblock, yield_now,
 };

@@ -15,6 +15,9 @@ use std::time::Duration;
 /// How long to wait before the next `accept` while descriptors or memory are short.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
+/// How long to wait before the next attempt to connect to a socket file, where there is no ring that could wait.
+const CONNECT_PAUSE: Duration = Duration::from_millis(10);
+
 /// A listening socket: Unix or TCP.
 ///
 /// It may be created on one thread and used on another. A Unix socket's file is removed when it is dropped.
@@ -278,8 +281,16 @@ impl Stream {
     async fn connect(domain: socket2::Domain, address: socket2::SockAddr) -> io::Result<Self> {
         let socket = socket2::Socket::new(domain, socket2::Type::STREAM, None)?;
         let stream = Self::from(OwnedFd::from(socket));
-        ops::connect(&required(), &stream.socket, address).await?;
-        Ok(stream)
+        let local = required();
+        loop {
+            match ops::connect(&local, &stream.socket, address.clone()).await {
+                // So many wait for the listener that it has no room; nothing tells when it has.
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock && address.is_unix() => {
+                    sleep(CONNECT_PAUSE).await;
+                }
+                result => return result.map(|()| stream),
+            }
+        }
     }
 
     /// The user of the process that connected; `None` if that is not known, as over TCP.

@@ -1,5 +1,7 @@
 //! Adding to an eventfd of another program without ever waiting.
 
+use crate::aio::Aio;
+use crate::runtime::{Choice, Io, Refused, choice, explain};
 use io_uring::{IoUring, opcode};
 use std::fmt;
 use std::io;
@@ -9,12 +11,32 @@ use std::os::fd::{AsRawFd, OwnedFd};
 ///
 /// `write` waits while the count is at its maximum, unless the file is non-blocking; but whoever shares the file may
 /// clear that flag between any check and the write. Here the kernel adds to the count as it does for completions: a
-/// ring of one entry has the eventfd registered, and completes an operation that does nothing. That never waits; at
-/// its maximum, the count stays there.
+/// ring of one entry has the eventfd registered, and completes an operation that does nothing. Where io_uring is
+/// forbidden, the kernel's older interface for asynchronous I/O completes a read of no bytes. That never waits; at its
+/// maximum, the count stays there.
 pub struct Notify {
-    ring: IoUring,
+    way: Way,
     /// Closed after the ring.
     eventfd: OwnedFd,
+}
+
+enum Way {
+    Ring(Box<IoUring>),
+    Aio(Aio),
+}
+
+impl Way {
+    fn new(io: Io) -> io::Result<Self> {
+        let choice = choice(io)?;
+        if let Choice::Threads = choice {
+            return Ok(Self::Aio(Aio::new()?));
+        }
+        match (IoUring::new(1).map_err(|error| explain(&error)), choice) {
+            (Ok(ring), _) => Ok(Self::Ring(Box::new(ring))),
+            (Err(Refused::Forbidden(_)), Choice::Try) => Ok(Self::Aio(Aio::new()?)),
+            (Err(refused), _) => Err(refused.into()),
+        }
+    }
 }
 
 impl Notify {
@@ -23,9 +45,16 @@ impl Notify {
     /// # Errors
     /// `EINVAL` if it is another kind of file; a lack of descriptors or memory.
     pub fn new(eventfd: OwnedFd) -> io::Result<Self> {
-        let ring = IoUring::new(1)?;
-        ring.submitter().register_eventfd(eventfd.as_raw_fd())?;
-        Ok(Self { ring, eventfd })
+        Self::with(Io::Any, eventfd)
+    }
+
+    fn with(io: Io, eventfd: OwnedFd) -> io::Result<Self> {
+        let way = Way::new(io)?;
+        match &way {
+            Way::Ring(ring) => ring.submitter().register_eventfd(eventfd.as_raw_fd())?,
+            Way::Aio(aio) => aio.check(eventfd.as_raw_fd())?,
+        }
+        Ok(Self { way, eventfd })
     }
 
     /// Uses another eventfd from now on. A ring takes the kernel longer to end than to make; here none ends.
@@ -33,9 +62,13 @@ impl Notify {
     /// # Errors
     /// As [`new`](Self::new); no eventfd is used then.
     pub fn replace(&mut self, eventfd: OwnedFd) -> io::Result<()> {
-        let submitter = self.ring.submitter();
-        submitter.unregister_eventfd()?;
-        submitter.register_eventfd(eventfd.as_raw_fd())?;
+        match &self.way {
+            Way::Ring(ring) => {
+                ring.submitter().unregister_eventfd()?;
+                ring.submitter().register_eventfd(eventfd.as_raw_fd())?;
+            }
+            Way::Aio(aio) => aio.check(eventfd.as_raw_fd())?,
+        }
         self.eventfd = eventfd;
         Ok(())
     }
@@ -45,12 +78,16 @@ impl Notify {
     /// # Errors
     /// The kernel is short of memory.
     pub fn notify(&mut self) -> io::Result<()> {
+        let ring = match &mut self.way {
+            Way::Ring(ring) => ring,
+            Way::Aio(aio) => return aio.signal(self.eventfd.as_raw_fd()),
+        };
         // SAFETY: the operation refers to no memory.
-        let queued = unsafe { self.ring.submission().push(&opcode::Nop::new().build()) };
+        let queued = unsafe { ring.submission().push(&opcode::Nop::new().build()) };
         // An entry that an earlier, failed call left there notifies as well.
         drop(queued);
-        self.ring.submit()?;
-        self.ring.completion().for_each(drop);
+        ring.submit()?;
+        ring.completion().for_each(drop);
         Ok(())
     }
 }
@@ -68,6 +105,8 @@ mod tests {
     use std::io::{Read, Write};
     use std::os::fd::FromRawFd;
 
+    const WAYS: [Io; 2] = [Io::Ring, Io::Threads];
+
     fn eventfd(flags: i32) -> File {
         // SAFETY: a plain system call, and the descriptor is new.
         unsafe {
@@ -75,6 +114,10 @@ mod tests {
             assert!(fd >= 0);
             File::from_raw_fd(fd)
         }
+    }
+
+    fn notify_of(io: Io, file: &File) -> Notify {
+        Notify::with(io, file.try_clone().unwrap().into()).unwrap()
     }
 
     fn count(mut file: &File) -> u64 {
@@ -85,38 +128,47 @@ mod tests {
 
     #[test]
     fn every_call_adds_one_and_none_waits() {
-        let file = eventfd(0);
-        let mut notify = Notify::new(file.try_clone().unwrap().into()).unwrap();
-        for _ in 0..100 {
+        for way in WAYS {
+            let file = eventfd(0);
+            let mut notify = notify_of(way, &file);
+            // More than there is room for at a time.
+            for _ in 0..10_000 {
+                notify.notify().unwrap();
+            }
+            assert_eq!(count(&file), 10_000);
+            (&file).write_all(&(u64::MAX - 1).to_ne_bytes()).unwrap();
             notify.notify().unwrap();
+            notify.notify().unwrap();
+            assert!(count(&file) >= u64::MAX - 1);
+            notify.notify().unwrap();
+            assert_eq!(count(&file), 1);
         }
-        assert_eq!(count(&file), 100);
-        (&file).write_all(&(u64::MAX - 1).to_ne_bytes()).unwrap();
-        notify.notify().unwrap();
-        notify.notify().unwrap();
-        assert!(count(&file) >= u64::MAX - 1);
-        notify.notify().unwrap();
-        assert_eq!(count(&file), 1);
     }
 
     #[test]
     fn an_eventfd_that_is_replaced_is_left_alone() {
-        let (old, new) = (eventfd(libc::EFD_NONBLOCK), eventfd(0));
-        let mut notify = Notify::new(old.try_clone().unwrap().into()).unwrap();
-        for _ in 0..100 {
-            notify.replace(old.try_clone().unwrap().into()).unwrap();
-            notify.replace(new.try_clone().unwrap().into()).unwrap();
-            notify.notify().unwrap();
+        for way in WAYS {
+            let (old, new) = (eventfd(libc::EFD_NONBLOCK), eventfd(0));
+            let mut notify = notify_of(way, &old);
+            for _ in 0..100 {
+                notify.replace(old.try_clone().unwrap().into()).unwrap();
+                notify.replace(new.try_clone().unwrap().into()).unwrap();
+                notify.notify().unwrap();
+            }
+            assert_eq!(count(&new), 100);
+            assert!((&old).read(&mut [0; 8]).is_err(), "its count is 0");
         }
-        assert_eq!(count(&new), 100);
-        assert!((&old).read(&mut [0; 8]).is_err(), "its count is 0");
     }
 
     #[test]
     fn other_files_are_refused() {
-        assert!(Notify::new(File::open("/dev/zero").unwrap().into()).is_err());
-        let mut notify = Notify::new(eventfd(0).into()).unwrap();
-        assert!(notify.replace(File::open("/dev/zero").unwrap().into()).is_err());
-        notify.notify().unwrap();
+        for way in WAYS {
+            let zero = || File::open("/dev/zero").unwrap().into();
+            let refused = Notify::with(way, zero()).unwrap_err();
+            assert_eq!(refused.raw_os_error(), Some(libc::EINVAL));
+            let mut notify = notify_of(way, &eventfd(0));
+            assert!(notify.replace(zero()).is_err());
+            notify.notify().unwrap();
+        }
     }
 }

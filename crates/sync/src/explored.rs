@@ -25,6 +25,32 @@ impl<T> Mutex<T> {
     }
 }
 
+/// Like the standard library's.
+#[derive(Debug, Default)]
+pub struct Condvar(sync::Condvar);
+
+impl Condvar {
+    /// One that nobody waits for.
+    pub fn new() -> Self {
+        Self(sync::Condvar::new())
+    }
+
+    /// Unlocks, waits to be notified, and locks again.
+    pub fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+        self.0.wait(guard).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends one wait.
+    pub fn notify_one(&self) {
+        self.0.notify_one();
+    }
+
+    /// Ends all waits.
+    pub fn notify_all(&self) {
+        self.0.notify_all();
+    }
+}
+
 /// Like `parking_lot`'s.
 #[derive(Debug, Default)]
 pub struct RwLock<T>(sync::RwLock<T>);

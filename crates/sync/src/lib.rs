@@ -7,6 +7,8 @@
 mod async_mutex;
 mod checked;
 mod condition;
+#[cfg(not(loom))]
+mod condvar;
 #[cfg(loom)]
 mod explored;
 pub mod order;
@@ -15,8 +17,12 @@ mod semaphore;
 pub use async_mutex::{AsyncMutex, AsyncMutexGuard};
 pub use checked::{CheckedGuard, CheckedMutex, Invariants};
 pub use condition::{Condition, WaitGroup};
+#[cfg(not(loom))]
+pub use condvar::Condvar;
 #[cfg(loom)]
-pub use explored::{Cell, Mutex, MutexGuard, RwLock, atomic, explore, explore_within, wait};
+pub use explored::{
+    Cell, Condvar, Mutex, MutexGuard, RwLock, atomic, explore, explore_within, wait,
+};
 #[cfg(not(loom))]
 pub use parking_lot::{Mutex, MutexGuard, RwLock};
 pub use semaphore::{Permits, Semaphore};

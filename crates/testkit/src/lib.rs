@@ -12,6 +12,7 @@
 //!   it, [`scenario`] is a guest's root disk on a long chain.
 //! * [`certificates`] are for connections with TLS.
 //! * [`loop_device`] makes a file a block device.
+//! * [`forbidden`] runs a program to which the kernel refuses system calls.
 //! * [`fuse`] recognizes the errors that follow the end of a FUSE server.
 //! * [`seed`] makes random tests repeatable, [`evidence`] records what a campaign of them did.
 //!
@@ -26,6 +27,7 @@ pub mod certificates;
 pub mod chain;
 pub mod daemon;
 pub mod evidence;
+pub mod forbidden;
 pub mod fs;
 pub mod fuse;
 pub mod guest;

@@ -33,7 +33,7 @@ pub(crate) struct Args {
     /// With -w: flush after this many requests; 0 for never
     #[arg(long, value_name = "COUNT", default_value = "0", value_parser = interval)]
     flush_interval: u64,
-    /// I/O interface: threads, native or io_uring; accepted for compatibility, io_uring is always used
+    /// I/O interface: threads, native or io_uring; accepted for compatibility, makes no difference
     #[arg(short = 'i', long, value_name = "AIO", value_parser = aio)]
     aio: Option<String>,
     /// Same as -i native

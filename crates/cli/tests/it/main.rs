@@ -59,3 +59,4 @@ mod unheard;
 mod untrusted;
 #[path = "../../../export/tests/common/vhost_raw.rs"]
 mod vhost_raw;
+mod without_io_uring;

@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 static ONE: u64 = 1;
 
-/// An eventfd on which the executor's ring always has a read pending.
+/// An eventfd that an executor awaits whenever it waits.
 pub(super) struct Bell {
     eventfd: OwnedFd,
     /// Under loom, no thread may wait in the kernel; threads wait for this instead.

@@ -1,23 +1,13 @@
-//! The ring itself: operations in flight, their resources, and how they end.
+//! The operations in flight: their resources, and how they end. What carries them out is an io_uring, or threads.
 
+use super::call::{Call, Wait};
 use super::memory::{Keep, Lease};
-use io_uring::types::{SubmitArgs, Timespec};
-use io_uring::{IoUring, cqueue, opcode, squeue};
+use super::ring::{self, Uring};
+use super::threads::Threads;
 use slab::Slab;
 use std::cell::{Cell, RefCell};
-use std::collections::VecDeque;
-use std::io;
 use std::mem::MaybeUninit;
 use std::task::Waker;
-use std::time::Duration;
-
-/// `user_data` of cancellations, whose results are not needed.
-const CANCEL: u64 = u64::MAX;
-/// `user_data` of the read that is completed by wake-ups from other threads.
-pub(super) const WAKE: u64 = u64::MAX - 1;
-
-/// Maximum number of completions taken from the queue at a time.
-const REAP: usize = 64;
 
 /// What happens to an operation whose future is dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,66 +34,48 @@ struct Slot {
     lease: Option<Lease>,
 }
 
-/// How long [`Driver::enter`] waits for a completion.
-#[derive(Clone, Copy)]
-pub(super) enum Wait {
-    No,
-    Forever,
-    For(Duration),
-}
-
 /// Identifies an operation in flight.
 #[derive(Clone, Copy)]
 pub(super) struct Key(u32);
 
+pub(super) enum Backend {
+    Ring(Uring),
+    Threads(Threads),
+}
+
 pub(super) struct Driver {
-    ring: RefCell<IoUring>,
+    backend: Backend,
     slots: RefCell<Slab<Slot>>,
-    /// Entries for which the ring has no room yet, in order.
-    backlog: RefCell<VecDeque<squeue::Entry>>,
     serial: Cell<u32>,
-    /// Entries written to the submission queue that the kernel has not taken.
-    unsubmitted: Cell<usize>,
-    /// Entries in the submission queue or the kernel.
-    in_ring: Cell<usize>,
     /// Operations in flight whose futures are gone.
     orphans: Cell<usize>,
     closed: Cell<bool>,
-    batch: usize,
 }
 
 impl Driver {
-    pub(super) fn new(entries: u32, batch: usize) -> io::Result<Self> {
-        Ok(Self::on(build(entries, FLAGS.len())?, batch))
-    }
-
-    fn on(ring: IoUring, batch: usize) -> Self {
+    pub(super) fn new(backend: Backend) -> Self {
         Self {
-            ring: RefCell::new(ring),
+            backend,
             slots: RefCell::default(),
-            backlog: RefCell::default(),
             serial: Cell::new(0),
-            unsubmitted: Cell::new(0),
-            in_ring: Cell::new(0),
             orphans: Cell::new(0),
             closed: Cell::new(false),
-            batch,
         }
     }
 
-    /// Puts an operation into the ring.
+    /// Starts an operation.
     ///
     /// # Safety
-    /// The memory that `entry` points to must stay valid, and not be accessed otherwise, for as long as `keep` lives;
+    /// The memory that `call` points to must stay valid, and not be accessed otherwise, for as long as `keep` lives;
     /// `lease` must keep its descriptor open.
     pub(super) unsafe fn start(
         &self,
-        entry: squeue::Entry,
+        call: Call,
         keep: Keep,
         lease: Lease,
         abandon: Abandon,
     ) -> Key {
-        // Serials stay below `u32::MAX`, so no operation has the `user_data` of WAKE or CANCEL.
+        // Serials stay below `u32::MAX`, so no operation has the number of what a ring does for itself.
         let serial = self.serial.get();
         self.serial.set((serial + 1) % u32::MAX);
         let closed = self.closed.get();
@@ -117,146 +89,77 @@ impl Driver {
             lease: Some(lease),
         });
         if !closed {
-            self.push(entry.user_data(u64::from(serial) << 32 | key as u64));
+            let operation = u64::from(serial) << 32 | key as u64;
+            // SAFETY: the slot keeps the memory and the descriptor until the operation's completion.
+            unsafe {
+                match &self.backend {
+                    Backend::Ring(ring) => ring.start(operation, call),
+                    Backend::Threads(threads) => threads.start(operation, call),
+                }
+            }
         }
         Key(key as u32)
     }
 
-    /// Starts the read into `word` that the next wake-up completes.
-    ///
-    /// # Safety
-    /// `word` must be valid until the read's completion, which [`drain`](Self::drain) waits for.
-    pub(super) unsafe fn start_wake_read(&self, eventfd: i32, word: *mut u64) {
-        let entry = opcode::Read::new(io_uring::types::Fd(eventfd), word.cast(), 8).build();
-        self.push(entry.user_data(WAKE));
-    }
-
-    fn push(&self, entry: squeue::Entry) {
-        let mut backlog = self.backlog.borrow_mut();
-        let mut ring = self.ring.borrow_mut();
-        // SAFETY: the entry's creator keeps what it points to until its completion.
-        if backlog.is_empty() && unsafe { ring.submission().push(&entry) }.is_ok() {
-            self.pushed();
-        } else {
-            backlog.push_back(entry);
-            self.refill(&mut ring, &mut backlog);
-        }
-        if self.unsubmitted.get() >= self.batch {
-            self.submit(&ring);
+    /// Makes the next wake-up through an eventfd end a wait. The eventfd must stay open until the driver has been
+    /// [drained](Self::drain).
+    pub(super) fn listen(&self, eventfd: i32) {
+        match &self.backend {
+            Backend::Ring(ring) => ring.listen(eventfd),
+            Backend::Threads(threads) => threads.listen(eventfd),
         }
     }
 
-    /// Moves entries from the backlog into the submission queue.
-    fn refill(&self, ring: &mut IoUring, backlog: &mut VecDeque<squeue::Entry>) {
-        while let Some(entry) = backlog.front() {
-            // SAFETY: the entry's creator keeps what it points to until its completion.
-            let mut pushed = unsafe { ring.submission().push(entry) };
-            if pushed.is_err() {
-                self.submit(ring);
-                // SAFETY: as above.
-                pushed = unsafe { ring.submission().push(entry) };
-            }
-            if pushed.is_err() {
-                break;
-            }
-            backlog.pop_front();
-            self.pushed();
-        }
-    }
-
-    fn pushed(&self) {
-        self.in_ring.set(self.in_ring.get() + 1);
-        self.unsubmitted.set(self.unsubmitted.get() + 1);
-    }
-
-    /// Submits the queued entries without waiting. Entries that the kernel does not take now are submitted again in the
-    /// next turn.
-    fn submit(&self, ring: &IoUring) {
-        match ring.submit() {
-            Ok(taken) => self.taken(taken),
-            Err(error) => check(&error),
-        }
-    }
-
-    fn taken(&self, count: usize) {
-        self.unsubmitted.set(self.unsubmitted.get().saturating_sub(count));
-    }
-
-    /// Submits queued entries, waits as requested, and handles the available completions. Returns whether the wake-up
-    /// read was among them.
-    #[must_use = "the wake-up read must be started again"]
+    /// Submits what is queued, waits as requested, and handles the available completions. Returns whether there was a
+    /// wake-up.
+    #[must_use = "the next wake-up must be listened for"]
     pub(super) fn enter(&self, wait: Wait) -> bool {
-        {
-            let mut ring = self.ring.borrow_mut();
-            self.refill(&mut ring, &mut self.backlog.borrow_mut());
-            let result = match wait {
-                Wait::No => {
-                    let queue = ring.submission();
-                    let idle =
-                        self.unsubmitted.get() == 0 && !queue.taskrun() && !queue.cq_overflow();
-                    drop(queue);
-                    if idle { Ok(0) } else { ring.submit() }
+        match &self.backend {
+            Backend::Ring(ring) => {
+                ring.enter(wait);
+                self.reap(ring)
+            }
+            Backend::Threads(threads) => {
+                let woken = threads.enter(wait);
+                for (operation, result) in threads.take() {
+                    self.complete(operation, result);
                 }
-                Wait::Forever => ring.submit_and_wait(1),
-                Wait::For(duration) => {
-                    let time = Timespec::from(duration);
-                    ring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&time))
-                }
-            };
-            match result {
-                Ok(taken) => self.taken(taken),
-                // The wait ended without a completion; the number of submitted entries is unknown.
-                Err(error) => {
-                    check(&error);
-                    self.unsubmitted.set(ring.submission().len());
-                }
+                woken
             }
         }
-        self.reap()
     }
 
-    /// Whether operations have completed whose tasks do not know it yet.
+    /// Whether operations have completed, or may have, whose tasks do not know it yet.
     pub(super) fn has_completions(&self) -> bool {
-        let mut ring = self.ring.borrow_mut();
-        let queue = ring.submission();
-        let in_kernel = queue.taskrun() || queue.cq_overflow();
-        drop(queue);
-        in_kernel || !ring.completion().is_empty()
+        match &self.backend {
+            Backend::Ring(ring) => ring.has_completions(),
+            Backend::Threads(threads) => threads.may_have_completions(),
+        }
     }
 
-    fn reap(&self) -> bool {
+    fn reap(&self, ring: &Uring) -> bool {
         let mut woken = false;
         loop {
-            let mut space = [const { MaybeUninit::<cqueue::Entry>::uninit() }; REAP];
-            let entries = {
-                let mut ring = self.ring.borrow_mut();
-                let entries = ring.completion().fill(&mut space);
-                self.in_ring.set(self.in_ring.get() - entries.len());
-                &*entries
-            };
+            let mut room = [const { MaybeUninit::uninit() }; ring::REAP];
+            let entries = ring.take(&mut room);
             for entry in entries {
                 match entry.user_data() {
-                    WAKE => woken = true,
-                    CANCEL => {}
-                    user_data => self.complete(user_data, entry.result()),
+                    ring::WAKE => woken = true,
+                    ring::CANCEL => {}
+                    operation => self.complete(operation, entry.result()),
                 }
             }
-            if entries.len() < REAP {
+            if entries.len() < ring::REAP {
                 return woken;
             }
         }
     }
 
-    fn complete(&self, user_data: u64, result: i32) {
-        let (key, serial) = ((user_data as u32) as usize, (user_data >> 32) as u32);
+    fn complete(&self, operation: u64, result: i32) {
+        let (key, serial) = ((operation as u32) as usize, (operation >> 32) as u32);
         let mut slots = self.slots.borrow_mut();
         let Some(slot) = slots.get_mut(key).filter(|slot| slot.serial == serial) else {
-            tracing::error!(
-                key,
-                serial,
-                result,
-                "io_uring completed an operation that was never started"
-            );
+            tracing::error!(key, serial, result, "an operation completed that was never started");
             return;
         };
         let lease = slot.lease.take();
@@ -277,13 +180,7 @@ impl Driver {
                 }
             }
             Operation::Done(first) => {
-                tracing::error!(
-                    key,
-                    serial,
-                    first,
-                    result,
-                    "io_uring completed an operation twice"
-                );
+                tracing::error!(key, serial, first, result, "an operation completed twice");
             }
         }
     }
@@ -333,8 +230,11 @@ impl Driver {
         }
     }
 
-    fn cancel(&self, target: u64) {
-        self.push(opcode::AsyncCancel::new(target).build().user_data(CANCEL));
+    fn cancel(&self, operation: u64) {
+        match &self.backend {
+            Backend::Ring(ring) => ring.cancel(operation),
+            Backend::Threads(threads) => threads.cancel(operation),
+        }
     }
 
     /// Whether this has been [drained](Self::drain), so that operations fail.
@@ -351,7 +251,9 @@ impl Driver {
     /// on fail with `ECANCELED`.
     pub(super) fn drain(&self) {
         self.closed.set(true);
-        self.cancel(WAKE);
+        if let Backend::Ring(ring) = &self.backend {
+            ring.stop_listening();
+        }
         let targets: Vec<u64> = self
             .slots
             .borrow()
@@ -364,66 +266,18 @@ impl Driver {
         for target in targets {
             self.cancel(target);
         }
-        while self.in_ring.get() > 0 || !self.backlog.borrow().is_empty() {
+        while self.is_busy() {
             let _ = self.enter(Wait::Forever);
         }
     }
-}
 
-/// Ignores errors of `io_uring_enter` that the next turn resolves; panics on all others, which make the ring unusable.
-fn check(error: &io::Error) {
-    match error.raw_os_error() {
-        Some(libc::EAGAIN | libc::EBUSY | libc::EINTR | libc::ETIME) => {}
-        _ => panic!("io_uring_enter failed: {error}"),
-    }
-}
-
-/// Flags by the kernel that introduced them: 5.19; 6.0 and 6.1 (useful only together).
-const FLAGS: [fn(&mut io_uring::Builder); 2] = [
-    |builder| {
-        builder.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
-    },
-    |builder| {
-        builder.setup_single_issuer().setup_defer_taskrun();
-    },
-];
-
-/// Creates a ring with the best flags that the kernel supports, from the first `most` groups.
-fn build(entries: u32, most: usize) -> io::Result<IoUring> {
-    let mut groups = most;
-    loop {
-        let mut builder = IoUring::builder();
-        builder.setup_clamp().setup_cqsize(entries.saturating_mul(4)).dontfork();
-        for set in &FLAGS[..groups] {
-            set(&mut builder);
-        }
-        match builder.build(entries) {
-            Ok(ring) => return check_features(ring),
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) && groups > 0 => groups -= 1,
-            Err(error) => return Err(explain(&error)),
+    /// Whether anything is in flight.
+    fn is_busy(&self) -> bool {
+        match &self.backend {
+            Backend::Ring(ring) => ring.is_busy(),
+            Backend::Threads(threads) => threads.is_busy(),
         }
     }
-}
-
-fn check_features(ring: IoUring) -> io::Result<IoUring> {
-    let have = ring.params();
-    if have.is_feature_nodrop() && have.is_feature_ext_arg() && have.is_feature_fast_poll() {
-        return Ok(ring);
-    }
-    let text = "this kernel's io_uring is too old; Linux 5.11 or later is required";
-    Err(io::Error::new(io::ErrorKind::Unsupported, text))
-}
-
-fn explain(error: &io::Error) -> io::Error {
-    let hint = match error.raw_os_error() {
-        Some(libc::EPERM | libc::EACCES) => {
-            "; sysctl kernel.io_uring_disabled or a seccomp filter forbids it"
-        }
-        Some(libc::ENOSYS) => "; Linux 5.11 or later is required",
-        Some(libc::ENOMEM) => "; the limit on locked memory (ulimit -l) may be too low",
-        _ => "",
-    };
-    io::Error::new(error.kind(), format!("cannot set up io_uring: {error}{hint}"))
 }
 
 #[cfg(test)]
@@ -433,19 +287,26 @@ mod tests {
     use std::os::fd::{AsRawFd, OwnedFd};
     use std::sync::Arc;
 
+    /// Drivers on rings with the flags of every kernel, and one on threads.
+    fn drivers(entries: u32, batch: usize) -> impl Iterator<Item = Driver> {
+        let rings = (0..=ring::FLAGS.len())
+            .map(move |groups| Backend::Ring(Uring::with_flags(groups, entries, batch)));
+        let threads = std::iter::once_with(|| Backend::Threads(Threads::new().unwrap()));
+        rings.chain(threads).map(Driver::new)
+    }
+
     #[test]
-    fn rings_work_with_the_flags_of_every_kernel() {
-        for groups in 0..=FLAGS.len() {
-            let driver = Driver::on(build(4, groups).unwrap(), 2);
+    fn operations_complete_with_every_driver() {
+        for driver in drivers(4, 2) {
             let zero: OwnedFd = std::fs::File::open("/dev/zero").unwrap().into();
             let mut keys = Vec::new();
             for _ in 0..100 {
                 let mut buf = IoBuf::copy_of(&[1; 512]);
-                let fd = io_uring::types::Fd(zero.as_raw_fd());
-                let entry = opcode::Read::new(fd, buf.as_mut_ptr(), 512).build();
+                let (file, pointer) = (zero.as_raw_fd(), buf.as_mut_ptr());
+                let call = Call::Read { file, buf: pointer, length: 512, offset: 0 };
                 // SAFETY: the operation keeps the buffer, and `zero` stays open until it is done.
                 keys.push(unsafe {
-                    driver.start(entry, Keep::Buf(buf), Arc::new(()), Abandon::Finish)
+                    driver.start(call, Keep::Buf(buf), Arc::new(()), Abandon::Finish)
                 });
             }
             for (index, key) in keys.into_iter().enumerate() {
@@ -464,9 +325,10 @@ mod tests {
             }
             driver.drain();
             assert!(driver.slots.borrow().is_empty() && !driver.has_orphans());
-            let nop = opcode::Nop::new().build();
-            // SAFETY: the entry points to no memory.
-            let late = unsafe { driver.start(nop, Keep::Nothing, Arc::new(()), Abandon::Finish) };
+            // SAFETY: the call points to no memory.
+            let late = unsafe {
+                driver.start(Call::Nothing, Keep::Nothing, Arc::new(()), Abandon::Finish)
+            };
             let (result, _) = driver.poll(late, Waker::noop()).unwrap();
             assert_eq!(result, -libc::ECANCELED);
         }
@@ -475,13 +337,11 @@ mod tests {
     #[test]
     fn waits_without_end_are_cancelled() {
         let (pipe, _end) = std::io::pipe().unwrap();
-        for groups in 0..=FLAGS.len() {
-            let driver = Driver::on(build(2, groups).unwrap(), 1);
-            let fd = io_uring::types::Fd(pipe.as_raw_fd());
+        for driver in drivers(2, 1) {
+            let call = Call::Poll { file: pipe.as_raw_fd(), events: libc::POLLIN as u32 };
             let mut keys = (0..50).map(|_| {
-                let entry = opcode::PollAdd::new(fd, libc::POLLIN as u32).build();
-                // SAFETY: the entry points to no memory; the pipe outlives the driver.
-                unsafe { driver.start(entry, Keep::Nothing, Arc::new(()), Abandon::Cancel) }
+                // SAFETY: the call points to no memory; the pipe outlives the driver.
+                unsafe { driver.start(call, Keep::Nothing, Arc::new(()), Abandon::Cancel) }
             });
             for key in keys.by_ref().take(25) {
                 driver.abandon(key);
@@ -494,6 +354,95 @@ mod tests {
             for key in held {
                 assert_eq!(driver.poll(key, Waker::noop()).unwrap().0, -libc::ECANCELED);
             }
+            assert!(driver.slots.borrow().is_empty());
+        }
+    }
+
+    /// Starts a call that points to no memory, on a file that outlives the driver.
+    fn start(driver: &Driver, call: Call) -> Key {
+        // SAFETY: as said.
+        unsafe { driver.start(call, Keep::Nothing, Arc::new(()), Abandon::Cancel) }
+    }
+
+    fn result(driver: &Driver, key: Key) -> Option<i32> {
+        driver.poll(key, Waker::noop()).map(|(result, _)| result)
+    }
+
+    /// Waits for the first of some operations, and gives its place and result.
+    fn first(driver: &Driver, keys: &[Key]) -> (usize, i32) {
+        loop {
+            let ended = |(at, key): (usize, &Key)| Some((at, result(driver, *key)?));
+            match keys.iter().enumerate().find_map(ended) {
+                Some(first) => return first,
+                None => assert!(!driver.enter(Wait::Forever)),
+            }
+        }
+    }
+
+    const IN: u32 = libc::POLLIN as u32;
+    const HUNG_UP: u32 = libc::POLLHUP as u32;
+
+    #[test]
+    fn every_driver_gives_the_same_results_for_unusual_files() {
+        let file = tempfile::tempfile().unwrap();
+        let null = std::fs::File::open("/dev/null").unwrap();
+        for driver in drivers(4, 1) {
+            let poll = |file, events| Call::Poll { file, events };
+            for (call, expected) in [
+                (poll(-1, IN), -libc::EBADF),
+                (poll(file.as_raw_fd(), IN), libc::POLLIN.into()),
+                (poll(null.as_raw_fd(), IN), libc::POLLIN.into()),
+                (Call::Datasync { file: null.as_raw_fd() }, -libc::EINVAL),
+                (Call::Fallocate { file: -1, mode: 0, offset: 0, length: 1 }, -libc::EBADF),
+            ] {
+                assert_eq!(first(&driver, &[start(&driver, call)]), (0, expected));
+            }
+            let mut buf = IoBuf::zeroed(8);
+            for (file, expected) in [(&file, -libc::ENOTSOCK), (&null, -libc::ENOTSOCK)] {
+                let (socket, buf) = (file.as_raw_fd(), buf.as_mut_ptr());
+                let key = start(&driver, Call::Recv { socket, buf, length: 8 });
+                assert_eq!(first(&driver, &[key]), (0, expected));
+            }
+            let count = Call::Count { file: null.as_raw_fd(), buf: buf.as_mut_ptr() };
+            assert_eq!(first(&driver, &[start(&driver, count)]), (0, 0));
+            // Such a file never hangs up.
+            let end = start(&driver, poll(file.as_raw_fd(), 0));
+            assert_eq!(first(&driver, &[end]), (0, -libc::EINVAL));
+            driver.drain();
+        }
+    }
+
+    #[test]
+    fn waits_of_different_kinds_for_one_file_end_each_by_its_own_event() {
+        use std::io::{Read, Write};
+        use std::os::unix::net::UnixStream;
+        for driver in drivers(8, 1) {
+            let (mut ours, mut theirs) = UnixStream::pair().unwrap();
+            let file = ours.as_raw_fd();
+            let alone = Call::Poll { file, events: IN | libc::EPOLLEXCLUSIVE as u32 };
+            let mut readers = vec![start(&driver, alone), start(&driver, alone)];
+            let given_up = start(&driver, Call::Poll { file, events: IN });
+            let end = start(&driver, Call::Poll { file, events: 0 });
+            driver.abandon(given_up);
+            while driver.has_orphans() {
+                assert!(!driver.enter(Wait::Forever));
+            }
+            for left in [1, 0] {
+                theirs.write_all(b"x").unwrap();
+                let (at, ready) = first(&driver, &readers);
+                assert_eq!(ready as u32, IN);
+                readers.remove(at);
+                assert_eq!(readers.len(), left);
+                assert!(readers.iter().all(|key| result(&driver, *key).is_none()));
+                ours.read_exact(&mut [0]).unwrap();
+            }
+            let writer = start(&driver, Call::Poll { file, events: libc::POLLOUT as u32 });
+            assert_eq!(first(&driver, &[writer]), (0, libc::POLLOUT.into()));
+            assert!(!driver.enter(Wait::No) && result(&driver, end).is_none());
+            drop(theirs);
+            let (_, ready) = first(&driver, &[end]);
+            assert!(ready as u32 & HUNG_UP != 0);
+            driver.drain();
             assert!(driver.slots.borrow().is_empty());
         }
     }

@@ -22,11 +22,11 @@ pub struct Executor {
 }
 
 impl Executor {
-    /// Sets up a ring for this thread.
+    /// Sets up a ring for this thread, or what does without one ([`Io`](super::Io)).
     ///
     /// # Errors
-    /// io_uring is missing, too old (before Linux 5.11) or forbidden; or a limit on memory or
-    /// descriptors is reached.
+    /// A limit on memory or descriptors is reached; `ISOBATH_IO` has another value; or io_uring is required, and
+    /// missing, too old (before Linux 5.11) or forbidden.
     pub fn new(config: &Config) -> io::Result<Self> {
         Ok(Self { local: ManuallyDrop::new(Local::new(config)?) })
     }

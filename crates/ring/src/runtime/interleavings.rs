@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::task::Poll;
 
 fn executor() -> Executor {
-    Executor::new(&Config { entries: 2, batch: 1 }).unwrap()
+    Executor::new(&Config { entries: 2, batch: 1, ..Config::default() }).unwrap()
 }
 
 /// A value for another thread, and the data that it protects.

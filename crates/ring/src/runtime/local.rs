@@ -1,7 +1,9 @@
 //! The parts of one thread's executor.
 
+use super::call::Wait;
+use super::choice;
 use super::config::Config;
-use super::driver::{Driver, Wait};
+use super::driver::Driver;
 use super::mailbox::{Remote, Run};
 use super::memory::Vectored;
 use super::timers::Timers;
@@ -100,8 +102,8 @@ pub struct Local {
     pub(super) remote: Arc<Remote>,
     run_queue: RefCell<VecDeque<Arc<dyn Run>>>,
     tasks: RefCell<Slab<Arc<dyn Run>>>,
-    /// Where the kernel writes the eventfd's count, which is never read.
-    word: Box<Cell<u64>>,
+    /// Why it has no ring, if it should have one.
+    no_ring: Option<String>,
     closed: Cell<bool>,
     /// The rest of this turn's budget of [`AT_ONCE`] bytes.
     at_once: Cell<usize>,
@@ -109,14 +111,15 @@ pub struct Local {
 
 impl Local {
     pub(super) fn new(config: &Config) -> io::Result<Rc<Self>> {
+        let (backend, no_ring) = choice::backend(config)?;
         let local = Rc::new(Self {
-            driver: Driver::new(config.entries.max(1), config.batch.max(1))?,
+            driver: Driver::new(backend),
             timers: Timers::default(),
             spare: RefCell::default(),
             remote: Arc::new(Remote::new()?),
             run_queue: RefCell::default(),
             tasks: RefCell::default(),
-            word: Box::default(),
+            no_ring,
             closed: Cell::new(false),
             at_once: Cell::new(AT_ONCE),
         });
@@ -130,13 +133,14 @@ impl Local {
         self.driver.is_closed()
     }
 
-    /// Starts the read that a wake-up from another thread completes.
+    /// Why threads do the I/O though nobody asked for them: what is wrong with io_uring.
+    pub fn why_no_ring(&self) -> Option<&str> {
+        self.no_ring.as_deref()
+    }
+
+    /// Makes the next wake-up from another thread end a wait in the kernel.
     fn listen(&self) {
-        // SAFETY: `word` lives as long as the driver, which is drained before both are freed, and
-        // nothing here reads or writes it.
-        unsafe {
-            self.driver.start_wake_read(self.remote.bell.descriptor(), self.word.as_ptr());
-        }
+        self.driver.listen(self.remote.bell.descriptor());
     }
 
     /// Makes this the thread's current executor; `None` if there already is one.

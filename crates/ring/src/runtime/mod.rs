@@ -2,6 +2,8 @@
 
 mod bell;
 mod blocking;
+mod call;
+mod choice;
 mod config;
 mod driver;
 mod executor;
@@ -14,14 +16,16 @@ mod memory;
 mod oneshot;
 mod op;
 mod remote;
+mod ring;
 mod sleep;
 mod task;
+mod threads;
 mod timers;
 mod wait;
 mod worker;
 
 pub use blocking::unblock;
-pub use config::Config;
+pub use config::{Config, Io};
 pub use executor::Executor;
 pub use join_error::JoinError;
 pub use local::{Local, current, may_go_on, others_wait};
@@ -33,9 +37,11 @@ pub use task::JoinHandle;
 pub use wait::block_on;
 pub use worker::Worker;
 
+pub(crate) use choice::{Choice, choice};
 pub(crate) use local::required;
 pub(crate) use memory::Keep;
 pub(crate) use op::Op;
+pub(crate) use ring::{Refused, explain};
 
 use std::future::Future;
 use std::pin::Pin;

@@ -1,9 +1,9 @@
 //! Futures of single operations, and the operations themselves.
 
+use super::call::Call;
 use super::driver::{Abandon, Key};
 use super::local::Local;
 use super::memory::{Keep, Lease, MAX_BYTES, Vectored};
-use io_uring::squeue;
 use isobath_buf::IoBuf;
 use std::future::Future;
 use std::io;
@@ -13,7 +13,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-/// An operation in flight. If it is dropped before it completes, its resources stay with the ring.
+/// An operation in flight. If it is dropped before it completes, its resources stay with the driver.
 pub(crate) struct Op {
     local: Rc<Local>,
     key: Option<Key>,
@@ -48,15 +48,9 @@ impl Local {
     ///
     /// # Safety
     /// As for [`Driver::start`](super::driver::Driver::start).
-    unsafe fn op(
-        self: &Rc<Self>,
-        entry: squeue::Entry,
-        keep: Keep,
-        lease: Lease,
-        abandon: Abandon,
-    ) -> Op {
+    unsafe fn op(self: &Rc<Self>, call: Call, keep: Keep, lease: Lease, abandon: Abandon) -> Op {
         // SAFETY: passed on to the caller.
-        let key = unsafe { self.driver.start(entry, keep, lease, abandon) };
+        let key = unsafe { self.driver.start(call, keep, lease, abandon) };
         Op { local: self.clone(), key: Some(key) }
     }
 
@@ -88,16 +82,15 @@ pub mod ops {
     //! operation's resources stay with the ring until its completion, even if its future is dropped.
 
     use super::{
-        Abandon, Arc, IoBuf, Keep, Lease, Local, MAX_BYTES, Op, OwnedFd, Rc, Vectored, io,
+        Abandon, Arc, Call, IoBuf, Keep, Lease, Local, MAX_BYTES, Op, OwnedFd, Rc, Vectored, io,
     };
-    use io_uring::{opcode, types};
-    use std::os::fd::AsRawFd;
+    use std::os::fd::{AsRawFd, RawFd};
 
     /// An operation's result, and its buffer.
     pub type Transfer<B = IoBuf> = (io::Result<usize>, B);
 
-    fn fd(file: &Arc<OwnedFd>) -> types::Fd {
-        types::Fd(file.as_raw_fd())
+    fn fd(file: &Arc<OwnedFd>) -> RawFd {
+        file.as_raw_fd()
     }
 
     fn length(buf: &IoBuf, from: usize) -> u32 {
@@ -126,10 +119,9 @@ pub mod ops {
         from: usize,
     ) -> Transfer {
         let length = length(&buf, from);
-        let entry = opcode::Read::new(fd(file), buf[from..].as_mut_ptr(), length);
-        let entry = entry.offset(offset).build();
-        // SAFETY: the entry points into `buf`, which the operation keeps.
-        buf_back(unsafe { local.op(entry, Keep::Buf(buf), lease.clone(), Abandon::Finish) }.await)
+        let call = Call::Read { file: fd(file), buf: buf[from..].as_mut_ptr(), length, offset };
+        // SAFETY: the call points into `buf`, which the operation keeps.
+        buf_back(unsafe { local.op(call, Keep::Buf(buf), lease.clone(), Abandon::Finish) }.await)
     }
 
     /// Writes `buf[from..]` to a file at `offset`.
@@ -142,10 +134,9 @@ pub mod ops {
         from: usize,
     ) -> Transfer {
         let length = length(&buf, from);
-        let entry = opcode::Write::new(fd(file), buf[from..].as_ptr(), length);
-        let entry = entry.offset(offset).build();
-        // SAFETY: the entry points into `buf`, which the operation keeps.
-        buf_back(unsafe { local.op(entry, Keep::Buf(buf), lease.clone(), Abandon::Finish) }.await)
+        let call = Call::Write { file: fd(file), buf: buf[from..].as_ptr(), length, offset };
+        // SAFETY: the call points into `buf`, which the operation keeps.
+        buf_back(unsafe { local.op(call, Keep::Buf(buf), lease.clone(), Abandon::Finish) }.await)
     }
 
     /// Writes the buffers of `vectored` to a file at `offset`.
@@ -157,10 +148,10 @@ pub mod ops {
         vectored: Box<Vectored>,
     ) -> Transfer<Box<Vectored>> {
         let (iovecs, count) = (vectored.iovecs().as_ptr(), vectored.iovecs().len() as u32);
-        let entry = opcode::Writev::new(fd(file), iovecs, count).offset(offset).build();
-        // SAFETY: the entry points to the description, which points to buffers; the operation keeps both.
+        let call = Call::Writev { file: fd(file), iovecs, count, offset };
+        // SAFETY: the call points to the description, which points to buffers; the operation keeps both.
         let op =
-            unsafe { local.op(entry, Keep::Vectored(vectored), lease.clone(), Abandon::Finish) };
+            unsafe { local.op(call, Keep::Vectored(vectored), lease.clone(), Abandon::Finish) };
         vectored_back(op.await)
     }
 
@@ -169,9 +160,9 @@ pub mod ops {
     /// # Errors
     /// As `fdatasync(2)`.
     pub async fn fdatasync(local: &Rc<Local>, file: &Arc<OwnedFd>) -> io::Result<()> {
-        let entry = opcode::Fsync::new(fd(file)).flags(types::FsyncFlags::DATASYNC).build();
-        // SAFETY: the entry points to no memory.
-        unsafe { local.op(entry, Keep::Nothing, file.clone(), Abandon::Finish) }.await.0.map(drop)
+        let call = Call::Datasync { file: fd(file) };
+        // SAFETY: the call points to no memory.
+        unsafe { local.op(call, Keep::Nothing, file.clone(), Abandon::Finish) }.await.0.map(drop)
     }
 
     /// `fallocate(2)`.
@@ -186,9 +177,9 @@ pub mod ops {
         offset: u64,
         length: u64,
     ) -> io::Result<()> {
-        let entry = opcode::Fallocate::new(fd(file), length).offset(offset).mode(mode).build();
-        // SAFETY: the entry points to no memory.
-        unsafe { local.op(entry, Keep::Nothing, lease.clone(), Abandon::Finish) }.await.0.map(drop)
+        let call = Call::Fallocate { file: fd(file), mode, offset, length };
+        // SAFETY: the call points to no memory.
+        unsafe { local.op(call, Keep::Nothing, lease.clone(), Abandon::Finish) }.await.0.map(drop)
     }
 
     /// Connects a socket.
@@ -198,11 +189,10 @@ pub mod ops {
         address: socket2::SockAddr,
     ) -> io::Result<()> {
         let address = Box::new(address);
-        let entry =
-            opcode::Connect::new(fd(socket), address.as_ptr().cast(), address.len()).build();
-        // SAFETY: the entry points to the boxed address, which the operation keeps.
-        let op =
-            unsafe { local.op(entry, Keep::Address(address), socket.clone(), Abandon::Cancel) };
+        let (pointer, length) = (address.as_ptr().cast(), address.len());
+        let call = Call::Connect { socket: fd(socket), address: pointer, length };
+        // SAFETY: the call points to the boxed address, which the operation keeps.
+        let op = unsafe { local.op(call, Keep::Address(address), socket.clone(), Abandon::Cancel) };
         op.await.0.map(drop)
     }
 
@@ -214,12 +204,10 @@ pub mod ops {
         from: usize,
     ) -> Transfer {
         let length = length(&buf, from);
-        let entry = opcode::Recv::new(fd(socket), buf[from..].as_mut_ptr(), length).build();
-        // SAFETY: the entry points into `buf`, which the operation keeps.
-        buf_back(unsafe { local.op(entry, Keep::Buf(buf), socket.clone(), Abandon::Cancel) }.await)
+        let call = Call::Recv { socket: fd(socket), buf: buf[from..].as_mut_ptr(), length };
+        // SAFETY: the call points into `buf`, which the operation keeps.
+        buf_back(unsafe { local.op(call, Keep::Buf(buf), socket.clone(), Abandon::Cancel) }.await)
     }
-
-    const SEND_FLAGS: i32 = libc::MSG_NOSIGNAL | libc::MSG_WAITALL;
 
     /// Sends `buf[from..]`.
     pub(crate) async fn send(
@@ -229,10 +217,9 @@ pub mod ops {
         from: usize,
     ) -> Transfer {
         let length = length(&buf, from);
-        let entry = opcode::Send::new(fd(socket), buf[from..].as_ptr(), length);
-        let entry = entry.flags(SEND_FLAGS).build();
-        // SAFETY: the entry points into `buf`, which the operation keeps.
-        buf_back(unsafe { local.op(entry, Keep::Buf(buf), socket.clone(), Abandon::Cancel) }.await)
+        let call = Call::Send { socket: fd(socket), buf: buf[from..].as_ptr(), length };
+        // SAFETY: the call points into `buf`, which the operation keeps.
+        buf_back(unsafe { local.op(call, Keep::Buf(buf), socket.clone(), Abandon::Cancel) }.await)
     }
 
     /// Sends the buffers of `vectored`.
@@ -241,11 +228,10 @@ pub mod ops {
         socket: &Arc<OwnedFd>,
         vectored: Box<Vectored>,
     ) -> Transfer<Box<Vectored>> {
-        let entry = opcode::SendMsg::new(fd(socket), vectored.header());
-        let entry = entry.flags(SEND_FLAGS as u32).build();
-        // SAFETY: the entry points to the boxed description, which points to buffers; the operation keeps both.
+        let call = Call::SendMsg { socket: fd(socket), message: vectored.header() };
+        // SAFETY: the call points to the boxed description, which points to buffers; the operation keeps both.
         let op =
-            unsafe { local.op(entry, Keep::Vectored(vectored), socket.clone(), Abandon::Cancel) };
+            unsafe { local.op(call, Keep::Vectored(vectored), socket.clone(), Abandon::Cancel) };
         vectored_back(op.await)
     }
 
@@ -260,15 +246,16 @@ pub mod ops {
 
     /// Like [`poll`], but returns the operation itself.
     pub(crate) fn start_poll(local: &Rc<Local>, file: &Arc<OwnedFd>, events: u32) -> Op {
-        let entry = opcode::PollAdd::new(fd(file), events).build();
-        // SAFETY: the entry points to no memory.
-        unsafe { local.op(entry, Keep::Nothing, file.clone(), Abandon::Cancel) }
+        let call = Call::Poll { file: fd(file), events };
+        // SAFETY: the call points to no memory.
+        unsafe { local.op(call, Keep::Nothing, file.clone(), Abandon::Cancel) }
     }
 
     /// Reads an eventfd's count into `buf`, once it is not 0.
     pub(crate) fn read_count(local: &Rc<Local>, file: &Arc<OwnedFd>, mut buf: IoBuf) -> Op {
-        let entry = opcode::Read::new(fd(file), buf.as_mut_ptr(), length(&buf, 0)).build();
-        // SAFETY: the entry points into `buf`, which the operation keeps.
-        unsafe { local.op(entry, Keep::Buf(buf), file.clone(), Abandon::Cancel) }
+        assert!(buf.len() >= 8, "an eventfd's count has eight bytes");
+        let call = Call::Count { file: fd(file), buf: buf.as_mut_ptr() };
+        // SAFETY: the call points into `buf`, which the operation keeps.
+        unsafe { local.op(call, Keep::Buf(buf), file.clone(), Abandon::Cancel) }
     }
 }

@@ -3,3 +3,4 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
 
 mod ring;
+mod threads;

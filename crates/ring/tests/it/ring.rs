@@ -25,7 +25,7 @@ fn executor() -> Executor {
 
 /// A ring so small that its queues are always full.
 fn tiny() -> Executor {
-    Executor::new(&Config { entries: 2, batch: 1 }).unwrap()
+    Executor::new(&Config { entries: 2, batch: 1, ..Config::default() }).unwrap()
 }
 
 fn pair() -> (Stream, UnixStream) {

@@ -40,7 +40,7 @@ fn hosts_whose_type_is_forgotten() {
 
 #[test]
 fn files_with_a_tiny_ring() {
-    let executor = Executor::new(&Config { entries: 1, batch: 1 }).unwrap();
+    let executor = Executor::new(&Config { entries: 1, batch: 1, ..Config::default() }).unwrap();
     executor.block_on(conformance::check(&FileHost, directory().path(), false));
     executor.block_on(conformance::check(&FileHost, directory().path(), true));
 }

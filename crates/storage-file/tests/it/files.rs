@@ -292,7 +292,7 @@ fn futures_stay_small() {
 #[test]
 fn more_operations_than_the_ring_holds() {
     let directory = directory();
-    let executor = Executor::new(&Config { entries: 4, batch: 1 }).unwrap();
+    let executor = Executor::new(&Config { entries: 4, batch: 1, ..Config::default() }).unwrap();
     executor.block_on(async {
         let file = FileHost.create(&directory.path().join("image"), WRITABLE).await.unwrap();
         let file = Arc::new(file);

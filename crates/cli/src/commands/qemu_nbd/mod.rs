@@ -88,7 +88,7 @@ pub(crate) struct Args {
     /// Cache mode: none, writeback, writethrough, directsync or unsafe
     #[arg(long, value_name = "MODE", default_value = "writeback", value_parser = CacheMode::parse)]
     cache: CacheMode,
-    /// Asynchronous I/O mode; accepted for compatibility, io_uring is always used
+    /// Asynchronous I/O mode; accepted for compatibility, makes no difference
     #[arg(long, value_name = "MODE", value_parser = is_native)]
     aio: Option<bool>,
     /// Whether discards reach the image: ignore or unmap

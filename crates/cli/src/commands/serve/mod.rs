@@ -59,6 +59,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     messages::detach();
     let order = Order { args, names, tls, secrets, confined, log };
     runtime::block_on(async || {
+        if let Some(why) = runtime::why_no_ring() {
+            messages::complain(format_args!("{why}; threads do its work, more slowly"));
+        }
         #[cfg(feature = "slow-disk")]
         if let Some(disk) = args.slow_disk {
             let host = SlowHost::new(images().clone(), disk);

@@ -28,11 +28,23 @@ impl Live {
     /// Serves an image of the directory.
     #[track_caller]
     pub(crate) fn start(directory: &Path, image: &str, options: &[&str]) -> Self {
+        Self::start_as(directory, image, options, |_| ())
+    }
+
+    /// Serves an image of the directory; `change` changes how the program is run.
+    #[track_caller]
+    pub(crate) fn start_as(
+        directory: &Path,
+        image: &str,
+        options: &[&str],
+        change: impl FnOnce(&mut Command),
+    ) -> Self {
         // So that many descriptors are no more than a program may have by default.
         let mut command = Command::new("sh");
         command.current_dir(directory).args(["-c", "ulimit -n 1024; exec \"$0\" \"$@\"", ISOBATH]);
         command.args(["serve", image, "--export-name", DEVICE]);
         command.args(["--nbd", "unix:nbd", "--qmp", "unix:qmp"]).args(options);
+        change(&mut command);
         // The one before may have been killed.
         let server = Server::start_after_kill(&mut command, Ready::Line("-blockdev"));
         Self { server, directory: directory.to_owned() }
