@@ -52,6 +52,11 @@ pub(crate) fn encrypt_export(
     EXPORTS.encrypt(name, encryption)
 }
 
+/// Forgets how exports are encrypted. No image is open.
+pub(crate) fn forget_encryption() {
+    EXPORTS.forget_encryption();
+}
+
 /// Whether a name is that of an NBD export, or of a part of one.
 pub(crate) fn is_export(name: &Path) -> bool {
     match Part::of_name(name) {

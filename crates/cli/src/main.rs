@@ -62,6 +62,9 @@ fn main() -> ExitCode {
 }
 
 fn run() -> ExitCode {
+    // A write beyond the limit on the size of files fails, and ends nothing.
+    // SAFETY: no handler is installed.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     // Tests inject defects into this program, to verify that they detect them.
     if cfg!(debug_assertions)
         && let Ok(defect) = std::env::var("ISOBATH_DEFECT")

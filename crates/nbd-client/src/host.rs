@@ -87,6 +87,13 @@ impl NbdHost {
         }
     }
 
+    /// Forgets how exports are encrypted, so that they can be opened with other credentials. No file of this host is
+    /// open.
+    pub fn forget_encryption(&self) {
+        self.connections.lock().clear();
+        self.encrypted.lock().clear();
+    }
+
     fn connection(&self, name: &ExportName) -> io::Result<Arc<Connection>> {
         let key = key(name);
         let mut connections = self.connections.lock();

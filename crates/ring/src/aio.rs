@@ -14,7 +14,7 @@ const TO_EVENTFD: u32 = 1;
 
 /// `struct iocb`, as little-endian machines have it.
 #[repr(C)]
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 struct Control {
     data: u64,
     key: u32,
@@ -71,13 +71,7 @@ impl Aio {
 
     /// Adds 1 to an eventfd's count, unless it is at its maximum. Never waits.
     pub(crate) fn signal(&self, eventfd: RawFd) -> io::Result<()> {
-        match self.submit(self.read(eventfd)) {
-            Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => {
-                self.make_room()?;
-                self.submit(self.read(eventfd))
-            }
-            result => result,
-        }
+        self.submit(self.read(eventfd))
     }
 
     fn read(&self, eventfd: RawFd) -> Control {
@@ -90,7 +84,18 @@ impl Aio {
         }
     }
 
-    fn submit(&self, mut control: Control) -> io::Result<()> {
+    /// Submits an operation, once there is room for its completion.
+    fn submit(&self, control: Control) -> io::Result<()> {
+        match self.try_submit(control) {
+            Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => {
+                self.make_room()?;
+                self.try_submit(control)
+            }
+            result => result,
+        }
+    }
+
+    fn try_submit(&self, mut control: Control) -> io::Result<()> {
         let mut list = [&raw mut control];
         let list = list.as_mut_ptr();
         // SAFETY: one operation is described, which reads no byte, or fails before it reads one.

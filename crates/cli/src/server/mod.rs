@@ -8,6 +8,7 @@ pub(crate) mod log_file;
 pub(crate) mod pid_file;
 pub(crate) mod runtime_directory;
 pub(crate) mod sandbox;
+pub(crate) mod service_manager;
 pub(crate) mod signals;
 pub(crate) mod threads;
 pub(crate) mod tls;

@@ -1,7 +1,8 @@
 //! Images by which other programs were harmed: each is refused. `SECURITY.md` lists them.
 
 use crate::serving::ISOBATH;
-use isobath_testkit::process::run;
+use isobath_testkit::nbd::Nbd;
+use isobath_testkit::process::{Ready, Server, run};
 use isobath_testkit::{args, qemu};
 use std::ffi::OsString;
 use std::fs;
@@ -126,6 +127,32 @@ fn images_that_harmed_other_programs_are_refused() {
         assert!(!directory.path().join("out").exists(), "{name}");
         assert!(fs::read(path).unwrap() == image, "{name}");
     }
+}
+
+/// The attack of CVE-2008-2004 itself: with its format given, a raw disk is one whatever its guest writes.
+#[test]
+fn a_raw_disk_stays_one_when_its_guest_writes_another_formats_header() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    fs::write(at("secret"), vec![9; 1 << 20]).unwrap();
+    qemu::create_overlay(&at("header"), &at("secret"), "raw", "");
+    fs::write(at("disk"), vec![0; 1 << 20]).unwrap();
+    let serve = || {
+        let mut command = Command::new(ISOBATH);
+        command.current_dir(directory.path());
+        command.args(["serve", "disk", "--format", "raw", "--nbd", "unix:n"]);
+        Server::start(&mut command, Ready::Line("-blockdev"))
+    };
+    let connect = || Nbd::connect(&at("n"), "disk").unwrap();
+    let header = fs::read(at("header")).unwrap();
+    let server = serve();
+    connect().write(0, &header).unwrap();
+    let _ = server.stop().ok();
+    let server = serve();
+    let seen = connect().read_all().unwrap();
+    assert_eq!(seen[..header.len()], header);
+    assert!(seen[header.len()..].iter().all(|byte| *byte == 0));
+    let _ = server.stop().ok();
 }
 
 #[test]

@@ -27,8 +27,25 @@ where
 }
 
 #[test]
+fn a_write_beyond_the_limit_on_files_fails_and_ends_nothing() {
+    for io in ["threads", "io_uring"] {
+        let directory = tempfile::tempdir().unwrap();
+        qemu::create(&directory.path().join("disk"), "qcow2", 64 * MIB, "");
+        let mut command = Command::new("sh");
+        // In units of 512 or 1024 bytes.
+        command.args(["-c", "ulimit -f 4096; exec \"$0\" \"$@\"", ISOBATH]);
+        command.current_dir(directory.path()).env("ISOBATH_IO", io);
+        command.args(["io", "-c", "write -P 1 0 16M", "-c", "read 0 512", "disk"]);
+        let done = run(&mut command).exits(1);
+        let all = format!("{}{}", done.stderr, done.text());
+        assert!(all.contains("File too large"), "{io}: {}", done.report());
+        assert!(all.contains("read 512/512"), "{io}: {}", done.report());
+    }
+}
+
+#[test]
 fn commands_on_images_work() {
-    for error in [libc::EPERM, libc::ENOSYS, libc::EACCES] {
+    for error in [libc::EPERM, libc::ENOSYS, libc::EACCES, libc::EINVAL] {
         let directory = tempfile::tempdir().unwrap();
         let place = directory.path();
         qemu::create(&place.join("base"), "qcow2", 64 * MIB, "");

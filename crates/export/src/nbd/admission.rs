@@ -5,8 +5,10 @@ use isobath_ring::net::Stream;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, UdpSocket};
-use std::sync::Arc;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown};
+use std::ptr;
+use std::sync::{Arc, LazyLock};
 
 /// Disconnected clients that may not have ended yet. They are in excess of the limit on connections.
 const MOST_ENDING: usize = 16;
@@ -28,9 +30,13 @@ impl Peer {
         if let Ok(Some(user)) = stream.peer_user() {
             return Self::User(user);
         }
-        let address = socket2::SockRef::from(stream).peer_addr().ok();
-        let address = address.and_then(|address| address.as_socket());
-        address.map_or(Self::Unknown, |address| Self::at(address.ip(), is_own(address)))
+        let socket = socket2::SockRef::from(stream);
+        let address =
+            |address: io::Result<socket2::SockAddr>| Some(address.ok()?.as_socket()?.ip());
+        let Some(peer) = address(socket.peer_addr()) else { return Self::Unknown };
+        let is_own =
+            address(socket.local_addr()) == Some(peer) || OWN.contains(&peer.to_canonical());
+        Self::at(peer, is_own)
     }
 
     fn at(address: IpAddr, is_own: bool) -> Self {
@@ -47,18 +53,38 @@ impl Peer {
     }
 }
 
-/// Whether an address is one of this machine's: only to these is it the sender's own that the kernel chooses to reach
-/// them. Nothing is sent.
-fn is_own(address: SocketAddr) -> bool {
-    let any: IpAddr = match address {
-        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
-    };
-    let source = UdpSocket::bind((any, 0)).and_then(|socket| {
-        socket.connect(address)?;
-        socket.local_addr()
-    });
-    source.is_ok_and(|source| source.ip() == address.ip())
+/// This machine's addresses when the server started, which it may not be able to ask for later.
+static OWN: LazyLock<Vec<IpAddr>> = LazyLock::new(own_addresses);
+
+/// The addresses of this machine's interfaces; none if they cannot be had.
+fn own_addresses() -> Vec<IpAddr> {
+    let mut first = ptr::null_mut();
+    // SAFETY: the call fills `first` if it succeeds.
+    if unsafe { libc::getifaddrs(&raw mut first) } != 0 {
+        return Vec::new();
+    }
+    let mut own = Vec::new();
+    let mut next = first;
+    // SAFETY: the list's entries live until it is freed, and addresses have the type that their family says.
+    unsafe {
+        while let Some(interface) = next.as_ref() {
+            next = interface.ifa_next;
+            let Some(address) = interface.ifa_addr.as_ref() else { continue };
+            match i32::from(address.sa_family) {
+                libc::AF_INET => {
+                    let address = interface.ifa_addr.cast::<libc::sockaddr_in>().read_unaligned();
+                    own.push(Ipv4Addr::from_bits(u32::from_be(address.sin_addr.s_addr)).into());
+                }
+                libc::AF_INET6 => {
+                    let address = interface.ifa_addr.cast::<libc::sockaddr_in6>().read_unaligned();
+                    own.push(Ipv6Addr::from(address.sin6_addr.s6_addr).into());
+                }
+                _ => {}
+            }
+        }
+        libc::freeifaddrs(first);
+    }
+    own
 }
 
 impl fmt::Display for Peer {
@@ -132,6 +158,7 @@ impl Admission {
 
     /// As [`of_waiting`](Self::of_waiting), of any number that are offered.
     pub(crate) fn of_any(limit: usize, live: Arc<Live>) -> Self {
+        LazyLock::force(&OWN);
         let of_peer = limit - limit / LEFT_TO_OTHERS;
         Self { limit, of_peer, makes_room: true, live, state: Mutex::default() }
     }
@@ -216,6 +243,7 @@ impl Drop for Place {
 mod tests {
     use super::*;
     use std::io::{ErrorKind, Read};
+    use std::net::UdpSocket;
     use std::os::fd::OwnedFd;
     use std::os::unix::net::UnixStream;
 
@@ -323,25 +351,15 @@ mod tests {
 
     #[test]
     fn own_addresses_are_known() {
-        // Addresses for documentation; no machine has them.
-        let foreign: [SocketAddr; 2] =
-            [([198, 51, 100, 1], 9).into(), "[2001:db8::1]:9".parse().unwrap()];
-        assert!(is_own(([127, 0, 0, 1], 9).into()));
-        for address in foreign {
-            assert!(!is_own(address), "{address}");
-            // The address from which this machine reaches others, if it does.
-            let any: IpAddr = if address.is_ipv4() {
-                Ipv4Addr::UNSPECIFIED.into()
-            } else {
-                Ipv6Addr::UNSPECIFIED.into()
-            };
-            let source = UdpSocket::bind((any, 0)).and_then(|socket| {
-                socket.connect(address)?;
-                socket.local_addr()
-            });
-            if let Ok(source) = source {
-                assert!(is_own(SocketAddr::new(source.ip(), 9)), "{source}");
-            }
+        let own = own_addresses();
+        assert!(own.contains(&Ipv4Addr::LOCALHOST.into()), "{own:?}");
+        // The address from which this machine would reach another, one for documentation, if it can.
+        let source = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|socket| {
+            socket.connect((Ipv4Addr::new(198, 51, 100, 1), 9))?;
+            socket.local_addr()
+        });
+        if let Ok(source) = source {
+            assert!(own.contains(&source.ip()), "{source} of {own:?}");
         }
     }
 }

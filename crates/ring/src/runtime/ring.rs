@@ -1,6 +1,7 @@
 //! Operations through an io_uring.
 
 use super::call::{Call, Wait};
+use io_uring::register::Restriction;
 use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, cqueue, opcode, squeue};
 use std::cell::{Cell, RefCell};
@@ -256,25 +257,54 @@ fn build(entries: u32, most: usize) -> Result<IoUring, Refused> {
     let mut groups = most;
     loop {
         let mut builder = IoUring::builder();
-        builder.setup_clamp().setup_cqsize(entries.saturating_mul(4)).dontfork();
+        builder.setup_clamp().setup_cqsize(entries.saturating_mul(4)).dontfork().setup_r_disabled();
         for set in &FLAGS[..groups] {
             set(&mut builder);
         }
         match builder.build(entries) {
-            Ok(ring) => return check_features(ring),
+            Ok(ring) => {
+                let ring = check_features(ring)?;
+                restrict(&ring).map_err(|error| explain(&error))?;
+                return Ok(ring);
+            }
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) && groups > 0 => groups -= 1,
             Err(error) => return Err(explain(&error)),
         }
     }
 }
 
+/// What [`entry`] makes, and cancels.
+const OPERATIONS: [u8; 12] = [
+    opcode::Nop::CODE,
+    opcode::Read::CODE,
+    opcode::Write::CODE,
+    opcode::Writev::CODE,
+    opcode::Fsync::CODE,
+    opcode::Fallocate::CODE,
+    opcode::Connect::CODE,
+    opcode::Recv::CODE,
+    opcode::Send::CODE,
+    opcode::SendMsg::CODE,
+    opcode::PollAdd::CODE,
+    opcode::AsyncCancel::CODE,
+];
+
+/// Enables a ring for these operations only. So whoever takes over a process that has confined itself neither opens
+/// files nor makes sockets through its rings, which no filter of system calls sees.
+fn restrict(ring: &IoUring) -> io::Result<()> {
+    let mut allowed = OPERATIONS.map(Restriction::sqe_op);
+    ring.submitter().register_restrictions(&mut allowed)?;
+    ring.submitter().register_enable_rings()
+}
+
+const TOO_OLD: &str = "this kernel's io_uring is too old; Linux 5.11 or later has one that serves";
+
 fn check_features(ring: IoUring) -> Result<IoUring, Refused> {
     let have = ring.params();
     if have.is_feature_nodrop() && have.is_feature_ext_arg() && have.is_feature_fast_poll() {
         return Ok(ring);
     }
-    let text = "this kernel's io_uring is too old; Linux 5.11 or later has one that serves";
-    Err(Refused::Forbidden(text.into()))
+    Err(Refused::Forbidden(TOO_OLD.into()))
 }
 
 /// What an error of `io_uring_setup` means.
@@ -292,6 +322,7 @@ pub(crate) fn explain(error: &io::Error) -> Refused {
                  a container's, hides it"
             ));
         }
+        Some(libc::EINVAL) => return Refused::Forbidden(TOO_OLD.into()),
         Some(libc::ENOMEM) => format!(
             "; the limit on locked memory (ulimit -l) is {}: raise it, or set ISOBATH_IO=threads",
             locked_memory()

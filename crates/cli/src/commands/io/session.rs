@@ -9,7 +9,7 @@ use super::words::{BadOption, Words, number};
 use crate::cache::{CacheMode, Discard, is_native};
 use crate::failure::Failure;
 use crate::image_name::Naming;
-use crate::{messages, options};
+use crate::{host, messages, options};
 use isobath_ring::{JoinHandle, sleep, spawn};
 use std::cell::RefCell;
 use std::io;
@@ -198,6 +198,7 @@ impl<'a> Session<'a> {
         if self.opened.is_some() {
             return Err(complaint("file open already, try 'help close'"));
         }
+        host::forget_encryption();
         let image = match path {
             Some(path) if given.is_empty() => self.naming.parse(path.as_ref(), None),
             path => self.naming.with_options(path, options::parse(&given)),

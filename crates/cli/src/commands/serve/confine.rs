@@ -6,18 +6,21 @@ use crate::failure::Failure;
 use crate::host::{images, is_export};
 use crate::runtime;
 use crate::server::endpoint::Endpoint;
-use crate::server::sandbox::{Confined, Needs};
-use isobath_disk::Disk;
+use crate::server::sandbox::{Confined, Needs, SandboxArgs};
 use isobath_disk::encryption::Secrets;
+use isobath_disk::{Disk, ImageFormat};
 use isobath_storage::{Locking, Storage};
 use std::path::PathBuf;
 use std::thread;
 
 /// Confines this thread, the only one, to what serving the images needs.
 pub(super) fn enter(args: &Args, secrets: &Secrets) -> Result<Confined, Failure> {
-    // The thread's end waits for all that its ring has started, so that none of that is left unconfined.
+    // A thread of its own, which may write to nothing meanwhile.
     let found = thread::scope(|scope| {
-        let found = scope.spawn(|| runtime::block_on(async || image_files(args, secrets).await));
+        let found = scope.spawn(|| {
+            SandboxArgs::only_read()?;
+            runtime::block_on(async || image_files(args, secrets).await)
+        });
         found.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     });
     let files = found?;
@@ -30,9 +33,8 @@ pub(super) fn enter(args: &Args, secrets: &Secrets) -> Result<Confined, Failure>
         })
         .collect();
     sockets.extend(args.frontends.socket_files()?);
-    args.sandbox.enter(Needs {
+    args.sandbox.enter(&Needs {
         connects: controlled || files.iter().any(|file| is_export(file)),
-        rings: controlled || args.frontends.have_own_servers(),
         writes: controlled || !args.is_read_only(),
         images: files,
         sockets,
@@ -45,6 +47,11 @@ pub(super) fn enter(args: &Args, secrets: &Secrets) -> Result<Confined, Failure>
 async fn image_files(args: &Args, secrets: &Secrets) -> Result<Vec<PathBuf>, Failure> {
     let mut files = Vec::new();
     for image in &args.images {
+        // It needs no files, and its server may accept one connection only.
+        if is_export(image) && args.format == Some(ImageFormat::Raw) {
+            files.push(image.clone());
+            continue;
+        }
         let options = disks::options(args, secrets).trust(args.trusting.of(image)?);
         let options = options.writable(false).locking(Locking::Unlocked);
         let disk = Disk::open(images().clone(), image, &options).await?;

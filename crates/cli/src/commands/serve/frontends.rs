@@ -241,11 +241,6 @@ impl FrontendArgs {
         })
     }
 
-    /// Whether there are frontends that run one server per export.
-    pub(super) fn have_own_servers(&self) -> bool {
-        self.own_servers().any(|given| !given.locations.is_empty())
-    }
-
     /// Whether a file system is mounted.
     pub(super) fn mounts(&self) -> bool {
         let mut locations = self.0.iter().flat_map(|given| &given.locations);

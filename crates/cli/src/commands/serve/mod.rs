@@ -18,7 +18,7 @@ use crate::server::daemon::Daemon;
 use crate::server::sandbox::Confined;
 use crate::server::signals::either;
 use crate::server::tls::Tls;
-use crate::server::{listen, log_file, pid_file, signals, threads};
+use crate::server::{listen, log_file, pid_file, service_manager, signals, threads};
 use crate::{messages, runtime};
 use announce::announce;
 use isobath_disk::LiveDisk;
@@ -161,7 +161,7 @@ async fn serve<H: Host + Clone>(
     if let Some(daemon) = daemon {
         daemon.ready(log.is_some()).map_err(|error| Failure::new(error).context("/dev/null"))?;
     }
-    notify(&[sd_notify::NotifyState::Ready]);
+    notify("READY=1");
 
     let is_controlled = !controls.is_empty();
     let controlling = control::serve_control(&control, controls);
@@ -190,7 +190,7 @@ fn stop_when_asked<H: Host + Clone>(
         let quit = control.service().quit_requested();
         let signal = either(signals::wait(&mut signals), quit).await;
         tracing::info!("stopping");
-        notify(&[sd_notify::NotifyState::Stopping]);
+        notify("STOPPING=1");
         signals::end_at_the_second(signals, signal);
         control.service().end().await;
         frontends.stop();
@@ -228,8 +228,8 @@ async fn until_ended<H: Host + Clone>(
 }
 
 /// Notifies a service manager that waits for it.
-fn notify(state: &[sd_notify::NotifyState<'_>]) {
-    if let Err(error) = sd_notify::notify(state) {
+fn notify(state: &str) {
+    if let Err(error) = service_manager::tell(state) {
         tracing::warn!(%error, "cannot notify the service manager");
     }
 }

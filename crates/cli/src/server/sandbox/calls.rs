@@ -42,6 +42,10 @@ const ALWAYS: &[libc::c_long] = &[
     libc::SYS_fadvise64,
     libc::SYS_copy_file_range,
     libc::SYS_io_uring_enter,
+    libc::SYS_io_setup,
+    libc::SYS_io_submit,
+    libc::SYS_io_getevents,
+    libc::SYS_io_destroy,
     libc::SYS_splice,
     // Connections that exist.
     libc::SYS_accept4,
@@ -91,10 +95,7 @@ const ALWAYS: &[libc::c_long] = &[
     libc::SYS_linkat,
     libc::SYS_mkdirat,
     libc::SYS_fchmod,
-    libc::SYS_fchmodat,
     libc::SYS_fchown,
-    libc::SYS_fchownat,
-    libc::SYS_utimensat,
     libc::SYS_umask,
     libc::SYS_fgetxattr,
     libc::SYS_fsetxattr,
@@ -155,7 +156,6 @@ const EARLIER: &[libc::c_long] = &[
     libc::SYS_rename,
     libc::SYS_mkdir,
     libc::SYS_rmdir,
-    libc::SYS_chmod,
     libc::SYS_poll,
     libc::SYS_select,
     libc::SYS_dup2,
@@ -171,6 +171,14 @@ const EARLIER: &[libc::c_long] = &[];
 const SOCKETS: &[libc::c_long] =
     &[libc::SYS_socket, libc::SYS_connect, libc::SYS_bind, libc::SYS_listen];
 
+/// For the permissions of new socket files. By name, and no rule of Landlock concerns them.
+const PERMISSIONS: &[libc::c_long] = &[
+    libc::SYS_fchmodat,
+    libc::SYS_fchownat,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_chmod,
+];
+
 /// For rings, of which each thread sets up its own at its start.
 const RINGS: &[libc::c_long] = &[libc::SYS_io_uring_setup, libc::SYS_io_uring_register];
 
@@ -179,8 +187,6 @@ const RINGS: &[libc::c_long] = &[libc::SYS_io_uring_setup, libc::SYS_io_uring_re
 pub(super) struct Kept {
     /// Making sockets.
     pub(super) sockets: bool,
-    /// Setting up rings.
-    pub(super) rings: bool,
     /// Notifying the service manager, by a socket made for it.
     pub(super) notifies: bool,
 }
@@ -238,17 +244,15 @@ fn rules(stage: Stage, kept: Kept) -> Result<Rules, seccompiler::BackendError> {
     rules.insert(libc::SYS_prctl, names.into_iter().collect::<Result<_, _>>()?);
     // Limits of this process: number 0.
     rules.insert(libc::SYS_prlimit64, vec![SeccompRule::new(vec![argument(0, Eq, 0)?])?]);
-    if stage == Stage::Starting || kept.rings {
-        rules.extend(RINGS.iter().map(any));
-    }
     if stage == Stage::Starting {
+        rules.extend(RINGS.iter().map(any));
         // The next filter.
         rules.insert(libc::SYS_seccomp, Vec::new());
         rules.remove(&libc::SYS_prctl);
         rules.insert(libc::SYS_prctl, Vec::new());
     }
     if stage == Stage::Starting || kept.sockets {
-        rules.extend(SOCKETS.iter().map(any));
+        rules.extend(SOCKETS.iter().chain(PERMISSIONS).map(any));
     } else if kept.notifies {
         let (domain, kind) = (libc::AF_UNIX as u64, libc::SOCK_DGRAM as u64);
         let socket = vec![argument(0, Eq, domain)?, argument(1, MaskedEq(0xf), kind)?];
@@ -263,7 +267,7 @@ mod tests {
 
     #[test]
     fn programs_are_never_executed_and_sockets_are_made_by_who_needs_them() {
-        let all = Kept { sockets: true, rings: true, notifies: true };
+        let all = Kept { sockets: true, notifies: true };
         let none = Kept::default();
         let has = |stage, kept, call| rules(stage, kept).unwrap().contains_key(&call);
         for stage in [Stage::Starting, Stage::Serving] {
@@ -271,9 +275,8 @@ mod tests {
                 assert!(!has(stage, all, call), "{call}");
             }
             assert!(has(stage, all, libc::SYS_connect));
-            assert!(has(stage, all, libc::SYS_io_uring_setup));
         }
-        for call in SOCKETS.iter().chain(RINGS).chain(&[libc::SYS_seccomp]) {
+        for call in SOCKETS.iter().chain(PERMISSIONS).chain(RINGS).chain(&[libc::SYS_seccomp]) {
             assert!(has(Stage::Starting, none, *call));
             assert!(!has(Stage::Serving, none, *call));
         }

@@ -9,7 +9,9 @@ use landlock::{
     Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetStatus, Scope,
 };
 use std::collections::BTreeMap;
+use std::env;
 use std::fs;
+use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
@@ -101,11 +103,23 @@ fn rules(needs: &Needs, given: &[PathBuf], restart: Option<&RestartDirectories>)
     if let Some(restart) = restart {
         rules.allow(&restart.parent, AccessFs::ReadDir.into());
         rules.allow(&restart.own, written());
-        restart.others.iter().for_each(|other| rules.allow(other, read()));
+        // An image's log may be its owner's, and is removed once it is applied. The files' permissions decide.
+        let rights = if needs.writes { written() } else { read() };
+        restart.others.iter().for_each(|other| rules.allow(other, rights));
     }
     if needs.connects {
-        RESOLVER.iter().for_each(|path| rules.allow(Path::new(path), AccessFs::ReadFile.into()));
-        LIBRARIES.iter().for_each(|path| rules.allow(Path::new(path), read()));
+        for path in RESOLVER {
+            rules.allow(Path::new(path), AccessFs::ReadFile.into());
+        }
+        for path in LIBRARIES {
+            rules.allow(Path::new(path), read());
+        }
+        // A file that is replaced when the network changes.
+        let replaced = fs::canonicalize(RESOLVER[0]).ok();
+        let replaced = replaced.as_deref().and_then(Path::parent);
+        if let Some(directory) = replaced.filter(|directory| directory.starts_with("/run")) {
+            rules.allow(directory, read());
+        }
     }
     rules
 }
@@ -117,14 +131,30 @@ pub(super) fn enter(
     asked: bool,
 ) -> Result<Option<RestartDirectories>, Failure> {
     for directory in given {
-        let found = fs::metadata(directory).and_then(|found| match found.is_dir() {
-            true => Ok(()),
-            false => Err(std::io::ErrorKind::NotADirectory.into()),
-        });
+        let is_directory = fs::metadata(directory).map(|found| found.is_dir());
+        let found = match is_directory {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(io::ErrorKind::NotADirectory.into()),
+            Err(error) => Err(error),
+        };
         found.map_err(|error| {
             let cause = isobath_storage::cause(&error);
             Failure::new(cause).context(format_args!("--sandbox-dir '{}'", directory.display()))
         })?;
+    }
+    for (file, what) in needs
+        .sockets
+        .iter()
+        .map(|socket| (socket, "socket"))
+        .chain(needs.pid_file.iter().map(|pid_file| (pid_file, "PID file")))
+    {
+        if directory(file).is_none() && file.parent() == Some(Path::new("/")) {
+            return Err(Failure::new(format_args!(
+                "the {what} '{}' lies in the root directory, to which a confined server has no rights; choose another \
+                 place, or --sandbox off",
+                file.display()
+            )));
+        }
     }
     // Without them there is no restart log, as the images will say.
     let restart = RestartDirectories::keep().ok();
@@ -147,12 +177,28 @@ pub(super) fn enter(
     }
 }
 
+/// Lets this thread read all files and write to none, as far as the kernel can.
+pub(super) fn only_read() -> Result<(), Failure> {
+    let mut rules = Rules::default();
+    rules.allow(Path::new("/"), read());
+    rules.allow(Path::new("/dev/null"), AccessFs::ReadFile | AccessFs::WriteFile);
+    let confined = create().and_then(|created| add(created, &rules)?.restrict_self());
+    confined.map(drop).map_err(|error| Failure::new(error).context("cannot confine the server"))
+}
+
 fn create() -> Result<RulesetCreated, landlock::RulesetError> {
     Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(KNOWN))?
-        .scope(Scope::from_all(KNOWN))?
+        .scope(scopes())?
         .create()
+}
+
+/// Other processes get no signals, and their abstract sockets no connections, unless the service manager's is one.
+fn scopes() -> BitFlags<Scope> {
+    let manager = env::var_os("NOTIFY_SOCKET");
+    let is_abstract = manager.is_some_and(|name| name.as_encoded_bytes().starts_with(b"@"));
+    if is_abstract { Scope::Signal.into() } else { Scope::from_all(KNOWN) }
 }
 
 fn add(

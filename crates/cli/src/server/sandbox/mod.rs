@@ -60,8 +60,6 @@ pub(crate) struct Needs {
     pub(crate) pid_file: Option<PathBuf>,
     /// Whether it makes connections, or listens at further addresses.
     pub(crate) connects: bool,
-    /// Whether it sets up rings for clients, as for those of vhost-user-blk.
-    pub(crate) rings: bool,
 }
 
 impl SandboxArgs {
@@ -92,19 +90,28 @@ impl SandboxArgs {
         }
     }
 
+    /// Lets this thread, and those that it starts from now on, write to no file, where the kernel can.
+    pub(crate) fn only_read() -> Result<(), Failure> {
+        files::only_read()
+    }
+
     /// Confines this thread, and those that it starts from now on.
     ///
     /// # Errors
     /// A directory cannot be opened, or `--sandbox strict` was given and the kernel cannot confine the server.
-    pub(crate) fn enter(&self, needs: Needs) -> Result<Confined, Failure> {
+    pub(crate) fn enter(&self, needs: &Needs) -> Result<Confined, Failure> {
         let given = self.sandbox.is_some() || !self.sandbox_dir.is_empty();
-        let restart = files::enter(&needs, &self.sandbox_dir, given)?;
-        let kept = Kept {
-            sockets: needs.connects,
-            rings: needs.rings,
-            notifies: env::var_os("NOTIFY_SOCKET").is_some(),
+        let restart = files::enter(needs, &self.sandbox_dir, given)?;
+        let kept =
+            Kept { sockets: needs.connects, notifies: env::var_os("NOTIFY_SOCKET").is_some() };
+        let kept = match calls::restrict(Stage::Starting, kept) {
+            Ok(()) => Some(kept),
+            Err(error) if given => return Err(no_filter(error)),
+            Err(error) => {
+                tracing::info!("the server's system calls are not restricted: {error}");
+                None
+            }
         };
-        calls::restrict(Stage::Starting, kept).map_err(no_filter)?;
         isobath_storage::note_confinement(
             "the server is confined to the directories of its images and of --sandbox-dir",
         );
@@ -118,7 +125,8 @@ fn no_filter(error: String) -> Failure {
 
 /// A confined server, which can still listen and start threads that need it.
 pub(crate) struct Confined {
-    kept: Kept,
+    /// What is to be kept of the system calls, if these are restricted.
+    kept: Option<Kept>,
     restart: Option<isobath_storage_file::RestartDirectories>,
 }
 
@@ -128,7 +136,9 @@ impl Confined {
     /// # Errors
     /// The kernel refuses it.
     pub(crate) fn close(self) -> Result<Closed, Failure> {
-        calls::restrict(Stage::Serving, self.kept).map_err(no_filter)?;
+        if let Some(kept) = self.kept {
+            calls::restrict(Stage::Serving, kept).map_err(no_filter)?;
+        }
         Ok(Closed { _restart: self.restart })
     }
 }

@@ -7,6 +7,8 @@ use isobath_sync::{Condvar, Mutex};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::io;
+use std::mem::MaybeUninit;
+use std::ptr;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
@@ -143,7 +145,7 @@ impl Pool {
     fn start(&self, threads: &mut Vec<JoinHandle<()>>) -> bool {
         let shared = self.shared.clone();
         let thread = thread::Builder::new().name("file-calls".into()).stack_size(STACK);
-        match thread.spawn(move || work(&shared)) {
+        match without_signals(|| thread.spawn(move || work(&shared))) {
             Ok(thread) => {
                 threads.push(thread);
                 true
@@ -169,6 +171,24 @@ impl Pool {
     pub(super) fn take(&self, done: &mut Vec<Completion>) {
         self.shared.take(done);
     }
+}
+
+/// Has a thread be started that takes no signals, except for its own faults: a write beyond the limit on files then
+/// fails with `EFBIG`, and no call is interrupted.
+fn without_signals<T>(start: impl FnOnce() -> T) -> T {
+    let (mut most, mut before) = (MaybeUninit::uninit(), MaybeUninit::uninit());
+    // SAFETY: the sets are live values, and filled before they are read.
+    unsafe {
+        libc::sigfillset(most.as_mut_ptr());
+        for fault in [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL] {
+            libc::sigdelset(most.as_mut_ptr(), fault);
+        }
+        libc::pthread_sigmask(libc::SIG_SETMASK, most.as_ptr(), before.as_mut_ptr());
+    }
+    let started = start();
+    // SAFETY: as above.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), ptr::null_mut()) };
+    started
 }
 
 impl Drop for Pool {
