@@ -176,14 +176,19 @@ fn an_image_added_to_an_untrusted_server_is_untrusted_itself() {
     let qmp = work.join("qmp");
     let listen = format!("unix:{}", qmp.display());
     let own_directory = work.join("own").display().to_string();
+    // Otherwise the server is confined to the directory of its first image.
+    let directory = work.display().to_string();
+    let sandbox = ["--sandbox-dir", &directory];
     for (options, image, allowed) in [
         (&[][..], "tenant/inside", true),
         (&[], "tenant/over", false),
         (&["--backing-dir", &own_directory], "tenant/over", true),
         (&["--backing-dir", &own_directory], "tenant/inside", false),
     ] {
-        let served =
-            Served::start(&[&own], &[&["--untrusted", "--qmp", &listen], options].concat());
+        let served = Served::start(
+            &[&own],
+            &[&["--untrusted", "--qmp", &listen][..], &sandbox, options].concat(),
+        );
         let added = add(&qmp, image);
         assert_eq!(added.is_ok(), allowed, "{options:?} {image}: {added:?}");
         if let Err(error) = added {

@@ -3,21 +3,22 @@
 use super::args::Args;
 use super::disks;
 use crate::failure::Failure;
-use crate::host::{images, is_export};
+use crate::host::{images, is_export, is_file_name};
 use crate::runtime;
 use crate::server::endpoint::Endpoint;
 use crate::server::sandbox::{Confined, Needs, SandboxArgs};
 use isobath_disk::encryption::Secrets;
 use isobath_disk::{Disk, ImageFormat};
-use isobath_storage::{Locking, Storage};
+use isobath_storage::{Host, Locking, OpenMode, Storage};
 use std::path::PathBuf;
 use std::thread;
 
 /// Confines this thread, the only one, to what serving the images needs.
 pub(super) fn enter(args: &Args, secrets: &Secrets) -> Result<Confined, Failure> {
-    // A thread of its own, which may write to nothing meanwhile.
+    // A thread of its own, which may write to nothing when it reads what strangers have written.
     let found = thread::scope(|scope| {
         let found = scope.spawn(|| {
+            runtime::block_on(async || try_locks(args).await)?;
             SandboxArgs::only_read()?;
             runtime::block_on(async || image_files(args, secrets).await)
         });
@@ -40,6 +41,15 @@ pub(super) fn enter(args: &Args, secrets: &Secrets) -> Result<Confined, Failure>
         sockets,
         pid_file: args.pid_file.clone(),
     })
+}
+
+/// Fails if an image is in use: only who is not confined can see by whom. Nothing is read.
+async fn try_locks(args: &Args) -> Result<(), Failure> {
+    for image in args.images.iter().filter(|image| is_file_name(image)) {
+        let mode = OpenMode { writable: !args.is_read_only(), ..OpenMode::default() };
+        images().open(image, mode).await?;
+    }
+    Ok(())
 }
 
 /// The files of the images and of those below them, as they are now: an image that comes to need others before it is

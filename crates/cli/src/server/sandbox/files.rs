@@ -180,7 +180,7 @@ pub(super) fn enter(
 /// Lets this thread read all files and write to none, as far as the kernel can.
 pub(super) fn only_read() -> Result<(), Failure> {
     let mut rules = Rules::default();
-    rules.allow(Path::new("/"), read());
+    rules.allow(Path::new("/"), read() | AccessFs::IoctlDev);
     rules.allow(Path::new("/dev/null"), AccessFs::ReadFile | AccessFs::WriteFile);
     let confined = create().and_then(|created| add(created, &rules)?.restrict_self());
     confined.map(drop).map_err(|error| Failure::new(error).context("cannot confine the server"))
