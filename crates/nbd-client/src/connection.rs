@@ -260,7 +260,8 @@ impl Inner {
         let mut state = self.state.lock();
         state.closed = true;
         if let (Some(socket), Some(_), None) = (&state.socket, state.agreed, &state.failed)
-            && !state.sending
+            // What was answered has been sent, even if the sending thread has not noted that yet.
+            && (!state.sending || state.pending.is_empty())
             && state.queue.is_empty()
         {
             let goodbye = Request { command: command::DISC, flags: 0, offset: 0, length: 0 };
