@@ -1,6 +1,9 @@
 //! Owned memory for I/O.
 
+mod lender;
 pub mod loan;
+
+pub use lender::Lender;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::any::Any;
@@ -17,7 +20,7 @@ pub const ALIGNMENT: usize = 4096;
 ///
 /// The kernel may hold the address while an operation is in flight, so the bytes belong to the operation until it
 /// returns the buffer. A buffer can be split in two and joined again without copying. No two buffers overlap, except in
-/// memory [shared](Self::shared) with a guest, which may change it at any time.
+/// memory [shared](Self::shared) with a guest, which may change it at any time, and in what a [`Lender`] keeps.
 pub struct IoBuf {
     start: NonNull<u8>,
     length: usize,

@@ -1,5 +1,6 @@
 //! The block device that every frontend serves.
 
+use crate::pausing::Pausing;
 use crate::throttle::{Direction, Drained};
 use isobath_image::{DiskError, Result};
 use isobath_storage::IoBuf;
@@ -104,6 +105,12 @@ pub trait BlockDevice: Send + Sync + 'static {
     /// to end; meanwhile those of the disk's other frontends pass as well.
     fn drain(&self) -> Drained {
         Drained::default()
+    }
+
+    /// What becomes of requests when the storage fails; `None` for a device whose requests then always fail. The calls
+    /// above fail all the same: a frontend asks this what to do.
+    fn pausing(&self) -> Option<&Pausing> {
+        None
     }
 }
 

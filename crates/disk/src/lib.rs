@@ -36,6 +36,7 @@ pub mod disk;
 pub mod live;
 mod measure;
 mod parts;
+pub mod pausing;
 mod read;
 mod rebase;
 mod resize;

@@ -11,6 +11,7 @@ pub mod nbd;
 mod pool;
 pub mod registry;
 mod slots;
+mod steady;
 mod stop;
 pub mod tls;
 pub mod vhost_user;

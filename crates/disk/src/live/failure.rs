@@ -1,6 +1,7 @@
 //! Reports of requests that failed because of the storage.
 
 use super::counts::Kind;
+use crate::pausing::{is_no_space, is_of_storage};
 use isobath_image::DiskError;
 use parking_lot::Mutex;
 use std::sync::OnceLock;
@@ -37,13 +38,7 @@ impl Failures {
 
     pub(super) fn tell(&self, kind: Kind, error: &DiskError, now: Duration) {
         let Some(listener) = self.listener.get() else { return };
-        if matches!(
-            error,
-            DiskError::OutOfRange { .. }
-                | DiskError::ReadOnly
-                | DiskError::Unsupported(_)
-                | DiskError::Closed
-        ) {
+        if !is_of_storage(error) {
             return;
         }
         {
@@ -55,7 +50,7 @@ impl Failures {
         }
         listener(IoFailure {
             read: kind == Kind::Read,
-            no_space: matches!(error.errno(), libc::ENOSPC | libc::EDQUOT),
+            no_space: is_no_space(error),
             reason: error.to_string(),
         });
     }

@@ -23,6 +23,7 @@ use crate::clock::{Clock, SystemClock};
 use crate::device::{BlockDevice, BlockStatus, ZeroFlags, block_device};
 use crate::disk::{Disk, grow_to, wait_for_size};
 use crate::parts::Parts;
+use crate::pausing::Pausing;
 use crate::throttle::{Direction, Drained, Throttle};
 use arc_swap::ArcSwap;
 use claim::Claims;
@@ -72,6 +73,7 @@ pub struct LiveDisk<H: Host> {
     claims: Claims,
     failures: Failures,
     throttle: Throttle,
+    pausing: Pausing,
     /// Completed writes must survive a kill of the process from now on.
     woken: Event,
 }
@@ -94,6 +96,7 @@ impl<H: Host> LiveDisk<H> {
             gate: Gate::default(),
             graph: isobath_sync::AsyncMutex::ranked((), lock_order::GRAPH),
             counts: Counts::default(),
+            pausing: Pausing::new(Arc::clone(&clock)),
             clock,
             tracked: Tracked::default(),
             claims: Claims::default(),
@@ -159,8 +162,20 @@ impl<H: Host> LiveDisk<H> {
         &self.throttle
     }
 
-    /// Reports requests that fail because of the storage to `listener`, at most one per second. The first listener
-    /// stays.
+    /// What becomes of its clients' requests when the storage fails. Frontends ask it; [`read`](Self::read),
+    /// [`write`](Self::write) and the others fail, also for jobs.
+    pub fn pausing(&self) -> &Pausing {
+        &self.pausing
+    }
+
+    /// Waits until the reads, writes, zero-writes and discards in flight have ended, those of jobs too.
+    pub async fn settle(&self) {
+        let _graph = self.graph.lock().await;
+        drop(self.gate.quiet().await);
+    }
+
+    /// Reports requests that fail because of the storage to `listener`, at most one per second, except failures that
+    /// [pause](Self::pausing) the disk. The first listener stays.
     pub fn on_failure(&self, listener: FailureListener) {
         self.failures.listen(listener);
     }
@@ -315,10 +330,18 @@ impl<H: Host> LiveDisk<H> {
         };
         let now = self.clock.now();
         if let Err(error) = &result {
-            self.failures.tell(kind, error, now);
+            self.tell_failure(kind, error, now);
         }
         request.end(result.is_ok(), now);
         result
+    }
+
+    /// Reports a failure, unless it pauses the disk, which is reported then.
+    fn tell_failure(&self, kind: Kind, error: &DiskError, now: Duration) {
+        let direction = if kind == Kind::Read { Direction::Read } else { Direction::Write };
+        if !self.pausing.would_pause(direction, error) {
+            self.failures.tell(kind, error, now);
+        }
     }
 
     /// Runs a change of the disk's contents, which is [tracked](Self::track).
@@ -482,7 +505,7 @@ impl<H: Host> LiveDisk<H> {
         };
         let now = self.clock.now();
         if let Err(error) = &result {
-            self.failures.tell(Kind::Flush, error, now);
+            self.tell_failure(Kind::Flush, error, now);
         }
         request.end(result.is_ok(), now);
         result
@@ -530,5 +553,9 @@ block_device!(LiveDisk
 
     fn drain(&self) -> Drained {
         self.throttle.drain()
+    }
+
+    fn pausing(&self) -> Option<&Pausing> {
+        Some(&self.pausing)
     }
 );

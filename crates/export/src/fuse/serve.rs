@@ -5,6 +5,8 @@ use super::file::{Inode, SECTOR, statfs};
 use super::request::{Message, Request};
 use super::wire::{AttrOut, LseekOut, OpenOut, SetattrIn, WriteOut, open_flag, set};
 use crate::pool::{Pool, Pooled};
+use crate::steady::{Failed, Steady};
+use crate::stop::Stop;
 use isobath_disk::throttle::Direction;
 use isobath_disk::{BlockDevice, DiskError, ZeroFlags};
 use isobath_storage::IoBuf;
@@ -30,6 +32,8 @@ pub(super) struct Service<'a, D> {
     pub(super) pool: &'a Pool,
     /// Number of requests in flight.
     pub(super) running: &'a Cell<usize>,
+    /// Requested once no request may wait for a paused disk any longer.
+    pub(super) ending: &'a Stop,
 }
 
 /// Why a request is refused.
@@ -39,6 +43,12 @@ enum Refusal {
     Request(i32),
     /// The disk failed.
     Disk(DiskError),
+}
+
+impl From<Failed> for Refusal {
+    fn from(failed: Failed) -> Self {
+        Self::Disk(failed.error)
+    }
 }
 
 impl From<DiskError> for Refusal {
@@ -115,6 +125,11 @@ impl<D: BlockDevice> Service<'_, D> {
         self.channel.fail(unique, refusal.errno());
     }
 
+    /// The disk, for requests that wait while it is paused.
+    fn steady(&self) -> Steady<'_, D> {
+        Steady::new(&*self.export.device, self.ending)
+    }
+
     fn size(&self) -> u64 {
         self.export.device.size()
     }
@@ -133,9 +148,9 @@ impl<D: BlockDevice> Service<'_, D> {
             self.channel.reply(unique, &[], &[]);
             return Ok(());
         }
-        self.export.device.admit(Direction::Read, length as u64).await;
+        self.steady().admit(Direction::Read, length as u64).await;
         let Pooled { data, spare } = self.pool.take(length);
-        let data = self.export.device.read(offset, data).await?;
+        let data = self.steady().read(offset, data).await?;
         if data.len() != length {
             tracing::error!(offset, length, got = data.len(), "a read returned the wrong length");
             return Err(Refusal::Request(libc::EIO));
@@ -151,21 +166,21 @@ impl<D: BlockDevice> Service<'_, D> {
         let Some(mut payload) = payload else { return Err(Refusal::Request(libc::EIO)) };
         let length = self.reach(offset, payload.data.len() as u64).await?;
         if length > 0 {
-            self.export.device.admit(Direction::Write, length).await;
+            self.steady().admit(Direction::Write, length).await;
             self.export.inode.touch();
             payload.cut(length as usize);
             let data = std::mem::replace(&mut payload.data, IoBuf::empty());
-            payload.data = self.export.device.write(offset, data).await?;
+            payload.data = self.steady().write(offset, data).await?;
             self.channel.put(payload);
         }
         if durable {
-            self.export.device.flush().await?;
+            self.steady().flush().await?;
         }
         Ok(length as u32)
     }
 
     async fn flush(&self) -> Outcome {
-        if self.export.read_only { Ok(()) } else { Ok(self.export.device.flush().await?) }
+        if self.export.read_only { Ok(()) } else { Ok(self.steady().flush().await?) }
     }
 
     async fn fallocate(&self, offset: u64, length: u64, mode: i32) -> Outcome {
@@ -187,10 +202,10 @@ impl<D: BlockDevice> Service<'_, D> {
         };
         let length = end.min(self.size()).saturating_sub(offset);
         if length > 0 {
-            self.export.device.admit(Direction::Write, length).await;
+            self.steady().admit(Direction::Write, length).await;
             self.export.inode.touch();
             let flags = ZeroFlags { may_unmap, only_fast: false };
-            self.export.device.write_zeroes(offset, length, flags).await?;
+            self.steady().write_zeroes(offset, length, flags).await?;
         }
         Ok(())
     }

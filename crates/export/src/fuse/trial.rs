@@ -7,6 +7,7 @@ use super::options::Options;
 use super::request::Request;
 use super::serve::{Export, Service};
 use crate::pool::Pool;
+use crate::stop::Stop;
 use isobath_disk::BlockDevice;
 use isobath_ring::block_on;
 use std::cell::Cell;
@@ -92,6 +93,7 @@ impl<D: BlockDevice> Trial<D> {
             channel: &self.channel,
             pool: &self.pool,
             running: &self.running,
+            ending: &Stop::default(),
         };
         block_on(service.serve(message, payload));
         assert_eq!(self.running.get(), 0, "a request did not end");

@@ -35,6 +35,7 @@ pub(super) async fn work<D: BlockDevice>(
 ) -> io::Result<bool> {
     let pool = Pool::new(POOL_BYTES);
     let running = Cell::new(0);
+    let ending = Stop::default();
     let slots = RefCell::new(Slots::new());
     let mut intake = pin!(async {
         let mut lone = 0_u32;
@@ -47,8 +48,8 @@ pub(super) async fn work<D: BlockDevice>(
                 match channel.receive() {
                     Ok((message, payload)) => {
                         running.set(running.get() + 1);
-                        let (pool, running) = (&pool, &running);
-                        let service = Service { export, channel, pool, running };
+                        let (pool, running, ending) = (&pool, &running, &ending);
+                        let service = Service { export, channel, pool, running, ending };
                         slots.borrow_mut().start(service.serve(message, payload));
                     }
                     Err(NoMessage::Empty) => break,
@@ -86,8 +87,11 @@ pub(super) async fn work<D: BlockDevice>(
         {
             return Poll::Ready(end);
         }
-        // Requests that wait for the disk's limits pass now.
-        drained.get_or_insert_with(|| export.device.drain());
+        // Requests that wait for the disk's limits pass now, and those that wait for a paused disk end.
+        drained.get_or_insert_with(|| {
+            ending.request();
+            export.device.drain()
+        });
         Poll::Pending
     })
     .await

@@ -7,6 +7,7 @@ use super::session::{Session, Ticket};
 use super::transport::Transport;
 use super::wire::NbdError;
 use crate::pool::{Pool, Pooled};
+use crate::steady::Steady;
 use isobath_disk::throttle::Direction;
 use isobath_disk::{BlockDevice, BlockStatus, DiskError};
 
@@ -57,7 +58,8 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
                     Ok(())
                 } else {
                     self.admit_change(length).await;
-                    self.device.discard(offset, u64::from(length)).await
+                    let done = self.steady().discard(offset, u64::from(length)).await;
+                    done.map_err(DiskError::from)
                 };
                 self.durable(fua, result).await
             }
@@ -66,11 +68,12 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
                     Ok(())
                 } else {
                     self.admit_change(length).await;
-                    self.device.write_zeroes(offset, u64::from(length), flags).await
+                    let done = self.steady().write_zeroes(offset, u64::from(length), flags).await;
+                    done.map_err(DiskError::from)
                 };
                 self.durable(fua, result).await
             }
-            Command::Flush => self.device.flush().await,
+            Command::Flush => self.steady().flush().await.map_err(DiskError::from),
             Command::Cache { offset, length } => self.serve_cache(offset, length).await,
             Command::Disconnect => Ok(()),
         };
@@ -80,15 +83,20 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
         }
     }
 
+    /// The disk, for requests that wait while it is paused, until the server or the export ends.
+    fn steady(&self) -> Steady<'_, D> {
+        Steady::new(self.device, self.stop)
+    }
+
     /// Waits for the disk's limits, also when the client has left: what it has sent is carried out, and counts.
     async fn admit_change(&self, length: u32) {
         if length > 0 {
-            self.device.admit(Direction::Write, u64::from(length)).await;
+            self.steady().admit(Direction::Write, u64::from(length)).await;
         }
     }
 
     async fn durable(&self, fua: bool, result: Result<(), DiskError>) -> Result<(), DiskError> {
-        if fua && result.is_ok() { self.device.flush().await } else { result }
+        if fua && result.is_ok() { Ok(self.steady().flush().await?) } else { result }
     }
 
     async fn serve_read(&self, ticket: Ticket, offset: u64, length: u32) {
@@ -101,9 +109,10 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
             };
         }
         let read = async {
-            self.device.admit(Direction::Read, u64::from(length)).await;
+            let steady = self.steady();
+            steady.admit(Direction::Read, u64::from(length)).await;
             let Pooled { data, spare } = self.pool.take(length as usize);
-            (self.device.read(offset, data).await, spare)
+            (steady.read(offset, data).await, spare)
         };
         let Some((read, spare)) = self.while_wanted(read).await else {
             return self.forget(ticket);
@@ -122,8 +131,8 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
                 tracing::error!(offset, length, got, "a read returned the wrong length");
                 self.fail(ticket, NbdError::Io);
             }
-            Err(error) => {
-                self.fail_device(ticket, Command::Read { offset, length }, &error);
+            Err(failed) => {
+                self.fail_device(ticket, Command::Read { offset, length }, &failed.error);
             }
         }
     }
@@ -132,7 +141,7 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
         if let Some(Pooled { data, spare }) = payload
             && !data.is_empty()
         {
-            let data = self.device.write(offset, data).await?;
+            let data = self.steady().write(offset, data).await?;
             self.pool.put(Pooled { data, spare });
         }
         Ok(())
@@ -141,12 +150,14 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
     /// Reads the range and drops the data. Stopping early does no harm.
     async fn serve_cache(&self, mut offset: u64, mut length: u32) -> Result<(), DiskError> {
         if length > 0 {
-            let _ = self.while_wanted(self.device.admit(Direction::Read, u64::from(length))).await;
+            let steady = self.steady();
+            let _ = self.while_wanted(steady.admit(Direction::Read, u64::from(length))).await;
         }
         while length > 0 && !self.stop.is_requested() && !self.is_unheard() {
             let step = length.min(CACHE_STEP);
             let Pooled { data, spare } = self.pool.take(step as usize);
-            let Some(read) = self.while_wanted(self.device.read(offset, data)).await else { break };
+            let steady = self.steady();
+            let Some(read) = self.while_wanted(steady.read(offset, data)).await else { break };
             self.pool.put(Pooled { data: read?, spare });
             offset += u64::from(step);
             length -= step;

@@ -239,6 +239,15 @@ impl InFlight {
         self.set_half(USED_INDEX, used);
     }
 
+    /// Forgets all requests: the client has reset the device, and its driver does not wait for them.
+    pub(crate) fn forget(&mut self) {
+        for head in 0..self.size {
+            if let Some(entry) = self.entry(head) {
+                self.mark(entry).store(0, Ordering::Release);
+            }
+        }
+    }
+
     /// Brings the list up to date with the used ring, whose index is `used`, and returns the requests that were in
     /// flight, in the order in which they were taken.
     pub(crate) fn recover(&mut self, used: u16) -> Vec<u16> {

@@ -13,7 +13,7 @@ use crate::slots::Slots;
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
 use isobath_ring::Event;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
 use std::os::fd::OwnedFd;
 use std::pin::pin;
@@ -69,6 +69,9 @@ pub(crate) async fn run<D: BlockDevice>(setup: Setup<D>) -> u16 {
         serial: setup.serial,
         read_only: setup.read_only,
         write_through: setup.write_through,
+        ending: setup.stop.clone(),
+        listed: in_flight.is_some(),
+        left: Cell::new(0),
         done: RefCell::default(),
         complaints: RefCell::new(Throttle::default()),
         queue: setup.index,
@@ -256,8 +259,9 @@ where
         self.context.done.borrow().iter().skip(ended).map(|end| end.written as usize).sum()
     }
 
-    /// Shows completed requests to the driver.
+    /// Shows completed requests to the driver; those left to the next server stay in the list.
     fn finish(&mut self) {
+        self.open -= self.context.left.take();
         let mut done = self.context.done.take();
         if done.is_empty() {
             return;

@@ -6,11 +6,13 @@ use super::config::{MAX_RANGES, SECTOR};
 use super::memory::Memory;
 use super::throttle::Throttle;
 use crate::pool::{Pool, Pooled};
+use crate::steady::{Failed, Steady};
+use crate::stop::Stop;
 use isobath_disk::throttle::Direction;
-use isobath_disk::{BlockDevice, DiskError, Result, ZeroFlags};
+use isobath_disk::{BlockDevice, DiskError, ZeroFlags};
 use isobath_storage::IoBuf;
 use std::any::Any;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::ptr::NonNull;
@@ -49,6 +51,12 @@ pub(crate) struct Context<D> {
     pub(crate) read_only: bool,
     /// Whether writes are made durable before they complete.
     pub(crate) write_through: bool,
+    /// Requested once the queue takes no more requests.
+    pub(crate) ending: Arc<Stop>,
+    /// Whether a list of those in flight keeps requests that are not answered for the next server.
+    pub(crate) listed: bool,
+    /// Requests that a paused disk has kept until the queue stopped, and that stay in the list.
+    pub(crate) left: Cell<usize>,
     /// Requests that have ended, for the used ring.
     pub(crate) done: RefCell<Vec<Done>>,
     pub(crate) complaints: RefCell<Throttle>,
@@ -120,6 +128,9 @@ struct Range {
     length: u64,
     may_unmap: bool,
 }
+
+/// The result of a request.
+type Result<T> = std::result::Result<T, Failed>;
 
 impl<D: BlockDevice> Context<D> {
     /// Turns a chain into a job; a request that needs nothing from the device is completed at once.
@@ -248,14 +259,23 @@ impl<D: BlockDevice> Context<D> {
         Ok(ranges)
     }
 
-    /// Executes a job, and records its completion.
+    /// The disk, for requests that wait while it is paused, until the queue stops.
+    fn steady(&self) -> Steady<'_, D> {
+        Steady::new(&*self.device, &self.ending)
+    }
+
+    /// Executes a job, and records its completion, unless it is left to the next server.
     pub(crate) async fn serve(self: Rc<Self>, job: Job) {
         let Job { head, status, action } = job;
         let result = self.perform(action).await;
         let answer = match result {
             Ok(data) => Answer { status: OK, data },
-            Err(error) if error.errno() == libc::ENOTSUP => Answer::of(UNSUPPORTED),
-            Err(error) => {
+            Err(Failed { held: true, .. }) if self.listed => {
+                self.left.set(self.left.get() + 1);
+                return;
+            }
+            Err(Failed { error, .. }) if error.errno() == libc::ENOTSUP => Answer::of(UNSUPPORTED),
+            Err(Failed { error, .. }) => {
                 self.complain(&error);
                 Answer::of(ERROR)
             }
@@ -270,8 +290,8 @@ impl<D: BlockDevice> Context<D> {
     async fn perform(&self, action: Action) -> Result<u32> {
         match action {
             Action::Read { offset, segment } => {
-                self.device.admit(Direction::Read, segment.length as u64).await;
-                self.device.read(offset, self.buffer(segment)).await?;
+                self.steady().admit(Direction::Read, segment.length as u64).await;
+                self.steady().read(offset, self.buffer(segment)).await?;
                 Ok(u32::try_from(segment.length).unwrap_or(u32::MAX))
             }
             Action::Other(other) => Box::pin(self.perform_other(other)).await,
@@ -280,7 +300,7 @@ impl<D: BlockDevice> Context<D> {
 
     async fn perform_other(&self, action: Other) -> Result<u32> {
         if let Some((direction, bytes)) = action.extent() {
-            self.device.admit(direction, bytes).await;
+            self.steady().admit(direction, bytes).await;
             self.check_memory()?;
         }
         match action {
@@ -289,7 +309,7 @@ impl<D: BlockDevice> Context<D> {
                 return Ok(u32::try_from(total(&segments)).unwrap_or(u32::MAX));
             }
             Other::Write { offset, data: Data::One(segment) } => {
-                drop(self.device.write(offset, self.buffer(segment)).await?);
+                drop(self.steady().write(offset, self.buffer(segment)).await?);
             }
             Other::Write { offset, data: Data::Many(segments) } => {
                 self.write_many(offset, &segments).await?;
@@ -297,13 +317,13 @@ impl<D: BlockDevice> Context<D> {
             Other::Flush => return self.flush().await.map(|()| 0),
             Other::Discard(ranges) => {
                 for range in ranges.iter().filter(|range| range.length > 0) {
-                    self.device.discard(range.offset, range.length).await?;
+                    self.steady().discard(range.offset, range.length).await?;
                 }
             }
             Other::Zero(ranges) => {
                 for range in ranges.iter().filter(|range| range.length > 0) {
                     let flags = ZeroFlags { may_unmap: range.may_unmap, only_fast: false };
-                    self.device.write_zeroes(range.offset, range.length, flags).await?;
+                    self.steady().write_zeroes(range.offset, range.length, flags).await?;
                 }
             }
         }
@@ -315,7 +335,7 @@ impl<D: BlockDevice> Context<D> {
 
     /// Flushes with a boxed future, since it is the largest.
     async fn flush(&self) -> Result<()> {
-        Box::pin(self.device.flush()).await
+        Box::pin(self.steady().flush()).await
     }
 
     fn buffer(&self, Segment { start, length }: Segment) -> IoBuf {
@@ -343,7 +363,7 @@ impl<D: BlockDevice> Context<D> {
     async fn read_many(&self, offset: u64, segments: &[Segment]) -> Result<()> {
         if goes_direct(segments) {
             let read = |(offset, segment)| async move {
-                self.device.read(offset, self.buffer(segment)).await.map(drop)
+                self.steady().read(offset, self.buffer(segment)).await.map(drop)
             };
             return self.direct(offset, segments, read).await;
         }
@@ -354,7 +374,7 @@ impl<D: BlockDevice> Context<D> {
             let _taken = self.bounces.take(Pool::footprint(step)).await;
             let Pooled { data, spare } = self.pool.take(step);
             self.check_memory()?;
-            let data = self.device.read(at, data).await?;
+            let data = self.steady().read(at, data).await?;
             let mut from = data.get(..step).ok_or(DiskError::Closed)?;
             while let Some(piece) = pieces.next(from.len()) {
                 let (now, rest) = from.split_at(piece.length);
@@ -374,7 +394,7 @@ impl<D: BlockDevice> Context<D> {
     async fn write_many(&self, offset: u64, segments: &[Segment]) -> Result<()> {
         if goes_direct(segments) {
             let write = |(offset, segment)| async move {
-                self.device.write(offset, self.buffer(segment)).await.map(drop)
+                self.steady().write(offset, self.buffer(segment)).await.map(drop)
             };
             return self.direct(offset, segments, write).await;
         }
@@ -394,7 +414,7 @@ impl<D: BlockDevice> Context<D> {
             }
             // The data may be zeroes that the guest never wrote.
             self.check_memory()?;
-            let data = self.device.write(at, data).await?;
+            let data = self.steady().write(at, data).await?;
             self.pool.put(Pooled { data, spare });
             at += step as u64;
             left -= step;
@@ -405,10 +425,11 @@ impl<D: BlockDevice> Context<D> {
     /// Fails if a part of the guest's memory is missing.
     fn check_memory(&self) -> Result<()> {
         if self.memory.is_lost() {
-            return Err(DiskError::Refused {
+            let error = DiskError::Refused {
                 image: "the guest's memory".into(),
                 reason: "it was cut short while a request used it".into(),
-            });
+            };
+            return Err(error.into());
         }
         Ok(())
     }

@@ -106,7 +106,8 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         }
     }
 
-    /// Serves the client until it leaves or the server stops. All requests have then ended.
+    /// Serves the client until it leaves or the server stops. All requests have then ended, except those that a paused
+    /// disk leaves in the list of those in flight.
     pub(crate) async fn run(mut self, socket: UnixStream) {
         tracing::info!("a client connected");
         let mut connection = Connection::from(socket);
@@ -190,6 +191,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             code::SET_OWNER => Ok(Reply::Done),
             code::RESET_OWNER | code::RESET_DEVICE => {
                 self.reset().await;
+                self.forget_in_flight();
                 Ok(Reply::Done)
             }
             code::GET_PROTOCOL_FEATURES => Ok(Reply::number(OFFERED)),
@@ -467,6 +469,17 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         self.vrings.iter().for_each(Vring::request_stop);
         for vring in &mut self.vrings {
             vring.stop().await;
+        }
+    }
+
+    /// Forgets the requests that a paused disk has left in the list of those in flight. A client that only stops the
+    /// device, as QEMU does with its machine, keeps them, and sends the list again.
+    fn forget_in_flight(&self) {
+        let Some(region) = &self.in_flight else { return };
+        for index in 0..self.vrings.len() {
+            if let Ok(mut list) = region.queue(index as u16) {
+                list.forget();
+            }
         }
     }
 

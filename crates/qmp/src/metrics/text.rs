@@ -102,6 +102,17 @@ fn gauges<H: Host>(text: &mut Text, drives: &Drives<H>) {
     gauge("isobath_requests_in_flight", "Requests in flight.", &|drive| {
         drive.disk().io_stats().in_flight.into()
     });
+    gauge(
+        "isobath_disk_paused",
+        "1 while the disk is paused by a failure, or stopped.",
+        &|drive| {
+            let state = drive.disk().pausing().state();
+            u64::from(state.stopped || !state.failures.is_empty())
+        },
+    );
+    gauge("isobath_requests_held", "Requests that wait until the disk continues.", &|drive| {
+        drive.disk().pausing().state().waiting as u64
+    });
     gauge("isobath_disk_size_bytes", "Size of the disk.", &|drive| drive.disk().size());
     gauge("isobath_chain_layers", "Layers in the chain.", &|drive| drive.disk().depth() as u64);
     gauge("isobath_chain_indexed_layers", "Layers covered by a direct-access index.", &|drive| {

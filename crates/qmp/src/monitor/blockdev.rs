@@ -81,7 +81,7 @@ impl<H: Host + Clone> Monitor<H> {
         if let Some(node) = protocol.node {
             self.files.borrow_mut().retain(|file| file.name != node);
         }
-        self.event_queue.attend(&drive);
+        self.attend(&drive);
         self.drives.borrow_mut().push(Rc::new(drive));
         Ok(())
     }

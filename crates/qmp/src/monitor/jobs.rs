@@ -10,6 +10,7 @@ use super::snapshot::check_root;
 use super::{Drive, Monitor, Result};
 use crate::error::{ErrorClass, QmpError};
 use event_listener::{Event, EventListener};
+use isobath_disk::pausing::Pause;
 use isobath_disk::{DiskError, IoFailure, Layer};
 use isobath_jobs::{
     CommitOptions, IoStatus, Job, JobEvent, JobOptions, JobStatus, MirrorOptions, MirrorSync,
@@ -50,12 +51,14 @@ impl<H: Host> Started<H> {
     }
 }
 
-/// Events that jobs have queued, until they are forwarded.
+/// Events that jobs and disks have queued, until they are forwarded.
 #[derive(Default)]
 pub(super) struct EventQueue {
     queued: Mutex<VecDeque<QueuedEvent>>,
     /// Requests that failed, with their disks' addresses.
     failed: Mutex<VecDeque<(usize, IoFailure)>>,
+    /// Failures that have paused disks, with the disks' addresses.
+    paused: Mutex<VecDeque<(usize, Pause)>>,
     more: Event,
 }
 
@@ -80,6 +83,11 @@ impl EventQueue {
         let (event_queue, address) = (Arc::clone(self), address_of(drive));
         drive.disk().on_failure(Box::new(move |failure| {
             event_queue.failed.lock().push_back((address, failure));
+            event_queue.more.notify(usize::MAX);
+        }));
+        let event_queue = Arc::clone(self);
+        drive.disk().pausing().on_pause(Box::new(move |pause| {
+            event_queue.paused.lock().push_back((address, pause));
             event_queue.more.notify(usize::MAX);
         }));
     }
@@ -412,7 +420,7 @@ impl<H: Host + Clone> Monitor<H> {
         done.map_err(QmpError::new)
     }
 
-    /// Forwards events that jobs have queued since the last call.
+    /// Forwards events that jobs and disks have queued since the last call.
     pub(super) fn pass_on(&self) {
         loop {
             let Some(queued) = self.event_queue.queued.lock().pop_front() else { break };
@@ -420,10 +428,16 @@ impl<H: Host + Clone> Monitor<H> {
         }
         loop {
             let Some((address, failure)) = self.event_queue.failed.lock().pop_front() else {
-                return;
+                break;
             };
             self.tell_failure(address, &failure);
         }
+        loop {
+            let Some((address, pause)) = self.event_queue.paused.lock().pop_front() else { break };
+            self.tell_pause(address, &pause);
+        }
+        // A disk that was paused may have been removed.
+        self.tell_if_it_runs();
     }
 
     fn tell_failure(&self, address: usize, failure: &IoFailure) {

@@ -14,6 +14,7 @@ mod jobs;
 mod names;
 mod objects;
 mod pacing;
+mod pausing;
 mod queries;
 mod request;
 mod snapshot;
@@ -82,6 +83,10 @@ pub struct Monitor<H: Host> {
     /// The groups that are objects, by their IDs: they last without members.
     throttle_objects: RefCell<BTreeMap<String, Arc<Group>>>,
     filters: RefCell<Vec<Filter<H>>>,
+    /// The client has stopped all disks.
+    stopped: Cell<bool>,
+    /// What clients have last heard of: no disk is paused.
+    running: Cell<bool>,
     /// Once the server ends: no request waits for limits.
     drained: RefCell<Vec<Drained>>,
     jobs: RefCell<Vec<Rc<Started<H>>>>,
@@ -132,6 +137,8 @@ impl<H: Host + Clone> Monitor<H> {
             throttle_groups: Groups::new(Arc::new(SystemClock::default())),
             throttle_objects: RefCell::default(),
             filters: RefCell::default(),
+            stopped: Cell::new(false),
+            running: Cell::new(true),
             drained: RefCell::default(),
             jobs: RefCell::default(),
             interrupted: RefCell::new(interrupted),
@@ -208,6 +215,7 @@ impl<H: Host + Clone> Monitor<H> {
 
     async fn run(&self, command: &'static str, arguments: Map<String, Value>) -> Result<Value> {
         match command {
+            "query-status" => Ok(self.query_status()),
             "query-block" => self.query_block().await,
             "query-named-block-nodes" => self.query_named_block_nodes(&arguments).await,
             "query-blockstats" => Ok(self.query_blockstats(&arguments)),
@@ -235,6 +243,15 @@ impl<H: Host + Clone> Monitor<H> {
             "blockdev-add" => self.blockdev_add(arguments).await,
             "blockdev-del" => self.blockdev_del(&arguments).await,
             "block_set_io_throttle" => self.set_io_throttle(&arguments),
+            "x-isobath-set-on-failure" => self.set_on_failure(&arguments),
+            "stop" => {
+                self.stop().await;
+                Ok(())
+            }
+            "cont" => {
+                self.resume();
+                Ok(())
+            }
             "block_resize" => self.block_resize(&arguments).await,
             "block-stream" => self.block_stream(&arguments),
             "block-commit" => self.block_commit(&arguments),

@@ -2,7 +2,7 @@
 
 use super::arguments::{Arguments, flag};
 use super::image::{Node, device_info};
-use super::{Drive, Monitor, Result, throttle};
+use super::{Drive, Monitor, Result, pausing, throttle};
 use isobath_disk::RequestStats;
 use isobath_disk::live::LATENCY_BUCKETS;
 use isobath_storage::Host;
@@ -28,7 +28,7 @@ impl<H: Host + Clone> Monitor<H> {
                 "removable": false,
                 "locked": false,
                 "inserted": info,
-                "io-status": "ok",
+                "io-status": pausing::io_status(&drive.disk().pausing().state()),
             }));
         }
         Ok(blocks.into())
@@ -123,7 +123,7 @@ impl<H: Host + Clone> Monitor<H> {
         let disks = self.drives().into_iter().map(|drive| {
             let disk = drive.disk();
             let map = disk.map_stats();
-            json!({
+            let mut shown = json!({
                 "device": drive.device(),
                 "node-name": self.root_name(&drive),
                 "size": disk.size(),
@@ -140,7 +140,11 @@ impl<H: Host + Clone> Monitor<H> {
                     "lookup-median-ns": map.lookup_median_ns,
                     "lookup-p99-ns": map.lookup_p99_ns,
                 },
-            })
+            });
+            if let Some(shown) = shown.as_object_mut() {
+                pausing::describe(&disk.pausing().state(), shown);
+            }
+            shown
         });
         json!({"syncs": syncs(), "disks": disks.collect::<Vec<_>>()})
     }

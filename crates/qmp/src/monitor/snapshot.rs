@@ -91,7 +91,7 @@ impl<H: Host + Clone> Monitor<H> {
         match LiveDisk::open(self.host.clone(), path, options).await {
             Ok(disk) => {
                 let drive = Drive::added(disk);
-                self.event_queue.attend(&drive);
+                self.attend(&drive);
                 if let Some(file) = drive.root() {
                     self.names.borrow_mut().give(file, name);
                 }

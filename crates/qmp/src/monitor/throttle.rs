@@ -147,7 +147,7 @@ impl<H: Host + Clone> Monitor<H> {
     }
 
     /// A disk, by its device or its root node.
-    fn find_disk(&self, name: &str) -> Option<Rc<Drive<H>>> {
+    pub(super) fn find_disk(&self, name: &str) -> Option<Rc<Drive<H>>> {
         let by_node = || self.find_node(name).filter(|found| found.depth == 0);
         self.find_device(name).or_else(|| by_node().map(|found| found.drive))
     }

@@ -13,6 +13,11 @@ static MAP: Object = object(&[
     req("lookup-median-ns", INT),
     req("lookup-p99-ns", INT),
 ]);
+static FAILURE: Object = object(&[
+    req("operation", Type::Enum(&["read", "write"])),
+    req("nospace", Type::Bool),
+    req("reason", Type::Str),
+]);
 static DISK: Object = object(&[
     req("device", Type::Str),
     req("node-name", Type::Str),
@@ -21,6 +26,12 @@ static DISK: Object = object(&[
     req("indexed-layers", INT),
     req("in-flight", INT),
     req("waiting", INT),
+    req("werror", Type::Str),
+    req("rerror", Type::Str),
+    req("stopped", Type::Bool),
+    req("held", INT),
+    req("failures", Type::List(&Type::Object(&FAILURE))),
+    opt("paused-seconds", INT),
     req("map", Type::Object(&MAP)),
 ]);
 static DISKS: Object = object(&[req("syncs", INT), req("disks", Type::List(&Type::Object(&DISK)))]);

@@ -8,9 +8,10 @@ mod exports;
 mod isobath;
 mod jobs;
 mod nodes;
+mod pausing;
 mod throttle;
 
-use crate::schema::{EventType, Schema};
+use crate::schema::{EMPTY, EventType, Schema};
 use crate::server::CONTROL;
 
 pub use jobs::PACING;
@@ -21,6 +22,7 @@ pub static SCHEMA: Schema = Schema {
         CONTROL,
         nodes::COMMANDS,
         throttle::COMMANDS,
+        pausing::COMMANDS,
         jobs::COMMANDS,
         exports::COMMANDS,
         isobath::COMMANDS,
@@ -36,6 +38,8 @@ static EVENTS: &[EventType] = &[
     EventType { name: "BLOCK_JOB_PENDING", data: &jobs::PENDING },
     EventType { name: "JOB_STATUS_CHANGE", data: &jobs::STATUS_CHANGE },
     EventType { name: "BLOCK_IO_ERROR", data: &jobs::IO_FAILED },
+    EventType { name: "STOP", data: &EMPTY },
+    EventType { name: "RESUME", data: &EMPTY },
     EventType { name: "BLOCK_EXPORT_DELETED", data: &exports::DELETED },
     EventType { name: "SHUTDOWN", data: &exports::SHUTDOWN },
 ];

@@ -4,6 +4,7 @@ mod disk;
 mod follow;
 mod job;
 mod list;
+mod pauses;
 mod plot;
 mod start;
 mod stats;
@@ -15,6 +16,7 @@ use isobath_qmp::client::{Address, Client, ClientError};
 use isobath_tls::ClientCredentials;
 use job::{Verb, VerbOfJob};
 use list::Jobs;
+use pauses::Status;
 use serde_json::{Map, Value, json};
 use start::{Commit, Mirror, Stream};
 use stats::Stats;
@@ -74,6 +76,12 @@ enum Command {
     Follow(job::Follow),
     Chain(Chain),
     Stats(Stats),
+    Status(Status),
+    /// Stop all disks: no request of a client is carried out until 'cont', those in flight are waited for
+    Stop,
+    /// Let all disks go on: those that 'stop' has stopped, and those that a failure has paused (serve --werror); the
+    /// requests that wait are carried out, those that failed once more
+    Cont,
     Events(Events),
     Query(Query),
     /// Shut the server down
@@ -99,6 +107,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         Command::Follow(args) => args.run(&mut session),
         Command::Chain(args) => args.run(&mut session),
         Command::Stats(args) => args.run(&mut session),
+        Command::Status(args) => args.run(&mut session),
+        Command::Stop => pauses::stop(&mut session),
+        Command::Cont => pauses::resume(&mut session),
         Command::Events(args) => args.run(&mut session),
         Command::Query(args) => args.run(&mut session),
         Command::Quit => session.ask("quit", json!({})).map(|_| 0),

@@ -1,6 +1,7 @@
 //! The arguments of `isobath serve`.
 
 use super::frontends::FrontendArgs;
+use super::pausing;
 #[cfg(feature = "slow-disk")]
 use super::slow;
 use super::throttle::{self, Throttling};
@@ -13,6 +14,7 @@ use crate::server::sandbox::SandboxArgs;
 use crate::server::tls::{SecuredEndpoint, TlsArgs};
 use crate::trust::Trusting;
 use crate::{options, size};
+use isobath_disk::pausing::OnFailure;
 use isobath_disk::{ImageFormat, MetadataMode, SnapshotChoice};
 use isobath_export::nbd::ExportError;
 use isobath_export::nbd::wire::MAX_STRING;
@@ -99,6 +101,15 @@ pub(crate) struct Args {
     /// With several images, repeat the option, one per image in order; an empty value sets no limit
     #[arg(long, value_name = "LIMIT=N,...", value_parser = throttle::parse)]
     pub(super) throttle: Vec<Throttling>,
+    /// What a client's write, discard or flush does when the storage fails. 'report': it fails. 'stop': the disk pauses:
+    /// the request and those after it wait until 'isobath ctl SOCKET cont' has them tried again; reads go on. 'enospc':
+    /// like 'stop' if there is no space left, otherwise like 'report'. All but 'report' need --qmp. With several images,
+    /// give the option once for all, or repeat it, one per image in order [default: report]
+    #[arg(long, value_name = "report|enospc|stop", value_parser = pausing::of_writes)]
+    pub(super) werror: Vec<OnFailure>,
+    /// The same for a client's read
+    #[arg(long, value_name = "report|stop", value_parser = pausing::of_reads)]
+    pub(super) rerror: Vec<OnFailure>,
     /// The images' format [default: detected]. Required for raw images unless --read-only is given
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     pub(super) format: Option<ImageFormat>,

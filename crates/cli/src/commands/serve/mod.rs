@@ -6,6 +6,7 @@ mod confine;
 mod control;
 mod disks;
 mod frontends;
+mod pausing;
 #[cfg(feature = "slow-disk")]
 mod slow;
 mod throttle;
@@ -40,6 +41,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let names = args.export_names()?;
     args.frontends.check(args.images.len())?;
     throttle::check(&args.throttle, &names)?;
+    pausing::check(args)?;
     args.frontends.check_exports(&names, !args.qmp.is_empty())?;
     args.tls.check_qmp(&args.qmp, args.insecure)?;
     args.tls.check(args.frontends.addresses().chain(&args.qmp))?;
@@ -130,6 +132,7 @@ async fn serve<H: Host + Clone>(
     let monitor = Monitor::new(host, opening, drives.collect(), frontends.clone(), events.clone());
     let control = qmp::Server::new(monitor, events, args.qmp_limits());
     let monitor = control.service();
+    pausing::apply(args, monitor);
     let limited = throttle::apply(&args.throttle, monitor);
     let exported = limited.and_then(|()| args.frontends.export(monitor, &frontends, access));
     if let Err(failure) = exported {

@@ -1,0 +1,218 @@
+//! `serve --werror`: a disk on a full file system pauses, and goes on once there is space.
+
+use crate::serving::{ISOBATH, QemuIo, Served};
+use isobath_qmp::client::{Address, Client};
+use isobath_testkit::process::{PATIENCE, run};
+use isobath_testkit::{args, qemu, until};
+use serde_json::{Value, json};
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use tempfile::TempDir;
+
+const MIB: u64 = 1 << 20;
+
+/// A file system of 8 MiB, with an image of 4 MiB in it and a file that fills the rest.
+struct Full {
+    directory: TempDir,
+}
+
+impl Full {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", "size=8m", "none"]).arg(directory.path());
+        assert_eq!(run(&mut mount).code(), 0, "this test mounts a file system, which needs root");
+        let full = Self { directory };
+        qemu::create(&full.image(), "qcow2", 4 * MIB, "");
+        full
+    }
+
+    fn path(&self) -> &Path {
+        self.directory.path()
+    }
+
+    fn image(&self) -> PathBuf {
+        self.path().join("disk.qcow2")
+    }
+
+    /// Takes all the space.
+    fn fill(&self) {
+        use std::io::Write;
+        let mut file = File::create(self.path().join("filler")).unwrap();
+        while file.write(&[1; 4096]).is_ok_and(|count| count > 0) {}
+    }
+
+    fn make_room(&self) {
+        fs::remove_file(self.path().join("filler")).unwrap();
+    }
+}
+
+impl Drop for Full {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("--lazy").arg(self.path()).status();
+    }
+}
+
+/// A server of a full file system's image, and a client of its control socket.
+fn serve(full: &Full, sockets: &Path, options: &[&str]) -> (Served, Client) {
+    let qmp = sockets.join("qmp.sock");
+    let listen = format!("unix:{}", qmp.display());
+    let options = [&["--qmp", &*listen], options].concat();
+    let served = Served::start(&[full.image()], &options);
+    full.fill();
+    (served, Client::connect(&Address::Unix(qmp)).unwrap())
+}
+
+fn disk(client: &mut Client) -> Value {
+    client.execute("x-isobath-query-disks", json!({})).unwrap()["disks"][0].clone()
+}
+
+fn until_held(client: &mut Client, count: u64) {
+    until(&format!("{count} requests to be held"), || disk(client)["held"] == count);
+}
+
+/// The next event of this name.
+fn event(client: &mut Client, name: &str) -> Value {
+    loop {
+        let event = client.event(PATIENCE).unwrap().unwrap_or_else(|| panic!("no {name}"));
+        if event.name == name {
+            return event.data;
+        }
+    }
+}
+
+fn status(client: &mut Client) -> Value {
+    client.execute("query-status", json!({})).unwrap()["status"].clone()
+}
+
+#[test]
+fn a_write_without_space_waits_until_there_is_some() {
+    let (full, sockets) = (Full::new(), tempfile::tempdir().unwrap());
+    let (served, mut client) = serve(&full, sockets.path(), &["--werror", "enospc"]);
+    let uri = served.uri("disk");
+    let mut guest = QemuIo::open("raw", &uri);
+    guest.ok("aio_write -P 0x5a 0 1M");
+    let failed = event(&mut client, "BLOCK_IO_ERROR");
+    assert_eq!((&failed["action"], &failed["nospace"]), (&json!("stop"), &json!(true)), "{failed}");
+    assert_eq!(failed["operation"], "write");
+    let _ = event(&mut client, "STOP");
+    assert_eq!(status(&mut client), "io-error");
+    until_held(&mut client, 1);
+    let blocks = client.execute("query-block", json!({})).unwrap();
+    assert_eq!(blocks[0]["io-status"], "nospace");
+    // Reads go on, and so do changes of the chain.
+    guest.ok("read -P 0 2M 64k");
+    let taken = client.execute(
+        "blockdev-snapshot-sync",
+        json!({"device": "disk", "snapshot-file": full.path().join("no-room.qcow2")}),
+    );
+    assert!(taken.is_err(), "there is no space for the snapshot");
+    let address = sockets.path().join("qmp.sock");
+    let ctl = |word: &str| run(Command::new(ISOBATH).arg("ctl").arg(&address).arg(word)).ok();
+    let told = ctl("status").text();
+    for word in ["paused", "enospc", "write: ", "No space left", "cont'"] {
+        assert!(told.contains(word), "{word}: {told}");
+    }
+
+    // Nothing has changed: it pauses once more, and says so once more.
+    let _ = ctl("cont");
+    let _ = event(&mut client, "BLOCK_IO_ERROR");
+    until_held(&mut client, 1);
+
+    full.make_room();
+    let _ = ctl("cont");
+    guest.ok("aio_flush");
+    guest.ok("flush");
+    guest.ok("read -P 0x5a 0 1M");
+    let _ = event(&mut client, "RESUME");
+    assert_eq!((status(&mut client), &disk(&mut client)["held"]), (json!("running"), &json!(0)));
+    drop((guest, client));
+    let done = served.server.stop().ok();
+    assert!(done.stderr.contains("the disk pauses"), "{}", done.report());
+    let _ = qemu::img(args!["check", full.image()]).ok();
+    let _ = qemu::io(&full.image(), "qcow2", &["read -P 0x5a 0 1M"]).ok();
+}
+
+#[test]
+fn a_server_that_ends_waits_for_no_paused_request() {
+    let (full, sockets) = (Full::new(), tempfile::tempdir().unwrap());
+    let options = ["--werror", "stop", "--throttle", "iops-total=100000"];
+    let (served, mut client) = serve(&full, sockets.path(), &options);
+    let mut guest = QemuIo::open("raw", served.uri("disk"));
+    let mut gone = QemuIo::open("raw", served.uri("disk"));
+    gone.ok("aio_write -P 1 2M 1M");
+    until_held(&mut client, 1);
+    guest.ok("aio_write -P 1 0 1M");
+    until_held(&mut client, 2);
+    // What a client has sent before it left waits, too.
+    drop(gone);
+    until_held(&mut client, 2);
+    drop(client);
+    // There is no space for what is left to be written at the end either, and it says so.
+    let done = served.server.stop().exits(1);
+    assert!(done.stderr.contains("No space left"), "{}", done.report());
+    let text = guest.run("aio_flush");
+    assert!(text.contains("failed"), "{text}");
+}
+
+#[test]
+fn without_a_policy_a_write_without_space_fails_at_once() {
+    let (full, sockets) = (Full::new(), tempfile::tempdir().unwrap());
+    let (served, mut client) = serve(&full, sockets.path(), &[]);
+    let mut guest = QemuIo::open("raw", served.uri("disk"));
+    let text = guest.run("write -P 1 0 1M");
+    assert!(text.contains("No space left"), "{text}");
+    let failed = event(&mut client, "BLOCK_IO_ERROR");
+    assert_eq!((&failed["action"], &failed["nospace"]), (&json!("report"), &json!(true)));
+    assert_eq!((status(&mut client), &disk(&mut client)["held"]), (json!("running"), &json!(0)));
+    // A policy set later concerns the next one; one that reports ends the wait.
+    let set = |client: &mut Client, policy: &str| {
+        let arguments = json!({"id": "disk", "werror": policy});
+        client.execute("x-isobath-set-on-failure", arguments).unwrap();
+    };
+    set(&mut client, "stop");
+    guest.ok("aio_write -P 1 0 1M");
+    until_held(&mut client, 1);
+    set(&mut client, "report");
+    let text = guest.run("aio_flush");
+    assert!(text.contains("No space left"), "{text}");
+    drop((guest, client));
+    full.make_room();
+    let _ = served.server.stop().ok();
+}
+
+#[test]
+fn stop_keeps_all_requests_until_cont() {
+    let (full, sockets) = (Full::new(), tempfile::tempdir().unwrap());
+    let (served, mut client) = serve(&full, sockets.path(), &[]);
+    full.make_room();
+    client.execute("stop", json!({})).unwrap();
+    let _ = event(&mut client, "STOP");
+    assert_eq!(status(&mut client), "paused");
+    let mut guest = QemuIo::open("raw", served.uri("disk"));
+    guest.ok("aio_write -P 7 0 64k");
+    guest.ok("aio_read 1M 64k");
+    until_held(&mut client, 2);
+    client.execute("cont", json!({})).unwrap();
+    guest.ok("aio_flush");
+    guest.ok("read -P 7 0 64k");
+    let _ = event(&mut client, "RESUME");
+    drop((guest, client));
+    let _ = served.stop();
+}
+
+#[test]
+fn a_policy_that_pauses_needs_a_way_to_go_on() {
+    let directory = tempfile::tempdir().unwrap();
+    let images = ["a", "b", "c"].map(|name| directory.path().join(name));
+    for (options, told) in [
+        (vec!["--werror", "stop"], "needs --qmp"),
+        (vec!["--rerror", "enospc"], "expected report or stop"),
+        (vec!["--werror", "report", "--werror", "report"], "2 times for 3 images"),
+    ] {
+        let done = run(Command::new(ISOBATH).arg("serve").args(&options).args(&images));
+        assert_ne!(done.code(), 0, "{options:?}");
+        assert!(done.stderr.contains(told), "{options:?}: {}", done.stderr);
+    }
+}
