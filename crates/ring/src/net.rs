@@ -6,7 +6,7 @@ use isobath_buf::IoBuf;
 use rustix::fs::{AtFlags, FileType, OFlags};
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -390,18 +390,18 @@ impl Stream {
         (Ok(()), local.reuse(vectored))
     }
 
-    /// Waits until the connection is closed or has failed. A peer that shuts down its side only may end the wait, too.
+    /// Waits until the connection is closed or has failed. A peer that shuts down its side only does not end the wait.
     ///
     /// # Errors
     /// The socket cannot be polled.
     pub async fn hung_up(&self) -> io::Result<()> {
-        let local = required();
-        loop {
-            match ops::poll(&local, &self.socket, 0).await {
-                Err(error) if is_transient(&error) => {}
-                result => return result.map(drop),
-            }
+        const OVER: u32 = (libc::POLLHUP | libc::POLLERR) as u32;
+        if poll(&self.socket, 0).await? & OVER != 0 {
+            return Ok(());
         }
+        // A ring always tells that the peer has shut down its side; epoll does not unless it is asked to.
+        let watch = Arc::new(epoll_of(&self.socket)?);
+        poll(&watch, libc::POLLIN as u32).await.map(drop)
     }
 
     /// Shuts down one or both directions, which also ends receives and sends in flight.
@@ -414,6 +414,35 @@ impl Stream {
 
     fn reference(&self) -> socket2::SockRef<'_> {
         socket2::SockRef::from(&self.socket)
+    }
+}
+
+/// Waits until any of `events` is ready, and returns those that are.
+async fn poll(file: &Arc<OwnedFd>, events: u32) -> io::Result<u32> {
+    let local = required();
+    loop {
+        match ops::poll(&local, file, events).await {
+            Err(error) if is_transient(&error) => {}
+            result => return result,
+        }
+    }
+}
+
+/// An epoll instance that is readable once a socket is closed or has failed.
+fn epoll_of(socket: &OwnedFd) -> io::Result<OwnedFd> {
+    let mut event = libc::epoll_event { events: 0, u64: 0 };
+    // SAFETY: plain system calls; the new descriptor has no other owner, and the event is a live value.
+    unsafe {
+        let epoll = libc::epoll_create1(libc::EPOLL_CLOEXEC);
+        if epoll < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let epoll = OwnedFd::from_raw_fd(epoll);
+        let (instance, socket) = (epoll.as_raw_fd(), socket.as_raw_fd());
+        match libc::epoll_ctl(instance, libc::EPOLL_CTL_ADD, socket, &raw mut event) {
+            0 => Ok(epoll),
+            _ => Err(io::Error::last_os_error()),
+        }
     }
 }
 
@@ -449,12 +478,7 @@ impl Readiness {
     /// # Panics
     /// Outside [`Executor::block_on`](crate::Executor::block_on).
     pub async fn ready(&self, events: i16) -> io::Result<i16> {
-        let local = required();
-        loop {
-            match ops::poll(&local, &self.file, u32::from(events as u16)).await {
-                Err(error) if is_transient(&error) => {}
-                result => return result.map(|events| events as i16),
-            }
-        }
+        let ready = poll(&self.file, u32::from(events as u16)).await;
+        ready.map(|events| events as i16)
     }
 }
