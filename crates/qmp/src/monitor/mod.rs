@@ -163,7 +163,7 @@ impl<H: Host + Clone> Monitor<H> {
     /// The current jobs, each with its disk's name.
     pub(crate) fn running_jobs(&self) -> Vec<(String, Arc<Job>)> {
         let jobs = self.jobs.borrow();
-        jobs.iter().map(|job| (self.name_of(&job.drive), Arc::clone(&job.job))).collect()
+        jobs.iter().map(|job| (self.name_of_disk(job), Arc::clone(&job.job))).collect()
     }
 
     /// Forwards the jobs' events, for as long as it is polled.
