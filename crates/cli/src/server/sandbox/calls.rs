@@ -20,8 +20,8 @@ pub(super) enum Stage {
 }
 
 /// Calls on descriptors, memory, time and threads, which reach nothing new, and those for files, which Landlock
-/// restricts. Where the C library makes a call in one of several forms, which depends on its version, all are here. What
-/// nothing in a server calls is not: a test has the list of what was left out.
+/// restricts. Where the C library makes a call in one of several forms, by its version, all are here. What nothing in a
+/// server calls is not: a test has a list of that.
 const ALWAYS: &[libc::c_long] = &[
     // Data of images, logs and devices, with a ring and without.
     libc::SYS_read,
