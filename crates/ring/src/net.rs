@@ -18,6 +18,9 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// How long to wait before the next attempt to connect to a socket file, where there is no ring that could wait.
 const CONNECT_PAUSE: Duration = Duration::from_millis(10);
 
+/// Bytes that may be on their way to the peer of a Unix socket. The kernel counts twice as many, for its own needs.
+const SEND_BUFFER: usize = 1 << 20;
+
 /// A listening socket: Unix or TCP.
 ///
 /// It may be created on one thread and used on another. A Unix socket's file is removed when it is dropped.
@@ -106,7 +109,7 @@ impl Listener {
         &self.address
     }
 
-    /// Waits for a connection. TCP connections get `TCP_NODELAY`. Dropping the future loses no connection.
+    /// Waits for a connection. TCP connections get `TCP_NODELAY`, others a larger send buffer. Dropping the future loses no connection.
     ///
     /// # Errors
     /// As `accept(2)`. After `ECONNABORTED` or a lack of descriptors (`EMFILE`, `ENFILE`) the next call may succeed.
@@ -121,8 +124,9 @@ impl Listener {
             match socket2::SockRef::from(&self.socket).accept() {
                 Ok((socket, _)) => {
                     let stream = Stream::from(OwnedFd::from(socket));
-                    if let Address::Tcp(_) = self.address {
-                        stream.reference().set_tcp_nodelay(true)?;
+                    match self.address {
+                        Address::Tcp(_) => stream.reference().set_tcp_nodelay(true)?,
+                        Address::Unix(_) => stream.widen(),
                     }
                     return Ok(stream);
                 }
@@ -414,6 +418,14 @@ impl Stream {
 
     fn reference(&self) -> socket2::SockRef<'_> {
         socket2::SockRef::from(&self.socket)
+    }
+
+    /// Lets more bytes be on their way, as far as the system allows (`net.core.wmem_max`): with the default, the sender
+    /// of large replies and their receiver wait for each other. TCP adapts its buffers by itself.
+    fn widen(&self) {
+        if let Err(error) = self.reference().set_send_buffer_size(SEND_BUFFER) {
+            tracing::debug!(%error, "cannot enlarge a socket's send buffer");
+        }
     }
 }
 
