@@ -20,6 +20,7 @@ use isobath_qmp::server as qmp;
 use isobath_ring::net::Access;
 #[cfg(feature = "slow-disk")]
 use isobath_storage_test::slow::SlowDisk;
+use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
@@ -104,6 +105,10 @@ pub(crate) struct Args {
     pub(super) format: Option<ImageFormat>,
     #[command(flatten)]
     pub(super) trusting: Trusting,
+    /// The external data file of an image, instead of the one that it names; with several images, repeat the option,
+    /// one per image in order; an empty value leaves the choice to the image
+    #[arg(long, value_name = "FILE")]
+    pub(super) data_file: Vec<OsString>,
     #[command(flatten)]
     pub(super) sandbox: SandboxArgs,
     /// Number of threads that serve clients; each client is served by one thread [default: one per CPU, at most 8]
@@ -156,6 +161,23 @@ impl Args {
     /// Whether writes are refused.
     pub(super) fn is_read_only(&self) -> bool {
         self.read_only || self.snapshot.is_some()
+    }
+
+    /// The data file given for the image with this number.
+    pub(super) fn data_file(&self, image: usize) -> Option<PathBuf> {
+        let given = self.data_file.get(image).filter(|file| !file.is_empty());
+        given.map(PathBuf::from)
+    }
+
+    /// Refuses more data files than there are images.
+    pub(super) fn check_data_files(&self) -> Result<(), Failure> {
+        let (given, images) = (self.data_file.len(), self.images.len());
+        if given > images {
+            return Err(Failure::new(format_args!(
+                "--data-file is given {given} times for {images} images; give it at most once per image"
+            )));
+        }
+        Ok(())
     }
 
     /// The name of each image's export.

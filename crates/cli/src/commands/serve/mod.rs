@@ -39,6 +39,7 @@ use std::sync::Arc;
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let names = args.export_names()?;
     args.frontends.check(args.images.len())?;
+    args.check_data_files()?;
     throttle::check(&args.throttle, &names)?;
     args.frontends.check_exports(&names, !args.qmp.is_empty())?;
     args.tls.check_qmp(&args.qmp, args.insecure)?;
