@@ -101,6 +101,17 @@ impl Listener {
         Ok(Self { socket: Arc::new(listener.into()), address, file: None })
     }
 
+    /// Takes over a socket that listens already, such as one that a service manager hands in. A socket's file stays
+    /// when it is dropped.
+    ///
+    /// # Errors
+    /// As [`listening_at`].
+    pub fn handed_in(socket: OwnedFd) -> io::Result<Self> {
+        let address = listening_at(socket.as_fd())?;
+        socket2::SockRef::from(&socket).set_nonblocking(true)?;
+        Ok(Self { socket: Arc::new(socket), address, file: None })
+    }
+
     /// The address it listens on.
     pub fn address(&self) -> &Address {
         &self.address
@@ -135,6 +146,59 @@ impl Listener {
             }
         }
     }
+}
+
+/// Where a socket of another program listens: on a socket file or a TCP port.
+///
+/// # Errors
+/// It is anything else, such as a file, a connection, or an abstract socket, which has no permissions.
+pub fn listening_at(socket: BorrowedFd<'_>) -> io::Result<Address> {
+    let refused = |what: &str| {
+        let text =
+            format!("{what}; a socket that listens for streams, by TCP or on a file, is needed");
+        Err(io::Error::new(io::ErrorKind::InvalidInput, text))
+    };
+    let found = rustix::fs::fstat(socket)?;
+    if FileType::from_raw_mode(found.st_mode) != FileType::Socket {
+        return refused("it is no socket");
+    }
+    if socket_option(socket, libc::SO_TYPE)? != libc::SOCK_STREAM {
+        return refused("it is a socket for datagrams or packets");
+    }
+    if socket_option(socket, libc::SO_ACCEPTCONN)? == 0 {
+        return refused("it is a socket that does not listen");
+    }
+    let local = socket2::SockRef::from(&socket).local_addr()?;
+    let protocol = socket_option(socket, libc::SO_PROTOCOL)?;
+    if let Some(address) = local.as_socket() {
+        return match protocol {
+            libc::IPPROTO_TCP | libc::IPPROTO_MPTCP => Ok(Address::Tcp(address)),
+            _ => refused("it is a socket of another protocol"),
+        };
+    }
+    match local.as_pathname() {
+        Some(path) => Ok(Address::Unix(path.to_owned())),
+        None if local.is_unix() => refused("it is a socket without a file, which anybody may use"),
+        None => refused("it is a socket of another protocol"),
+    }
+}
+
+/// The value of a socket's option.
+fn socket_option(socket: BorrowedFd<'_>, option: libc::c_int) -> io::Result<libc::c_int> {
+    let mut value: libc::c_int = 0;
+    let mut length = size_of::<libc::c_int>() as libc::socklen_t;
+    let descriptor = socket.as_raw_fd();
+    // SAFETY: the descriptor is open; the call writes at most `length` bytes to `value`.
+    let result = unsafe {
+        libc::getsockopt(
+            descriptor,
+            libc::SOL_SOCKET,
+            option,
+            (&raw mut value).cast(),
+            &raw mut length,
+        )
+    };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(value) }
 }
 
 /// Waits until `accept` is worth retrying after it failed with `error`: not at all if the connection was aborted or a

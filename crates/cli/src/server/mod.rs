@@ -3,6 +3,7 @@
 pub(crate) mod daemon;
 pub(crate) mod endpoint;
 pub(crate) mod group;
+pub(crate) mod handed_in;
 pub(crate) mod listen;
 pub(crate) mod log_file;
 pub(crate) mod pid_file;

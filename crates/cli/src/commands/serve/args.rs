@@ -9,6 +9,7 @@ use crate::failure::Failure;
 use crate::image_name::SecretFile;
 use crate::server::endpoint::Endpoint;
 use crate::server::group;
+use crate::server::handed_in::HandedIn;
 use crate::server::sandbox::SandboxArgs;
 use crate::server::tls::{SecuredEndpoint, TlsArgs};
 use crate::trust::Trusting;
@@ -39,9 +40,9 @@ pub(crate) struct Args {
     #[command(flatten)]
     pub(super) frontends: FrontendArgs,
     /// Listen for QMP connections, from 'isobath ctl' and other management programs, on a socket file or a TCP port (of
-    /// the loopback interface unless HOST is given); can be repeated. ',tls=required' or ',tls=off' behind it overrides
-    /// what --tls-creds says
-    #[arg(long, value_name = "unix:PATH|HOST:PORT")]
+    /// the loopback interface unless HOST is given), or on a socket that was handed in; can be repeated.
+    /// ',tls=required' or ',tls=off' behind it overrides what --tls-creds says
+    #[arg(long, value_name = "unix:PATH|HOST:PORT|fd:NAME")]
     pub(super) qmp: Vec<SecuredEndpoint>,
     /// Accept QMP clients of every user whom the permissions of the socket file let connect, not only of this server's
     /// user and root
@@ -51,8 +52,8 @@ pub(crate) struct Args {
     #[arg(long)]
     pub(super) insecure: bool,
     /// Serve Prometheus metrics over HTTP at /metrics, on a socket file or a TCP port (of the loopback interface unless
-    /// HOST is given); can be repeated
-    #[arg(long, value_name = "[HOST:]PORT|unix:PATH")]
+    /// HOST is given), or on a socket that was handed in; can be repeated
+    #[arg(long, value_name = "[HOST:]PORT|unix:PATH|fd:NAME")]
     pub(super) metrics: Vec<Endpoint>,
     #[command(flatten)]
     pub(super) tls: TlsArgs,
@@ -161,6 +162,13 @@ impl Args {
     /// Whether writes are refused.
     pub(super) fn is_read_only(&self) -> bool {
         self.read_only || self.snapshot.is_some()
+    }
+
+    /// The descriptors that the options name.
+    pub(super) fn handed_in(&self) -> impl Iterator<Item = &HandedIn> {
+        let controls = self.qmp.iter().map(|secured| &secured.endpoint);
+        let own = controls.chain(&self.metrics).filter_map(Endpoint::handed_in);
+        self.frontends.handed_in().chain(own)
     }
 
     /// The data file given for the image with this number.

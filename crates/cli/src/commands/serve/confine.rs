@@ -30,7 +30,7 @@ pub(super) fn enter(args: &Args, secrets: &Secrets) -> Result<Confined, Failure>
     let mut sockets: Vec<PathBuf> = endpoints
         .filter_map(|endpoint| match endpoint {
             Endpoint::Unix(path) => Some(path.clone()),
-            Endpoint::Tcp { .. } => None,
+            Endpoint::Tcp { .. } | Endpoint::HandedIn(_) => None,
         })
         .collect();
     sockets.extend(args.frontends.socket_files()?);
