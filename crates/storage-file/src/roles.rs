@@ -4,6 +4,7 @@
 //! Operations take the descriptor at their start and keep it until their end, so it can be exchanged meanwhile: the old
 //! one is closed, and its locks are released, when the last of them has ended.
 
+use super::descriptor_sets;
 use super::open::{self, Kind, Opened, Taking};
 use super::pause::pause;
 use super::role::{Changed, ENDED, ENDING};
@@ -71,7 +72,8 @@ impl FileStorage {
 
     /// Allows the descriptor of a file that is not changed to be given up, like those of other files.
     fn let_share(&self, roles: &Changed) {
-        if self.kind != Kind::Regular || roles.nameless {
+        let handed_in = descriptor_sets::is_name(&self.file.path);
+        if self.kind != Kind::Regular || roles.nameless || handed_in {
             return;
         }
         let target = match &**self.source.load() {
