@@ -6,7 +6,7 @@ use isobath_buf::IoBuf;
 use rustix::fs::{AtFlags, FileType, OFlags};
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -403,6 +403,26 @@ impl Stream {
         }
     }
 
+    /// As [`recv`](Self::recv), and the descriptors that a Unix socket's peer has sent with the data. There are at most
+    /// four; the kernel closes more.
+    pub async fn recv_with_files(
+        &self,
+        mut buf: IoBuf,
+    ) -> (io::Result<(usize, Vec<OwnedFd>)>, IoBuf) {
+        let local = required();
+        loop {
+            match receive_files(&self.socket, &mut buf) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) if is_transient(&error) => continue,
+                result => return (result, buf),
+            }
+            match ops::poll(&local, &self.socket, libc::POLLIN as u32).await {
+                Err(error) if !is_transient(&error) => return (Err(error), buf),
+                _ => {}
+            }
+        }
+    }
+
     /// Fills the whole buffer. Returns `UnexpectedEof` if the peer shuts down its side first.
     pub async fn recv_exact(&self, mut buf: IoBuf) -> (io::Result<()>, IoBuf) {
         let mut done = 0;
@@ -479,6 +499,45 @@ impl Stream {
     fn reference(&self) -> socket2::SockRef<'_> {
         socket2::SockRef::from(&self.socket)
     }
+}
+
+/// The most descriptors that are received at a time.
+const MOST_FILES: usize = 4;
+
+/// Room for a control message with so many, aligned as the kernel requires.
+type Control = [u64; 2 + MOST_FILES.div_ceil(2)];
+
+/// Receives the available bytes that fit, and the descriptors that come with them. Never waits.
+fn receive_files(socket: &OwnedFd, space: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
+    let mut vector = libc::iovec { iov_base: space.as_mut_ptr().cast(), iov_len: space.len() };
+    let mut control: Control = Default::default();
+    // SAFETY: a message header of zeroes is valid and empty.
+    let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
+    header.msg_iov = &raw mut vector;
+    header.msg_iovlen = 1;
+    header.msg_control = control.as_mut_ptr().cast();
+    header.msg_controllen = size_of::<Control>();
+    let flags = libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
+    // SAFETY: the header describes memory that is alive and may be written.
+    let count = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut header, flags) };
+    let count = usize::try_from(count).map_err(|_| io::Error::last_os_error())?;
+    let mut files = Vec::new();
+    // SAFETY: the kernel has filled in the control messages that the header now describes, each as long as it says, and
+    // has made the descriptors for this process.
+    unsafe {
+        let mut message = libc::CMSG_FIRSTHDR(&raw const header);
+        while let Some(one) = message.as_ref() {
+            if (one.cmsg_level, one.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
+                let bytes = one.cmsg_len.saturating_sub(libc::CMSG_LEN(0) as usize);
+                let data = libc::CMSG_DATA(message).cast::<RawFd>();
+                for number in 0..bytes / size_of::<RawFd>() {
+                    files.push(OwnedFd::from_raw_fd(data.add(number).read_unaligned()));
+                }
+            }
+            message = libc::CMSG_NXTHDR(&raw const header, message);
+        }
+    }
+    Ok((count, files))
 }
 
 /// A descriptor whose readiness can be awaited, such as an eventfd or a pipe.

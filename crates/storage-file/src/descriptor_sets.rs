@@ -3,7 +3,7 @@
 //! A set holds descriptors of one file, opened in different ways. To open it is to copy the one that fits: no right to
 //! the file is needed, and its name does not matter. A set lasts until it has neither descriptors nor copies in use.
 
-use isobath_storage::OpenMode;
+use isobath_storage::{DESCRIPTOR_SETS, OpenMode};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -11,8 +11,6 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::path::Path;
 
-/// How the names of sets begin.
-const PREFIX: &str = "/dev/fdset/";
 /// The most descriptors in all sets.
 const MOST: usize = 256;
 
@@ -110,14 +108,10 @@ pub fn all() -> Vec<DescriptorSet> {
     SETS.lock().0.iter().map(shown).collect()
 }
 
-/// Whether a name is that of a set, whether there is one or not.
-pub fn is_name(name: &Path) -> bool {
-    name.to_str().is_some_and(|name| name.starts_with(PREFIX))
-}
-
 /// The number in the name of a set that there is.
 pub(super) fn of_name(name: &Path) -> io::Result<u64> {
-    let text = name.to_str().and_then(|name| name.strip_prefix(PREFIX)).unwrap_or_default();
+    let text =
+        name.to_str().and_then(|name| name.strip_prefix(DESCRIPTOR_SETS)).unwrap_or_default();
     let Ok(number) = text.parse::<u64>() else {
         let text = format!(
             "'{}' is no descriptor set: an image that was handed in as a descriptor has no directory in which relative \

@@ -17,7 +17,7 @@ use super::sys;
 use arc_swap::ArcSwap;
 use isobath_ring::place::{self, Identity, Place};
 use isobath_storage::error::{Operation, StorageError};
-use isobath_storage::{Host, OpenMode, Result};
+use isobath_storage::{Host, OpenMode, Result, is_descriptor_set};
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -59,7 +59,7 @@ impl Host for FileHost {
     }
 
     async fn remove(&self, name: &Path) -> Result<()> {
-        if descriptor_sets::is_name(name) {
+        if is_descriptor_set(name) {
             let text = "it was handed in as a descriptor, so that its name is not known";
             let source = io::Error::new(io::ErrorKind::Unsupported, text);
             return Err(StorageError::new(Operation::Remove, name, source));
@@ -69,7 +69,7 @@ impl Host for FileHost {
     }
 
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
-        let found = if descriptor_sets::is_name(name) {
+        let found = if is_descriptor_set(name) {
             descriptor_sets::of_name(name).map(|_| name.to_owned())
         } else {
             fs::canonicalize(name)
@@ -109,7 +109,7 @@ async fn open(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Result<FileStora
 async fn create(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Attempt<FileStorage> {
     let mode = OpenMode { writable: true, ..mode };
     mode.check(name)?;
-    if descriptor_sets::is_name(name) {
+    if is_descriptor_set(name) {
         let opened = descriptor(name, name, mode, Taking::Alone, pool).await?;
         if opened.kind == Kind::Regular {
             sys::ftruncate(&opened.target.file, 0)?;
@@ -201,7 +201,7 @@ fn storage(
         pool: pool.clone(),
     };
     let target = Arc::new(target);
-    let nameless = descriptor_sets::is_name(&file.path);
+    let nameless = is_descriptor_set(&file.path);
     let source = if mode.writable || kind != Kind::Regular || nameless {
         Source::Kept(target, None)
     } else {

@@ -11,7 +11,7 @@ use super::{sys, users};
 use crate::lock::{self, Locks, Wanted};
 use isobath_ring::place::open_checked;
 use isobath_storage::error::{Operation, StorageError};
-use isobath_storage::{FileId, Locking, OpenMode, Result};
+use isobath_storage::{FileId, Locking, OpenMode, Result, is_descriptor_set};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -131,7 +131,7 @@ pub(super) async fn descriptor(
     taking: Taking,
     pool: &Arc<Pool>,
 ) -> Result<Opened> {
-    let handed_in = descriptor_sets::is_name(path);
+    let handed_in = is_descriptor_set(path);
     let open = async || {
         let permit = pool.admit().await;
         let (file, in_use) = if handed_in {

@@ -4,7 +4,6 @@
 //! Operations take the descriptor at their start and keep it until their end, so it can be exchanged meanwhile: the old
 //! one is closed, and its locks are released, when the last of them has ended.
 
-use super::descriptor_sets;
 use super::open::{self, Kind, Opened, Taking};
 use super::pause::pause;
 use super::role::{Changed, ENDED, ENDING};
@@ -13,7 +12,7 @@ use super::storage::FileStorage;
 use super::transfer::Target;
 use super::users;
 use isobath_storage::error::{Operation, StorageError};
-use isobath_storage::{Locking, OpenMode, Result};
+use isobath_storage::{Locking, OpenMode, Result, is_descriptor_set};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
@@ -72,7 +71,7 @@ impl FileStorage {
 
     /// Allows the descriptor of a file that is not changed to be given up, like those of other files.
     fn let_share(&self, roles: &Changed) {
-        let handed_in = descriptor_sets::is_name(&self.file.path);
+        let handed_in = is_descriptor_set(&self.file.path);
         if self.kind != Kind::Regular || roles.nameless || handed_in {
             return;
         }

@@ -117,7 +117,7 @@ pub(crate) fn check<'a>(named: impl Iterator<Item = &'a HandedIn>) -> Result<(),
     match given().iter().find(|given| !given.wanted) {
         Some(Given { name, number, .. }) => Err(Failure::new(format_args!(
             "the service manager has handed in '{name}' (descriptor {number}), which no option names; use it, as in \
-             --nbd fd:{number}, or leave it out"
+             --nbd fd:{number} or --add-fd fd={number},set=1, or leave it out"
         ))),
         None => Ok(()),
     }

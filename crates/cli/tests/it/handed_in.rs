@@ -4,13 +4,13 @@ use crate::serving::ISOBATH;
 use isobath_qmp::client::{Address, Client};
 use isobath_testkit::process::{Finished, Ready, Server, run};
 use isobath_testkit::{args, qemu};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -252,4 +252,162 @@ fn a_descriptor_that_is_not_there_or_that_nothing_uses_is_refused() {
     command.current_dir(place.path()).args(["serve", "vm.qcow2"]).args(own);
     command.env("LISTEN_PID", "1").env("LISTEN_FDS", "1");
     let _ = Server::start(&mut command, Ready::Line("-blockdev")).stop().ok();
+}
+
+#[test]
+fn a_user_who_cannot_open_an_image_serves_it_by_a_descriptor() {
+    let place = directory();
+    let image = place.path().join("vm.qcow2");
+    fs::set_permissions(&image, fs::Permissions::from_mode(0o600)).unwrap();
+    let file = File::options().read(true).write(true).open(&image).unwrap();
+    let descriptors = vec![unix(place.path(), "n"), file.into()];
+    let options = "--nbd fd:nbd --add-fd fd=vm,set=1 --sandbox strict --user 65534 --group 65534";
+    let mut arguments = args![ISOBATH, "serve", "/dev/fdset/1"];
+    arguments.extend(options.split(' ').map(OsString::from));
+    let mut command = activated(place.path(), descriptors, "nbd:vm", &arguments);
+    let server = Server::start(&mut command, Ready::Line("-blockdev"));
+    let uri = format!("nbd+unix:///1?socket={}", place.path().join("n").display());
+    let _ =
+        qemu::io(Path::new(&uri), "raw", &["write -P 7 0 64k", "flush", "read -P 7 0 64k"]).ok();
+    let locked = qemu::io(&image, "qcow2", &["write 0 512"]);
+    assert!(locked.code() != 0, "{}", locked.report());
+    let _ = server.stop().ok();
+    let _ = qemu::io(&image, "qcow2", &["read -P 7 0 64k", "write 0 512"]).ok();
+}
+
+/// A QMP client that sends descriptors.
+struct Sender(UnixStream);
+
+impl Sender {
+    fn connect(path: &Path) -> Self {
+        let mut client = Self(UnixStream::connect(path).unwrap());
+        let _ = client.line();
+        let _ = client.ask("qmp_capabilities", &json!({}), &[]);
+        client
+    }
+
+    fn line(&mut self) -> Value {
+        let (mut line, mut byte) = (Vec::new(), [0]);
+        while byte != *b"\n" {
+            self.0.read_exact(&mut byte).unwrap();
+            line.extend(byte);
+        }
+        serde_json::from_slice(&line).unwrap()
+    }
+
+    /// A command's result, or its error's text.
+    fn ask(&mut self, command: &str, arguments: &Value, files: &[&OwnedFd]) -> Value {
+        let text = json!({"execute": command, "arguments": arguments}).to_string();
+        let mut vector =
+            libc::iovec { iov_base: text.as_ptr().cast_mut().cast(), iov_len: text.len() };
+        let mut control = [0_u64; 16];
+        // SAFETY: a header of zeroes is valid; it describes live memory, with room for what is written.
+        let sent = unsafe {
+            let mut header: libc::msghdr = std::mem::zeroed();
+            (header.msg_iov, header.msg_iovlen) = (&raw mut vector, 1);
+            if !files.is_empty() {
+                let bytes = (files.len() * size_of::<RawFd>()) as u32;
+                header.msg_control = control.as_mut_ptr().cast();
+                header.msg_controllen = libc::CMSG_SPACE(bytes) as usize;
+                let message = libc::CMSG_FIRSTHDR(&raw const header);
+                (*message).cmsg_level = libc::SOL_SOCKET;
+                (*message).cmsg_type = libc::SCM_RIGHTS;
+                (*message).cmsg_len = libc::CMSG_LEN(bytes) as usize;
+                let data = libc::CMSG_DATA(message).cast::<RawFd>();
+                for (number, file) in files.iter().enumerate() {
+                    data.add(number).write_unaligned(file.as_raw_fd());
+                }
+            }
+            libc::sendmsg(self.0.as_raw_fd(), &raw const header, 0)
+        };
+        assert_eq!(sent, text.len() as isize, "{}", io::Error::last_os_error());
+        loop {
+            let mut reply = self.line();
+            if reply.get("event").is_none() {
+                let error = reply["error"]["desc"].take();
+                return if error.is_null() { reply["return"].take() } else { error };
+            }
+        }
+    }
+}
+
+#[test]
+fn a_client_hands_in_descriptors_as_to_qemu() {
+    let place = directory();
+    let at = |name: &str| place.path().join(name);
+    qemu::create(&at("other.qcow2"), "qcow2", MIB, "");
+    let options = ["--nbd", "unix:n", "--qmp", "unix:q", "--sandbox", "strict"];
+    let mut command = serve(place.path(), Vec::new(), "", &options);
+    let server = Server::start(&mut command, Ready::Line("-blockdev"));
+    let mut client = Sender::connect(&at("q"));
+    let image: OwnedFd =
+        File::options().read(true).write(true).open(at("other.qcow2")).unwrap().into();
+    let none = "No file descriptor supplied via SCM_RIGHTS";
+    for (command, arguments, files, answer) in [
+        ("add-fd", json!({}), 0, json!(none)),
+        ("getfd", json!({"fdname": "x"}), 0, json!(none)),
+        (
+            "getfd",
+            json!({"fdname": "1x"}),
+            1,
+            json!("Parameter 'fdname' expects a name not starting with a digit"),
+        ),
+        (
+            "add-fd",
+            json!({"fdset-id": -1}),
+            1,
+            json!("Parameter 'fdset-id' expects a non-negative value"),
+        ),
+        ("getfd", json!({"fdname": "x"}), 3, json!({})),
+        ("add-fd", json!({}), 0, json!(none)),
+        ("closefd", json!({"fdname": "x"}), 0, json!({})),
+        ("closefd", json!({"fdname": "x"}), 0, json!("File descriptor named 'x' not found")),
+        (
+            "remove-fd",
+            json!({"fdset-id": 9}),
+            0,
+            json!("File descriptor named 'fdset-id:9' not found"),
+        ),
+        (
+            "remove-fd",
+            json!({"fdset-id": 3, "fd": 9}),
+            0,
+            json!("File descriptor named 'fdset-id:3, fd:9' not found"),
+        ),
+        ("query-fdsets", json!({}), 0, json!([])),
+    ] {
+        assert_eq!(
+            client.ask(command, &arguments, &vec![&image; files]),
+            answer,
+            "{command} {arguments}"
+        );
+    }
+    let added = client.ask("add-fd", &json!({"fdset-id": 3, "opaque": "rw"}), &[&image]);
+    assert_eq!(added["fdset-id"], 3, "{added}");
+    let shown = json!([{"fdset-id": 3, "fds": [{"fd": added["fd"], "opaque": "rw"}]}]);
+    assert_eq!(client.ask("query-fdsets", &json!({}), &[]), shown);
+    let node = |name: &str| {
+        let file = json!({"driver": "file", "filename": "/dev/fdset/3"});
+        json!({"driver": "qcow2", "node-name": name, "file": file})
+    };
+    assert_eq!(client.ask("blockdev-add", &node("d"), &[]), json!({}));
+    let twice = client.ask("blockdev-add", &node("e"), &[]).to_string();
+    assert!(twice.contains("lock"), "{twice}");
+    let nameless = json!({"node-name": "d", "snapshot-node-name": "s", "snapshot-file": at("s")});
+    let refused = client.ask("blockdev-snapshot-sync", &nameless, &[]).to_string();
+    assert!(refused.contains("handed in as a descriptor"), "{refused}");
+    assert_eq!(client.ask("remove-fd", &json!({"fdset-id": 3}), &[]), json!({}));
+    assert_eq!(client.ask("query-fdsets", &json!({}), &[]), json!([{"fdset-id": 3, "fds": []}]));
+    let export = json!({"id": "v", "type": "vhost-user-blk", "node-name": "d", "addr": {"type": "fd", "str": "s"}});
+    let unknown = client.ask("block-export-add", &export, &[]);
+    assert_eq!(unknown, "File descriptor named 's' has not been found");
+    assert_eq!(
+        client.ask("getfd", &json!({"fdname": "s"}), &[&unix(place.path(), "v")]),
+        json!({})
+    );
+    assert_eq!(client.ask("block-export-add", &export, &[]), json!({}));
+    drop(UnixStream::connect(at("v")).unwrap());
+    let _ = client.ask("add-fd", &json!({"fdset-id": 5}), &[&image]);
+    drop(client);
+    let _ = server.stop().ok();
 }

@@ -30,7 +30,8 @@ pub const PROTOCOL: Protocol = Protocol {
             flag: "vhost-user-blk",
             value_name: "unix:PATH|fd:NAME",
             help: "Export the image over vhost-user-blk on this socket file, or on a socket that was \
-                   handed in; the virtual machine must share its memory. With several images, repeat the option, one per image \
+                   handed in; the virtual machine must share its memory. With several images, repeat \
+                   the option, one per image \
                    in order",
             default: None,
         }),

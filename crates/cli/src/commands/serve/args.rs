@@ -7,6 +7,7 @@ use super::throttle::{self, Throttling};
 use crate::cache::Cache;
 use crate::failure::Failure;
 use crate::image_name::SecretFile;
+use crate::server::add_fd::{self, AddFd};
 use crate::server::endpoint::Endpoint;
 use crate::server::group;
 use crate::server::handed_in::HandedIn;
@@ -112,6 +113,10 @@ pub(crate) struct Args {
     pub(super) data_file: Vec<OsString>,
     #[command(flatten)]
     pub(super) sandbox: SandboxArgs,
+    /// Add a descriptor of an image, by its number or the name that a service manager gives it, to a set: the image is
+    /// then opened as /dev/fdset/M, for which no right to the file is needed; can be repeated, also for one set
+    #[arg(long, value_name = "fd=N,set=M[,opaque=TEXT]", value_parser = add_fd::parse)]
+    pub(super) add_fd: Vec<AddFd>,
     /// Number of threads that serve clients; each client is served by one thread [default: one per CPU, at most 8]
     #[arg(long, value_name = "N")]
     pub(super) threads: Option<NonZeroUsize>,
@@ -168,7 +173,8 @@ impl Args {
     pub(super) fn handed_in(&self) -> impl Iterator<Item = &HandedIn> {
         let controls = self.qmp.iter().map(|secured| &secured.endpoint);
         let own = controls.chain(&self.metrics).filter_map(Endpoint::handed_in);
-        self.frontends.handed_in().chain(own)
+        let files = self.add_fd.iter().map(|add| &add.descriptors);
+        self.frontends.handed_in().chain(own).chain(files)
     }
 
     /// The data file given for the image with this number.

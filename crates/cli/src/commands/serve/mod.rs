@@ -14,6 +14,7 @@ pub(crate) use args::Args;
 
 use crate::failure::{Failure, Outcome};
 use crate::host::images;
+use crate::server::add_fd::AddFd;
 use crate::server::daemon::Daemon;
 use crate::server::sandbox::Confined;
 use crate::server::signals::either;
@@ -39,6 +40,7 @@ use std::sync::Arc;
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let names = args.export_names()?;
     handed_in::check(args.handed_in())?;
+    args.add_fd.iter().try_for_each(AddFd::add)?;
     args.frontends.check(args.images.len())?;
     args.check_data_files()?;
     throttle::check(&args.throttle, &names)?;
