@@ -529,9 +529,10 @@ fn receive_files(socket: &OwnedFd, space: &mut [u8]) -> io::Result<(usize, Vec<O
         while let Some(one) = message.as_ref() {
             if (one.cmsg_level, one.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
                 let bytes = one.cmsg_len.saturating_sub(libc::CMSG_LEN(0) as usize);
-                let data = libc::CMSG_DATA(message).cast::<RawFd>();
+                let data = libc::CMSG_DATA(message).cast::<[u8; size_of::<RawFd>()]>();
                 for number in 0..bytes / size_of::<RawFd>() {
-                    files.push(OwnedFd::from_raw_fd(data.add(number).read_unaligned()));
+                    let number = RawFd::from_ne_bytes(data.add(number).read());
+                    files.push(OwnedFd::from_raw_fd(number));
                 }
             }
             message = libc::CMSG_NXTHDR(&raw const header, message);

@@ -68,7 +68,7 @@ pub fn add(
     if sets.values().map(|set| set.members.len()).sum::<usize>() >= MOST {
         return Err(TooMany);
     }
-    let free = || (0..).find(|number| !sets.contains_key(number)).unwrap_or(0);
+    let free = || (0..=u64::MAX).find(|number| !sets.contains_key(number)).unwrap_or(0);
     let number = set.unwrap_or_else(free);
     sets.entry(number).or_default().members.push(Member { file, opaque, stays });
     Ok(number)

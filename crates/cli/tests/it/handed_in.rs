@@ -313,9 +313,9 @@ impl Sender {
                 (*message).cmsg_level = libc::SOL_SOCKET;
                 (*message).cmsg_type = libc::SCM_RIGHTS;
                 (*message).cmsg_len = libc::CMSG_LEN(bytes) as usize;
-                let data = libc::CMSG_DATA(message).cast::<RawFd>();
+                let data = libc::CMSG_DATA(message).cast::<[u8; size_of::<RawFd>()]>();
                 for (number, file) in files.iter().enumerate() {
-                    data.add(number).write_unaligned(file.as_raw_fd());
+                    data.add(number).write(file.as_raw_fd().to_ne_bytes());
                 }
             }
             libc::sendmsg(self.0.as_raw_fd(), &raw const header, 0)
