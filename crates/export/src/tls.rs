@@ -6,6 +6,7 @@ use isobath_tls::{Channel, ServerCredentials};
 use std::cell::{OnceCell, RefCell};
 use std::io::{self, ErrorKind, IoSlice};
 use std::net::Shutdown;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 /// Bytes received from the socket at a time.
@@ -137,6 +138,22 @@ impl Connection {
         let (result, back) = self.stream.recv(buf).await;
         front.unsplit(back);
         (result, front)
+    }
+
+    /// As [`receive`](Self::receive), and the descriptors that came with the bytes, of which there are none over TCP or
+    /// if the connection is encrypted.
+    ///
+    /// # Errors
+    /// As [`receive`](Self::receive).
+    pub async fn receive_with_files(
+        &self,
+        buf: IoBuf,
+    ) -> (io::Result<(usize, Vec<OwnedFd>)>, IoBuf) {
+        if self.is_secured() {
+            let (result, buf) = self.receive(buf, 0).await;
+            return (result.map(|count| (count, Vec::new())), buf);
+        }
+        self.stream.recv_with_files(buf).await
     }
 
     /// Sends all of the buffers in order, and returns them.

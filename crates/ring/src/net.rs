@@ -6,7 +6,7 @@ use isobath_buf::IoBuf;
 use rustix::fs::{AtFlags, FileType, OFlags};
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -104,6 +104,17 @@ impl Listener {
         Ok(Self { socket: Arc::new(listener.into()), address, file: None })
     }
 
+    /// Takes over a socket that listens already, such as one that a service manager hands in. A socket's file stays
+    /// when it is dropped.
+    ///
+    /// # Errors
+    /// As [`listening_at`].
+    pub fn handed_in(socket: OwnedFd) -> io::Result<Self> {
+        let address = listening_at(socket.as_fd())?;
+        socket2::SockRef::from(&socket).set_nonblocking(true)?;
+        Ok(Self { socket: Arc::new(socket), address, file: None })
+    }
+
     /// The address it listens on.
     pub fn address(&self) -> &Address {
         &self.address
@@ -139,6 +150,59 @@ impl Listener {
             }
         }
     }
+}
+
+/// Where a socket of another program listens: on a socket file or a TCP port.
+///
+/// # Errors
+/// It is anything else, such as a file, a connection, or an abstract socket, which has no permissions.
+pub fn listening_at(socket: BorrowedFd<'_>) -> io::Result<Address> {
+    let refused = |what: &str| {
+        let text =
+            format!("{what}; a socket that listens for streams, by TCP or on a file, is needed");
+        Err(io::Error::new(io::ErrorKind::InvalidInput, text))
+    };
+    let found = rustix::fs::fstat(socket)?;
+    if FileType::from_raw_mode(found.st_mode) != FileType::Socket {
+        return refused("it is no socket");
+    }
+    if socket_option(socket, libc::SO_TYPE)? != libc::SOCK_STREAM {
+        return refused("it is a socket for datagrams or packets");
+    }
+    if socket_option(socket, libc::SO_ACCEPTCONN)? == 0 {
+        return refused("it is a socket that does not listen");
+    }
+    let local = socket2::SockRef::from(&socket).local_addr()?;
+    let protocol = socket_option(socket, libc::SO_PROTOCOL)?;
+    if let Some(address) = local.as_socket() {
+        return match protocol {
+            libc::IPPROTO_TCP | libc::IPPROTO_MPTCP => Ok(Address::Tcp(address)),
+            _ => refused("it is a socket of another protocol"),
+        };
+    }
+    match local.as_pathname() {
+        Some(path) => Ok(Address::Unix(path.to_owned())),
+        None if local.is_unix() => refused("it is a socket without a file, which anybody may use"),
+        None => refused("it is a socket of another protocol"),
+    }
+}
+
+/// The value of a socket's option.
+fn socket_option(socket: BorrowedFd<'_>, option: libc::c_int) -> io::Result<libc::c_int> {
+    let mut value: libc::c_int = 0;
+    let mut length = size_of::<libc::c_int>() as libc::socklen_t;
+    let descriptor = socket.as_raw_fd();
+    // SAFETY: the descriptor is open; the call writes at most `length` bytes to `value`.
+    let result = unsafe {
+        libc::getsockopt(
+            descriptor,
+            libc::SOL_SOCKET,
+            option,
+            (&raw mut value).cast(),
+            &raw mut length,
+        )
+    };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(value) }
 }
 
 /// Waits until `accept` is worth retrying after it failed with `error`: not at all if the connection was aborted or a
@@ -343,6 +407,26 @@ impl Stream {
         }
     }
 
+    /// As [`recv`](Self::recv), and the descriptors that a Unix socket's peer has sent with the data. There are at most
+    /// four; the kernel closes more.
+    pub async fn recv_with_files(
+        &self,
+        mut buf: IoBuf,
+    ) -> (io::Result<(usize, Vec<OwnedFd>)>, IoBuf) {
+        let local = required();
+        loop {
+            match receive_files(&self.socket, &mut buf) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) if is_transient(&error) => continue,
+                result => return (result, buf),
+            }
+            match ops::poll(&local, &self.socket, libc::POLLIN as u32).await {
+                Err(error) if !is_transient(&error) => return (Err(error), buf),
+                _ => {}
+            }
+        }
+    }
+
     /// Fills the whole buffer. Returns `UnexpectedEof` if the peer shuts down its side first.
     pub async fn recv_exact(&self, mut buf: IoBuf) -> (io::Result<()>, IoBuf) {
         let mut done = 0;
@@ -456,6 +540,46 @@ fn epoll_of(socket: &OwnedFd) -> io::Result<OwnedFd> {
             _ => Err(io::Error::last_os_error()),
         }
     }
+}
+
+/// The most descriptors that are received at a time.
+const MOST_FILES: usize = 4;
+
+/// Room for a control message with so many, aligned as the kernel requires.
+type Control = [u64; 2 + MOST_FILES.div_ceil(2)];
+
+/// Receives the available bytes that fit, and the descriptors that come with them. Never waits.
+fn receive_files(socket: &OwnedFd, space: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
+    let mut vector = libc::iovec { iov_base: space.as_mut_ptr().cast(), iov_len: space.len() };
+    let mut control: Control = Default::default();
+    // SAFETY: a message header of zeroes is valid and empty.
+    let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
+    header.msg_iov = &raw mut vector;
+    header.msg_iovlen = 1;
+    header.msg_control = control.as_mut_ptr().cast();
+    header.msg_controllen = size_of::<Control>();
+    let flags = libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
+    // SAFETY: the header describes memory that is alive and may be written.
+    let count = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut header, flags) };
+    let count = usize::try_from(count).map_err(|_| io::Error::last_os_error())?;
+    let mut files = Vec::new();
+    // SAFETY: the kernel has filled in the control messages that the header now describes, each as long as it says, and
+    // has made the descriptors for this process.
+    unsafe {
+        let mut message = libc::CMSG_FIRSTHDR(&raw const header);
+        while let Some(one) = message.as_ref() {
+            if (one.cmsg_level, one.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
+                let bytes = one.cmsg_len.saturating_sub(libc::CMSG_LEN(0) as usize);
+                let data = libc::CMSG_DATA(message).cast::<[u8; size_of::<RawFd>()]>();
+                for number in 0..bytes / size_of::<RawFd>() {
+                    let number = RawFd::from_ne_bytes(data.add(number).read());
+                    files.push(OwnedFd::from_raw_fd(number));
+                }
+            }
+            message = libc::CMSG_NXTHDR(&raw const header, message);
+        }
+    }
+    Ok((count, files))
 }
 
 /// A descriptor whose readiness can be awaited, such as an eventfd or a pipe.
