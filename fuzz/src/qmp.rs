@@ -7,7 +7,7 @@ use isobath_export::frontend::Settings;
 use isobath_export::registry::{Frontends, Listeners};
 use isobath_qmp::json::{self, Limits as JsonLimits, Splitter};
 use isobath_qmp::monitor::{Drive, Monitor};
-use isobath_qmp::server::{Events, Limits, Server};
+use isobath_qmp::server::{ClientFiles, Events, Limits, Server};
 use isobath_ring::net::Listener;
 use isobath_ring::{Config, Executor, yield_now};
 use isobath_storage::memory::MemoryHost;
@@ -121,7 +121,7 @@ pub fn qmp(mut input: &[u8]) {
                 if json::parse(&text).is_ok_and(|request| reaches_out(&request)) {
                     continue;
                 }
-                let reply = server.answer(&mut negotiated, &text).await;
+                let reply = server.answer(&mut negotiated, &ClientFiles::default(), &text).await;
                 let reply = reply.as_object().expect("an object");
                 assert!(reply.contains_key("return") != reply.contains_key("error"), "{reply:?}");
                 turns(mode >> 1 & 7).await;
@@ -151,7 +151,13 @@ pub fn job_file(input: &[u8]) {
         serve(files, async |server| {
             let mut negotiated = true;
             let mut ask = async |request: Value| {
-                server.answer(&mut negotiated, request.to_string().as_bytes()).await
+                server
+                    .answer(
+                        &mut negotiated,
+                        &ClientFiles::default(),
+                        request.to_string().as_bytes(),
+                    )
+                    .await
             };
             let jobs = ask(json!({"execute": "x-isobath-query-jobs"})).await;
             let jobs = jobs["return"].as_array().expect("a list").clone();

@@ -62,6 +62,9 @@ fn main() -> ExitCode {
 }
 
 fn run() -> ExitCode {
+    if let Err(failure) = server::handed_in::receive() {
+        return ended(Err(failure));
+    }
     // A write beyond the limit on the size of files fails, and ends nothing.
     // SAFETY: no handler is installed.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };

@@ -3,6 +3,7 @@
 use crate::failure::Failure;
 use crate::host;
 use isobath_disk::Trust;
+use isobath_storage::is_descriptor_set;
 use isobath_storage::window::Part;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -42,11 +43,13 @@ impl Trusting {
     }
 }
 
-/// The directory of an image's file. An export has none, and beside a device are others, of other users.
+/// The directory of an image's file. Neither an export nor a descriptor has one, and beside a device are others, of
+/// other users.
 fn directory_of(image: &Path) -> Option<PathBuf> {
     let part = Part::of_name(image).map(|part| part.file);
     let file = part.as_deref().unwrap_or(image);
-    if host::is_export(file) || fs::metadata(file).is_ok_and(|found| !found.is_file()) {
+    let nowhere = host::is_export(file) || is_descriptor_set(file);
+    if nowhere || fs::metadata(file).is_ok_and(|found| !found.is_file()) {
         return None;
     }
     Some(match file.parent() {
@@ -70,6 +73,7 @@ mod tests {
         let here = std::env::current_dir().unwrap().canonicalize().unwrap();
         assert_eq!(own.of(Path::new("image")).unwrap(), Trust::Within(vec![here]));
         assert_eq!(own.of(Path::new("/dev/null")).unwrap(), Trust::Within(Vec::new()));
+        assert_eq!(own.of(Path::new("/dev/fdset/1")).unwrap(), Trust::Within(Vec::new()));
         let export = Path::new("nbd+unix:///export?socket=/run/socket");
         assert_eq!(own.of(export).unwrap(), Trust::Within(Vec::new()));
         let given = Trusting { backing_dir: vec![real.clone()], ..own.clone() };

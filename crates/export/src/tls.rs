@@ -6,6 +6,7 @@ use isobath_tls::{Channel, ServerCredentials};
 use std::cell::{OnceCell, RefCell};
 use std::io::{self, ErrorKind, IoSlice};
 use std::net::Shutdown;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 /// Bytes received from the socket at a time.
@@ -137,6 +138,22 @@ impl Connection {
         let (result, back) = self.stream.recv(buf).await;
         front.unsplit(back);
         (result, front)
+    }
+
+    /// As [`receive`](Self::receive), and the descriptors that came with the bytes, of which there are none over TCP or
+    /// if the connection is encrypted.
+    ///
+    /// # Errors
+    /// As [`receive`](Self::receive).
+    pub async fn receive_with_files(
+        &self,
+        buf: IoBuf,
+    ) -> (io::Result<(usize, Vec<OwnedFd>)>, IoBuf) {
+        if self.is_secured() {
+            let (result, buf) = self.receive(buf, 0).await;
+            return (result.map(|count| (count, Vec::new())), buf);
+        }
+        self.stream.recv_with_files(buf).await
     }
 
     /// Sends all of the buffers in order, and returns them.
@@ -334,12 +351,58 @@ impl Received {
 mod tests {
     use super::*;
     use isobath_ring::net::Listener;
-    use isobath_ring::{Config, Executor};
+    use isobath_ring::{Config, Executor, spawn, yield_now};
     use isobath_testkit::certificates::Authority;
-    use isobath_tls::Admission;
-    use std::io::Write;
+    use isobath_tls::{Admission, Blocking, ClientCredentials};
+    use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
+    use std::rc::Rc;
+    use std::sync::mpsc;
     use std::thread;
+
+    #[test]
+    fn what_was_encrypted_before_a_failure_is_sent_with_the_message_that_it_is_the_end() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        let authority = Authority::new(&at("authority"));
+        authority.server(&at("server"));
+        authority.client(&at("client"), "/CN=client");
+        let credentials = ServerCredentials::read(&at("server"), Admission::Certified).unwrap();
+        let trusted = ClientCredentials::read(&at("client")).unwrap();
+        let (socket, place) = (at("socket"), at("socket"));
+        let (listen, listens) = mpsc::channel();
+        Executor::new(&Config::default()).unwrap().block_on(async move {
+            let listener = Listener::bind_unix(&socket).unwrap();
+            let client = thread::spawn(move || {
+                let stream = UnixStream::connect(place).unwrap();
+                let channel = trusted.channel("localhost").unwrap();
+                let mut stream = Blocking::handshake(stream, channel).unwrap();
+                listens.recv().unwrap();
+                let mut all = Vec::new();
+                // An end that was not announced would be an error.
+                stream.read_to_end(&mut all).unwrap();
+                all
+            });
+            let connection = Rc::new(Connection::from(listener.accept().await.unwrap()));
+            connection.secure(&credentials).await.unwrap();
+            let sender = connection.clone();
+            let data = || IoBuf::copy_of(&vec![7; 4 * SENT]);
+            let sent = spawn(async move { sender.send(vec![data()]).await.0 });
+            // The socket has no room for so much at once.
+            for _ in 0..10 {
+                yield_now().await;
+            }
+            assert!(!sent.is_finished());
+            connection.secured.get().unwrap().channel.borrow_mut().end();
+            listen.send(()).unwrap();
+            let error = sent.await.unwrap().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::BrokenPipe);
+            assert_eq!(connection.send(vec![data()]).await.0.unwrap_err().kind(), error.kind());
+            drop(connection);
+            let received = client.join().unwrap();
+            assert!(received == vec![7; SENT], "{}", received.len());
+        });
+    }
 
     #[test]
     fn a_handshake_has_a_limit() {

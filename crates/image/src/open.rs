@@ -207,7 +207,8 @@ pub(crate) async fn load_qcow2<H: Host>(
                     image: name.to_owned(),
                     reason: format!(
                         "it keeps its data in an external file, '{}', which an untrusted image \
-                         does not choose; 'isobath convert' takes the file's name as --data-file",
+                         does not choose; 'isobath convert' and 'isobath serve' take the file's name \
+                         as --data-file",
                         file.escape_debug()
                     ),
                 });

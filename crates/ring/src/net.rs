@@ -6,7 +6,7 @@ use isobath_buf::IoBuf;
 use rustix::fs::{AtFlags, FileType, OFlags};
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,6 +17,9 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long to wait before the next attempt to connect to a socket file, where there is no ring that could wait.
 const CONNECT_PAUSE: Duration = Duration::from_millis(10);
+
+/// Bytes that may be on their way to the peer of a Unix socket. The kernel counts twice as many, for its own needs.
+const SEND_BUFFER: usize = 1 << 20;
 
 /// A listening socket: Unix or TCP.
 ///
@@ -101,12 +104,23 @@ impl Listener {
         Ok(Self { socket: Arc::new(listener.into()), address, file: None })
     }
 
+    /// Takes over a socket that listens already, such as one that a service manager hands in. A socket's file stays
+    /// when it is dropped.
+    ///
+    /// # Errors
+    /// As [`listening_at`].
+    pub fn handed_in(socket: OwnedFd) -> io::Result<Self> {
+        let address = listening_at(socket.as_fd())?;
+        socket2::SockRef::from(&socket).set_nonblocking(true)?;
+        Ok(Self { socket: Arc::new(socket), address, file: None })
+    }
+
     /// The address it listens on.
     pub fn address(&self) -> &Address {
         &self.address
     }
 
-    /// Waits for a connection. TCP connections get `TCP_NODELAY`. Dropping the future loses no connection.
+    /// Waits for a connection. TCP connections get `TCP_NODELAY`, others a larger send buffer. Dropping the future loses no connection.
     ///
     /// # Errors
     /// As `accept(2)`. After `ECONNABORTED` or a lack of descriptors (`EMFILE`, `ENFILE`) the next call may succeed.
@@ -121,8 +135,9 @@ impl Listener {
             match socket2::SockRef::from(&self.socket).accept() {
                 Ok((socket, _)) => {
                     let stream = Stream::from(OwnedFd::from(socket));
-                    if let Address::Tcp(_) = self.address {
-                        stream.reference().set_tcp_nodelay(true)?;
+                    match self.address {
+                        Address::Tcp(_) => stream.reference().set_tcp_nodelay(true)?,
+                        Address::Unix(_) => stream.widen(),
                     }
                     return Ok(stream);
                 }
@@ -135,6 +150,59 @@ impl Listener {
             }
         }
     }
+}
+
+/// Where a socket of another program listens: on a socket file or a TCP port.
+///
+/// # Errors
+/// It is anything else, such as a file, a connection, or an abstract socket, which has no permissions.
+pub fn listening_at(socket: BorrowedFd<'_>) -> io::Result<Address> {
+    let refused = |what: &str| {
+        let text =
+            format!("{what}; a socket that listens for streams, by TCP or on a file, is needed");
+        Err(io::Error::new(io::ErrorKind::InvalidInput, text))
+    };
+    let found = rustix::fs::fstat(socket)?;
+    if FileType::from_raw_mode(found.st_mode) != FileType::Socket {
+        return refused("it is no socket");
+    }
+    if socket_option(socket, libc::SO_TYPE)? != libc::SOCK_STREAM {
+        return refused("it is a socket for datagrams or packets");
+    }
+    if socket_option(socket, libc::SO_ACCEPTCONN)? == 0 {
+        return refused("it is a socket that does not listen");
+    }
+    let local = socket2::SockRef::from(&socket).local_addr()?;
+    let protocol = socket_option(socket, libc::SO_PROTOCOL)?;
+    if let Some(address) = local.as_socket() {
+        return match protocol {
+            libc::IPPROTO_TCP | libc::IPPROTO_MPTCP => Ok(Address::Tcp(address)),
+            _ => refused("it is a socket of another protocol"),
+        };
+    }
+    match local.as_pathname() {
+        Some(path) => Ok(Address::Unix(path.to_owned())),
+        None if local.is_unix() => refused("it is a socket without a file, which anybody may use"),
+        None => refused("it is a socket of another protocol"),
+    }
+}
+
+/// The value of a socket's option.
+fn socket_option(socket: BorrowedFd<'_>, option: libc::c_int) -> io::Result<libc::c_int> {
+    let mut value: libc::c_int = 0;
+    let mut length = size_of::<libc::c_int>() as libc::socklen_t;
+    let descriptor = socket.as_raw_fd();
+    // SAFETY: the descriptor is open; the call writes at most `length` bytes to `value`.
+    let result = unsafe {
+        libc::getsockopt(
+            descriptor,
+            libc::SOL_SOCKET,
+            option,
+            (&raw mut value).cast(),
+            &raw mut length,
+        )
+    };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(value) }
 }
 
 /// Waits until `accept` is worth retrying after it failed with `error`: not at all if the connection was aborted or a
@@ -339,6 +407,26 @@ impl Stream {
         }
     }
 
+    /// As [`recv`](Self::recv), and the descriptors that a Unix socket's peer has sent with the data. There are at most
+    /// four; the kernel closes more.
+    pub async fn recv_with_files(
+        &self,
+        mut buf: IoBuf,
+    ) -> (io::Result<(usize, Vec<OwnedFd>)>, IoBuf) {
+        let local = required();
+        loop {
+            match receive_files(&self.socket, &mut buf) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) if is_transient(&error) => continue,
+                result => return (result, buf),
+            }
+            match ops::poll(&local, &self.socket, libc::POLLIN as u32).await {
+                Err(error) if !is_transient(&error) => return (Err(error), buf),
+                _ => {}
+            }
+        }
+    }
+
     /// Fills the whole buffer. Returns `UnexpectedEof` if the peer shuts down its side first.
     pub async fn recv_exact(&self, mut buf: IoBuf) -> (io::Result<()>, IoBuf) {
         let mut done = 0;
@@ -390,18 +478,18 @@ impl Stream {
         (Ok(()), local.reuse(vectored))
     }
 
-    /// Waits until the connection is closed or has failed. A peer that shuts down its side only may end the wait, too.
+    /// Waits until the connection is closed or has failed. A peer that shuts down its side only does not end the wait.
     ///
     /// # Errors
     /// The socket cannot be polled.
     pub async fn hung_up(&self) -> io::Result<()> {
-        let local = required();
-        loop {
-            match ops::poll(&local, &self.socket, 0).await {
-                Err(error) if is_transient(&error) => {}
-                result => return result.map(drop),
-            }
+        const OVER: u32 = (libc::POLLHUP | libc::POLLERR) as u32;
+        if poll(&self.socket, 0).await? & OVER != 0 {
+            return Ok(());
         }
+        // A ring always tells that the peer has shut down its side; epoll does not unless it is asked to.
+        let watch = Arc::new(epoll_of(&self.socket)?);
+        poll(&watch, libc::POLLIN as u32).await.map(drop)
     }
 
     /// Shuts down one or both directions, which also ends receives and sends in flight.
@@ -415,6 +503,83 @@ impl Stream {
     fn reference(&self) -> socket2::SockRef<'_> {
         socket2::SockRef::from(&self.socket)
     }
+
+    /// Lets more bytes be on their way, as far as the system allows (`net.core.wmem_max`): with the default, the sender
+    /// of large replies and their receiver wait for each other. TCP adapts its buffers by itself.
+    fn widen(&self) {
+        if let Err(error) = self.reference().set_send_buffer_size(SEND_BUFFER) {
+            tracing::debug!(%error, "cannot enlarge a socket's send buffer");
+        }
+    }
+}
+
+/// Waits until any of `events` is ready, and returns those that are.
+async fn poll(file: &Arc<OwnedFd>, events: u32) -> io::Result<u32> {
+    let local = required();
+    loop {
+        match ops::poll(&local, file, events).await {
+            Err(error) if is_transient(&error) => {}
+            result => return result,
+        }
+    }
+}
+
+/// An epoll instance that is readable once a socket is closed or has failed.
+fn epoll_of(socket: &OwnedFd) -> io::Result<OwnedFd> {
+    let mut event = libc::epoll_event { events: 0, u64: 0 };
+    // SAFETY: plain system calls; the new descriptor has no other owner, and the event is a live value.
+    unsafe {
+        let epoll = libc::epoll_create1(libc::EPOLL_CLOEXEC);
+        if epoll < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let epoll = OwnedFd::from_raw_fd(epoll);
+        let (instance, socket) = (epoll.as_raw_fd(), socket.as_raw_fd());
+        match libc::epoll_ctl(instance, libc::EPOLL_CTL_ADD, socket, &raw mut event) {
+            0 => Ok(epoll),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+}
+
+/// The most descriptors that are received at a time.
+const MOST_FILES: usize = 4;
+
+/// Room for a control message with so many, aligned as the kernel requires.
+type Control = [u64; 2 + MOST_FILES.div_ceil(2)];
+
+/// Receives the available bytes that fit, and the descriptors that come with them. Never waits.
+fn receive_files(socket: &OwnedFd, space: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
+    let mut vector = libc::iovec { iov_base: space.as_mut_ptr().cast(), iov_len: space.len() };
+    let mut control: Control = Default::default();
+    // SAFETY: a message header of zeroes is valid and empty.
+    let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
+    header.msg_iov = &raw mut vector;
+    header.msg_iovlen = 1;
+    header.msg_control = control.as_mut_ptr().cast();
+    header.msg_controllen = size_of::<Control>();
+    let flags = libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
+    // SAFETY: the header describes memory that is alive and may be written.
+    let count = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut header, flags) };
+    let count = usize::try_from(count).map_err(|_| io::Error::last_os_error())?;
+    let mut files = Vec::new();
+    // SAFETY: the kernel has filled in the control messages that the header now describes, each as long as it says, and
+    // has made the descriptors for this process.
+    unsafe {
+        let mut message = libc::CMSG_FIRSTHDR(&raw const header);
+        while let Some(one) = message.as_ref() {
+            if (one.cmsg_level, one.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
+                let bytes = one.cmsg_len.saturating_sub(libc::CMSG_LEN(0) as usize);
+                let data = libc::CMSG_DATA(message).cast::<[u8; size_of::<RawFd>()]>();
+                for number in 0..bytes / size_of::<RawFd>() {
+                    let number = RawFd::from_ne_bytes(data.add(number).read());
+                    files.push(OwnedFd::from_raw_fd(number));
+                }
+            }
+            message = libc::CMSG_NXTHDR(&raw const header, message);
+        }
+    }
+    Ok((count, files))
 }
 
 /// A descriptor whose readiness can be awaited, such as an eventfd or a pipe.
@@ -449,12 +614,7 @@ impl Readiness {
     /// # Panics
     /// Outside [`Executor::block_on`](crate::Executor::block_on).
     pub async fn ready(&self, events: i16) -> io::Result<i16> {
-        let local = required();
-        loop {
-            match ops::poll(&local, &self.file, u32::from(events as u16)).await {
-                Err(error) if is_transient(&error) => {}
-                result => return result.map(|events| events as i16),
-            }
-        }
+        let ready = poll(&self.file, u32::from(events as u16)).await;
+        ready.map(|events| events as i16)
     }
 }

@@ -1,6 +1,7 @@
 //! Opening files by their names.
 
 use super::cached::Cached;
+use super::descriptor_sets;
 use super::descriptors::Pool;
 use super::direct::Direct;
 use super::flush::Durability;
@@ -16,7 +17,7 @@ use super::sys;
 use arc_swap::ArcSwap;
 use isobath_ring::place::{self, Identity, Place};
 use isobath_storage::error::{Operation, StorageError};
-use isobath_storage::{Host, OpenMode, Result};
+use isobath_storage::{Host, OpenMode, Result, is_descriptor_set};
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -24,7 +25,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-/// Opens files and block devices by path. Relative paths start at the working directory.
+/// Opens files and block devices by path, and [descriptors that were handed in](crate::descriptor_sets). Relative paths
+/// start at the working directory.
 ///
 /// All its files share the process's descriptors (see the [crate's documentation](crate)).
 #[derive(Clone, Copy, Debug, Default)]
@@ -57,12 +59,21 @@ impl Host for FileHost {
     }
 
     async fn remove(&self, name: &Path) -> Result<()> {
+        if is_descriptor_set(name) {
+            let text = "it was handed in as a descriptor, so that its name is not known";
+            let source = io::Error::new(io::ErrorKind::Unsupported, text);
+            return Err(StorageError::new(Operation::Remove, name, source));
+        }
         let removed = fs::remove_file(name);
         removed.map_err(|error| StorageError::new(Operation::Remove, name, error))
     }
 
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
-        let found = fs::canonicalize(name);
+        let found = if is_descriptor_set(name) {
+            descriptor_sets::of_name(name).map(|_| name.to_owned())
+        } else {
+            fs::canonicalize(name)
+        };
         found.map_err(|error| StorageError::new(Operation::Query, name, error))
     }
 }
@@ -98,6 +109,13 @@ async fn open(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Result<FileStora
 async fn create(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Attempt<FileStorage> {
     let mode = OpenMode { writable: true, ..mode };
     mode.check(name)?;
+    if is_descriptor_set(name) {
+        let opened = descriptor(name, name, mode, Taking::Alone, pool).await?;
+        if opened.kind == Kind::Regular {
+            sys::ftruncate(&opened.target.file, 0)?;
+        }
+        return storage(opened, name, mode, Durability::default(), pool);
+    }
     for _ in 0..MOST_REPLACED {
         match fs::metadata(name) {
             Ok(found) => check_type(found.mode(), found.rdev(), mode)?,
@@ -112,7 +130,7 @@ async fn create(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Attempt<FileSt
             Durability::default()
         };
         let created = if is_new { created_at(name, &file) } else { None };
-        let opened = match attach(file, name, mode, Taking::Alone, permit, pool).await {
+        let opened = match attach(file, None, name, mode, Taking::Alone, permit, pool).await {
             Ok(opened) => opened,
             Err(error) => {
                 // It stays if it has got another name.
@@ -183,7 +201,8 @@ fn storage(
         pool: pool.clone(),
     };
     let target = Arc::new(target);
-    let source = if mode.writable || kind != Kind::Regular {
+    let nameless = is_descriptor_set(&file.path);
+    let source = if mode.writable || kind != Kind::Regular || nameless {
         Source::Kept(target, None)
     } else {
         Source::of_reader(&file, target)?

@@ -23,6 +23,8 @@
 mod atomic;
 mod beside;
 mod cached;
+mod copies;
+pub mod descriptor_sets;
 mod descriptors;
 mod direct;
 mod flush;

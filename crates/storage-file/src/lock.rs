@@ -16,10 +16,11 @@
 //! denied, too: nobody can begin to use it. A program that takes no lock at all is not kept out: `qemu-img create -b`
 //! reads the backing file so.
 
+use crate::copies;
 use isobath_storage::lock::{Conflict, busy};
 use isobath_storage::{Locking, OpenMode, Operation, StorageError};
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -43,7 +44,7 @@ pub(crate) struct Locks(Arc<OwnedFd>);
 
 impl Drop for Locks {
     fn drop(&mut self) {
-        let _ = call(&self.0, libc::F_OFD_SETLK, libc::F_UNLCK, 0, 0);
+        let _ = copies::unlock(&self.0, USED..DENIED + USED);
     }
 }
 
@@ -111,7 +112,7 @@ pub(crate) fn join(file: &Arc<OwnedFd>, name: &Path) -> Result<Locks, StorageErr
 /// The file system reported an error.
 pub(crate) fn give_up(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
     for byte in Wanted::READER.bytes() {
-        call(file, libc::F_OFD_SETLK, libc::F_UNLCK, byte, 1)
+        copies::unlock(file, byte..byte + 1)
             .map_err(|source| StorageError::new(Operation::Lock, name, source))?;
     }
     Ok(())
@@ -124,7 +125,7 @@ pub(crate) fn give_up(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
 /// The file system reported an error.
 pub(crate) fn join_again(file: &OwnedFd, name: &Path) -> Result<(), StorageError> {
     for byte in Wanted::READER.bytes() {
-        call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte, 1)
+        copies::lock(file, byte)
             .map_err(|source| StorageError::new(Operation::Lock, name, source))?;
     }
     Ok(())
@@ -150,8 +151,8 @@ pub(crate) fn take_again(file: &OwnedFd, name: &Path) -> Result<(), StorageError
 pub(crate) fn set(file: &Arc<OwnedFd>, name: &Path, wanted: Wanted) -> Result<Locks, StorageError> {
     let locks = Locks(file.clone());
     for byte in wanted.bytes() {
-        match call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte, 1) {
-            Ok(_) => {}
+        match copies::lock(file, byte) {
+            Ok(()) => {}
             Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
                 let conflict =
                     if wanted.writes() { Conflict::WRITE } else { Conflict::SHARED_WRITE };
@@ -176,7 +177,7 @@ pub(crate) fn set(file: &Arc<OwnedFd>, name: &Path, wanted: Wanted) -> Result<Lo
 /// As [`take`].
 pub(crate) fn look(file: &OwnedFd, name: &Path, wanted: Wanted) -> Result<(), StorageError> {
     let taken = |first: i64, last: i64| {
-        let taken = call(file, libc::F_OFD_GETLK, libc::F_WRLCK, first, last - first + 1);
+        let taken = copies::is_locked(file, first..last + 1);
         taken.map_err(|source| StorageError::new(Operation::Lock, name, source))
     };
     // Tests the whole relevant range at once: if there are only readers, nobody holds anything there.
@@ -196,33 +197,4 @@ pub(crate) fn look(file: &OwnedFd, name: &Path, wanted: Wanted) -> Result<(), St
         }
     }
     Ok(())
-}
-
-/// Sets or tests a lock on `length` bytes (0: to the end); returns whether another user's lock conflicts with the one
-/// tested.
-fn call(
-    file: &OwnedFd,
-    command: libc::c_int,
-    kind: libc::c_int,
-    start: i64,
-    length: i64,
-) -> io::Result<bool> {
-    // SAFETY: a description of zeroes is valid, and open file description locks require the process id to be 0.
-    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
-    lock.l_type = kind as libc::c_short;
-    lock.l_whence = libc::SEEK_SET as libc::c_short;
-    lock.l_start = start;
-    lock.l_len = length;
-    loop {
-        // SAFETY: the kernel reads and writes the description, which is live.
-        if unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut lock) } == 0 {
-            return Ok(
-                command == libc::F_OFD_GETLK && lock.l_type != libc::F_UNLCK as libc::c_short
-            );
-        }
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
-        }
-    }
 }

@@ -1,6 +1,8 @@
 //! Opening descriptors, with their locks.
 
 use super::beside::LetIn;
+use super::copies::{self, Copied};
+use super::descriptor_sets::{self, InUse};
 use super::descriptors::{Permit, Pool};
 use super::landing::Landing;
 use super::pause::pause;
@@ -9,7 +11,7 @@ use super::{sys, users};
 use crate::lock::{self, Locks, Wanted};
 use isobath_ring::place::open_checked;
 use isobath_storage::error::{Operation, StorageError};
-use isobath_storage::{FileId, Locking, OpenMode, Result};
+use isobath_storage::{FileId, Locking, OpenMode, Result, is_descriptor_set};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -95,7 +97,9 @@ impl Opened {
 struct OpenDescriptor {
     _let_in: Option<LetIn>,
     _locks: Option<Locks>,
+    _copied: Option<Copied>,
     _file: Arc<OwnedFd>,
+    _in_use: Option<InUse>,
     _permit: Permit,
     landing: Arc<Landing>,
 }
@@ -127,16 +131,22 @@ pub(super) async fn descriptor(
     taking: Taking,
     pool: &Arc<Pool>,
 ) -> Result<Opened> {
+    let handed_in = is_descriptor_set(path);
     let open = async || {
         let permit = pool.admit().await;
-        let file = pool.open(|| existing(path, mode)).await;
-        let file = file.map_err(|error| explain_direct(error, mode))?;
-        attach(file, name, mode, taking, permit, pool).await
+        let (file, in_use) = if handed_in {
+            let (file, in_use) = pool.open(|| descriptor_sets::open(path, mode)).await?;
+            (file, Some(in_use))
+        } else {
+            let file = pool.open(|| existing(path, mode)).await;
+            (file.map_err(|error| explain_direct(error, mode))?, None)
+        };
+        attach(file, in_use, name, mode, taking, permit, pool).await
     };
     let opened = async {
         for _ in 0..MOST_REPLACED {
             let opened = open().await?;
-            if mode.locking == Locking::Unlocked || opened.is_at(path)? {
+            if handed_in || mode.locking == Locking::Unlocked || opened.is_at(path)? {
                 return Ok(opened);
             }
         }
@@ -163,8 +173,10 @@ pub(super) fn existing(path: &Path, mode: OpenMode) -> io::Result<File> {
     open_checked(path, &options(mode), |found| check_type(found.st_mode, found.st_rdev, mode))
 }
 
+/// Takes the locks of an open file, which may be a copy of a descriptor that was handed in.
 pub(super) async fn attach(
     file: File,
+    in_use: Option<InUse>,
     name: &Path,
     mode: OpenMode,
     taking: Taking,
@@ -174,7 +186,11 @@ pub(super) async fn attach(
     let file: Arc<OwnedFd> = Arc::new(file.into());
     let stat = sys::stat(&file)?;
     check_type(stat.st_mode, stat.st_rdev, mode)?;
-    sys::set_blocking(&file, mode.direct)?;
+    match in_use {
+        // Others may have copies of it.
+        Some(_) => sys::clear_nonblocking(&file)?,
+        None => sys::set_blocking(&file, mode.direct)?,
+    }
     let device = stat.st_mode & libc::S_IFMT == libc::S_IFBLK;
     let kind =
         if device { Kind::Device { block: sys::device_block(&file)? } } else { Kind::Regular };
@@ -184,6 +200,7 @@ pub(super) async fn attach(
     } else {
         FileId { device: stat.st_dev, inode: stat.st_ino }
     };
+    let copied = in_use.is_some().then(|| copies::register(&file, id));
     let (let_in, locks) = match Wanted::of(mode) {
         None => (None, None),
         Some(_) if taking == Taking::BesideWriter => (None, Some(lock::join(&file, name)?)),
@@ -210,7 +227,9 @@ pub(super) async fn attach(
     let lease = Arc::new(OpenDescriptor {
         _let_in: let_in,
         _locks: locks,
+        _copied: copied,
         _file: file.clone(),
+        _in_use: in_use,
         _permit: permit,
         landing: landing.clone(),
     });

@@ -12,7 +12,7 @@ use super::storage::FileStorage;
 use super::transfer::Target;
 use super::users;
 use isobath_storage::error::{Operation, StorageError};
-use isobath_storage::{Locking, OpenMode, Result};
+use isobath_storage::{Locking, OpenMode, Result, is_descriptor_set};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
@@ -71,7 +71,8 @@ impl FileStorage {
 
     /// Allows the descriptor of a file that is not changed to be given up, like those of other files.
     fn let_share(&self, roles: &Changed) {
-        if self.kind != Kind::Regular || roles.nameless {
+        let handed_in = is_descriptor_set(&self.file.path);
+        if self.kind != Kind::Regular || roles.nameless || handed_in {
             return;
         }
         let target = match &**self.source.load() {

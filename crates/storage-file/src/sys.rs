@@ -248,6 +248,52 @@ pub(super) fn set_blocking(file: &OwnedFd, direct: bool) -> io::Result<()> {
     done(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags) })
 }
 
+/// Sets or tests a lock on `length` bytes (0: to the end); returns whether another user's lock conflicts with the one
+/// tested.
+pub(super) fn lock(
+    file: &OwnedFd,
+    command: libc::c_int,
+    kind: libc::c_int,
+    start: i64,
+    length: i64,
+) -> io::Result<bool> {
+    // SAFETY: a description of zeroes is valid, and open file description locks require the process id to be 0.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = kind as libc::c_short;
+    lock.l_whence = libc::SEEK_SET as libc::c_short;
+    lock.l_start = start;
+    lock.l_len = length;
+    loop {
+        // SAFETY: the kernel reads and writes the description, which is live.
+        if unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut lock) } == 0 {
+            return Ok(
+                command == libc::F_OFD_GETLK && lock.l_type != libc::F_UNLCK as libc::c_short
+            );
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
+/// The flags of a descriptor's open file.
+pub(super) fn status(file: &OwnedFd) -> io::Result<libc::c_int> {
+    // SAFETY: no memory is involved.
+    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
+    if flags < 0 { Err(io::Error::last_os_error()) } else { Ok(flags) }
+}
+
+/// Clears `O_NONBLOCK` of an open file that others may use, and nothing else.
+pub(super) fn clear_nonblocking(file: &OwnedFd) -> io::Result<()> {
+    let flags = status(file)?;
+    if flags & libc::O_NONBLOCK == 0 {
+        return Ok(());
+    }
+    // SAFETY: a plain system call.
+    done(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags & !libc::O_NONBLOCK) })
+}
+
 /// The length of a block device in bytes.
 pub(super) fn device_length(file: &OwnedFd) -> io::Result<u64> {
     let mut length = 0_u64;

@@ -10,6 +10,7 @@
 pub mod either;
 pub mod error;
 pub mod extension;
+mod handed_in;
 pub mod lock;
 pub mod memory;
 pub mod restart_memory;
@@ -22,6 +23,7 @@ pub use extension::{
     Usage,
 };
 /// The buffers of every operation.
+pub use handed_in::{DESCRIPTOR_SETS, is_descriptor_set};
 pub use isobath_buf::IoBuf;
 pub use restart_memory::{MemoryUse, RestartMemory};
 pub use sectors::SectorCipher;

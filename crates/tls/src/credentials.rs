@@ -205,6 +205,9 @@ impl ClientCredentials {
         directory: &Path,
     ) -> Result<Self, CredentialsError> {
         let provider = Arc::new(provider);
+        // One directory has one name. If there is none, the first file that is missing says so.
+        let real = fs::canonicalize(directory).unwrap_or_else(|_| directory.to_owned());
+        let directory = real.as_path();
         let verifier = Arc::new(server_verifier(&provider, directory)?);
         let builder = ClientConfig::builder_with_provider(provider)
             .with_safe_default_protocol_versions()
@@ -223,10 +226,10 @@ impl ClientCredentials {
             }
         };
         config.resumption = rustls::client::Resumption::disabled();
-        Ok(Self { config: Arc::new(config), directory: directory.to_owned() })
+        Ok(Self { config: Arc::new(config), directory: real })
     }
 
-    /// The directory that they were read from.
+    /// The directory that they were read from, without symbolic links.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
@@ -392,11 +395,11 @@ fn client_verifier(
             .enforce_revocation_expiration()
             .build()
     });
-    let inner = Arc::new(Every::new(verifiers?)?);
-    Ok(match admission {
-        Admission::Named(names) => Arc::new(Named { inner, names }),
-        Admission::Certified | Admission::Everyone => inner,
-    })
+    let names = match admission {
+        Admission::Named(names) => Some(names),
+        Admission::Certified | Admission::Everyone => None,
+    };
+    Ok(Arc::new(Clients { every: Every::new(verifiers?)?, names }))
 }
 
 /// Accepts only certificates that every one of these verifiers accepts.
@@ -456,9 +459,16 @@ impl ServerCertVerifier for Every<WebPkiServerVerifier> {
     }
 }
 
-impl ClientCertVerifier for Every<dyn ClientCertVerifier> {
+/// Admits clients whose certificates every verifier accepts, and, if there are names, that have one of these.
+#[derive(Debug)]
+struct Clients {
+    every: Every<dyn ClientCertVerifier>,
+    names: Option<Vec<String>>,
+}
+
+impl ClientCertVerifier for Clients {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        self.first.root_hint_subjects()
+        self.every.first.root_hint_subjects()
     }
 
     fn verify_client_cert(
@@ -467,58 +477,15 @@ impl ClientCertVerifier for Every<dyn ClientCertVerifier> {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        for other in &self.others {
+        for other in &self.every.others {
             other.verify_client_cert(certificate, intermediates, now)?;
         }
-        self.first.verify_client_cert(certificate, intermediates, now)
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.first.verify_tls12_signature(message, certificate, signature)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.first.verify_tls13_signature(message, certificate, signature)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.first.supported_verify_schemes()
-    }
-}
-
-/// Admits only clients whose certificates have one of these names.
-#[derive(Debug)]
-struct Named {
-    inner: Arc<dyn ClientCertVerifier>,
-    names: Vec<String>,
-}
-
-impl ClientCertVerifier for Named {
-    fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        self.inner.root_hint_subjects()
-    }
-
-    fn verify_client_cert(
-        &self,
-        certificate: &CertificateDer<'_>,
-        intermediates: &[CertificateDer<'_>],
-        now: UnixTime,
-    ) -> Result<ClientCertVerified, Error> {
-        let verified = self.inner.verify_client_cert(certificate, intermediates, now)?;
+        let verified = self.every.first.verify_client_cert(certificate, intermediates, now)?;
+        let Some(names) = &self.names else { return Ok(verified) };
         let refused = Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure);
         let parsed = webpki::EndEntityCert::try_from(certificate).map_err(|_| refused.clone())?;
         match distinguished_name(parsed.subject()) {
-            Some(name) if self.names.contains(&name) => Ok(verified),
+            Some(name) if names.contains(&name) => Ok(verified),
             _ => Err(refused),
         }
     }
@@ -529,7 +496,7 @@ impl ClientCertVerifier for Named {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.inner.verify_tls12_signature(message, certificate, signature)
+        self.every.first.verify_tls12_signature(message, certificate, signature)
     }
 
     fn verify_tls13_signature(
@@ -538,11 +505,11 @@ impl ClientCertVerifier for Named {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.inner.verify_tls13_signature(message, certificate, signature)
+        self.every.first.verify_tls13_signature(message, certificate, signature)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.inner.supported_verify_schemes()
+        self.every.first.supported_verify_schemes()
     }
 }
 

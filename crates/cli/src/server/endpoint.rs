@@ -1,5 +1,7 @@
 //! The addresses that a server listens on, and how they are written.
 
+use super::handed_in::HandedIn;
+use crate::failure::Failure;
 use isobath_ring::net::{Access, Address, Listener};
 use std::io;
 use std::net::{Ipv4Addr, ToSocketAddrs};
@@ -16,6 +18,8 @@ pub(crate) enum Endpoint {
     Unix(PathBuf),
     /// `HOST:PORT`, `HOST`, `:PORT` or `PORT`
     Tcp { host: String, port: u16 },
+    /// `fd:NAME` or `fd:NUMBER`: a socket that listens already
+    HandedIn(HandedIn),
 }
 
 impl Default for Endpoint {
@@ -34,6 +38,9 @@ impl FromStr for Endpoint {
             } else {
                 Ok(Self::Unix(path.into()))
             };
+        }
+        if let Some(descriptor) = text.strip_prefix("fd:") {
+            return descriptor.parse().map(Self::HandedIn);
         }
         let number = |port: &str| {
             port.parse::<u16>().map_err(|_| format!("'{port}' is not a port (0 to 65535)"))
@@ -67,12 +74,47 @@ impl FromStr for Endpoint {
 }
 
 impl Endpoint {
+    /// Whether clients connect by TCP.
+    pub(crate) fn is_tcp(&self) -> bool {
+        match self {
+            Self::Unix(_) => false,
+            Self::Tcp { .. } => true,
+            // One that cannot be used is refused when it is taken.
+            Self::HandedIn(descriptor) => {
+                descriptor.address().is_ok_and(|address| matches!(address, Address::Tcp(_)))
+            }
+        }
+    }
+
+    /// The same as endpoints of one socket each: descriptors handed in may share a name.
+    ///
+    /// # Errors
+    /// There is no such descriptor.
+    pub(crate) fn each(&self) -> Result<Vec<Self>, Failure> {
+        let Self::HandedIn(descriptor) = self else { return Ok(vec![self.clone()]) };
+        let numbers = descriptor.numbers()?.into_iter();
+        Ok(numbers.map(|number| Self::HandedIn(HandedIn::Number(number))).collect())
+    }
+
+    /// The descriptor that it is, if it is one.
+    pub(crate) fn handed_in(&self) -> Option<&HandedIn> {
+        match self {
+            Self::HandedIn(descriptor) => Some(descriptor),
+            Self::Unix(_) | Self::Tcp { .. } => None,
+        }
+    }
+
     /// Listens on it, for a socket file with these permissions; for a host name, on the first of its addresses that can
     /// be bound.
     pub(crate) fn bind(&self, access: Access) -> io::Result<Listener> {
         let (host, port) = match self {
             Self::Unix(path) => return Listener::bind_unix_for(path, access),
             Self::Tcp { host, port } => (host.as_str(), *port),
+            Self::HandedIn(descriptor) => {
+                let taken =
+                    descriptor.take().map_err(|failure| io::Error::other(failure.to_string()))?;
+                return Listener::handed_in(taken);
+            }
         };
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
         for address in (host, port).to_socket_addrs()? {
@@ -89,6 +131,7 @@ impl std::fmt::Display for Endpoint {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Unix(path) => write!(f, "unix:{}", path.display()),
+            Self::HandedIn(descriptor) => descriptor.fmt(f),
             Self::Tcp { host, port } if host.contains(':') => write!(f, "[{host}]:{port}"),
             Self::Tcp { host, port } => write!(f, "{host}:{port}"),
         }
@@ -116,13 +159,26 @@ mod tests {
             ("example:0", tcp("example", 0)),
             ("example", tcp("example", PORT)),
             (":2", tcp("127.0.0.1", 2)),
+            ("fd:7", Ok(Endpoint::HandedIn(HandedIn::Number(7)))),
+            ("fd:a.b", Ok(Endpoint::HandedIn(HandedIn::Name("a.b".into())))),
             ("2", tcp("127.0.0.1", 2)),
             ("[::1]:3", tcp("::1", 3)),
             ("[::]", tcp("::", PORT)),
         ] {
             assert_eq!(text.parse(), endpoint, "{text}");
         }
-        for text in ["unix:", "::1", "a:b", "a:65536", "[::1", "[::1]3", "/run/a.sock", "70000"] {
+        for text in [
+            "unix:",
+            "fd:",
+            "fd:1",
+            "::1",
+            "a:b",
+            "a:65536",
+            "[::1",
+            "[::1]3",
+            "/run/a.sock",
+            "70000",
+        ] {
             assert!(text.parse::<Endpoint>().is_err(), "{text}");
         }
     }

@@ -20,7 +20,7 @@ pub(crate) fn listen(
     option: &str,
     access: Access,
 ) -> Result<Vec<Listener>, Failure> {
-    let bind = |endpoint: &Endpoint| {
+    let bind = |endpoint: &Endpoint| -> Result<Listener, Failure> {
         let listener = bind(endpoint, option, access)?;
         if is_public(listener.address()) {
             tracing::warn!(
@@ -30,7 +30,13 @@ pub(crate) fn listen(
         }
         Ok(listener)
     };
-    endpoints.iter().map(bind).collect()
+    let mut listeners = Vec::new();
+    for endpoint in endpoints {
+        for one in &endpoint.each()? {
+            listeners.push(bind(one)?);
+        }
+    }
+    Ok(listeners)
 }
 
 /// Binds the endpoint of an option.

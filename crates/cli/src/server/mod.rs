@@ -1,8 +1,10 @@
 //! Parts common to servers: addresses to listen on, threads for clients, signals, running in the background.
 
+pub(crate) mod add_fd;
 pub(crate) mod daemon;
 pub(crate) mod endpoint;
 pub(crate) mod group;
+pub(crate) mod handed_in;
 pub(crate) mod listen;
 pub(crate) mod log_file;
 pub(crate) mod pid_file;

@@ -174,7 +174,7 @@ impl TlsArgs {
         let is_open = |endpoint: &&SecuredEndpoint| {
             let mode = endpoint.mode(self.creds.is_some());
             let authenticated = mode == Mode::Required && self.verify_peer != Some(false);
-            matches!(endpoint.endpoint, Endpoint::Tcp { .. }) && !authenticated
+            endpoint.endpoint.is_tcp() && !authenticated
         };
         if let Some(endpoint) = endpoints.iter().find(is_open).filter(|_| !insecure) {
             return Err(Failure::usage(format!(
@@ -220,10 +220,10 @@ impl TlsArgs {
 impl SecuredEndpoint {
     /// Whether clients encrypt; `has_credentials` decides where nothing is said.
     fn mode(&self, has_credentials: bool) -> Mode {
-        match (self.mode, &self.endpoint) {
-            (Some(mode), _) => mode,
-            (None, Endpoint::Tcp { .. }) if has_credentials => Mode::Required,
-            (None, _) => Mode::Off,
+        match self.mode {
+            Some(mode) => mode,
+            None if has_credentials && self.endpoint.is_tcp() => Mode::Required,
+            None => Mode::Off,
         }
     }
 }
@@ -278,8 +278,8 @@ impl Tls {
         option: &str,
         access: Access,
     ) -> Result<Vec<Entrance>, Failure> {
-        let bind = |endpoint: &SecuredEndpoint| {
-            let security = self.security(endpoint, option)?;
+        let bind = |endpoint: SecuredEndpoint| -> Result<Entrance, Failure> {
+            let security = self.security(&endpoint, option)?;
             let listener = bind(&endpoint.endpoint, option, access)?;
             self.warn(&endpoint.endpoint, listener.address(), &security);
             let offered = match &*endpoint.exports {
@@ -288,7 +288,13 @@ impl Tls {
             };
             Ok(Entrance { listener, security, offered })
         };
-        endpoints.iter().map(bind).collect()
+        let mut entrances = Vec::new();
+        for endpoint in endpoints {
+            for one in endpoint.endpoint.each()? {
+                entrances.push(bind(SecuredEndpoint { endpoint: one, ..endpoint.clone() })?);
+            }
+        }
+        Ok(entrances)
     }
 
     /// Warns of an address that others can reach and use.

@@ -21,6 +21,7 @@ mod encrypted;
 mod fewer_layers;
 mod foreign;
 mod frontends;
+mod handed_in;
 mod histories;
 mod hostile_images;
 mod index_survives_qemu;

@@ -103,3 +103,30 @@ fn flattening_an_image_without_a_backing_file_says_that_there_is_nothing_to_do()
     assert_eq!(flatten("top"), "Image flattened.\n");
     assert_eq!(flatten("top"), nothing);
 }
+
+#[test]
+fn links_are_all_made_or_none_and_a_file_is_there_until_its_link_is() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    let names = || {
+        let entries = fs::read_dir(directory.path()).unwrap();
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    fs::write(at("qemu-nbd"), "another's").unwrap();
+    let refused = isobath(directory.path(), ["install-links", "."]).exits(1);
+    assert!(refused.stderr.contains("--force"), "{}", refused.report());
+    assert_eq!(names(), ["qemu-nbd"]);
+    let _ = isobath(directory.path(), ["install-links", "--force", "."]).ok();
+    let all = ["qemu-img", "qemu-io", "qemu-nbd", "qemu-storage-daemon"];
+    assert_eq!(names(), all);
+    assert!(all.iter().all(|name| fs::read_link(at(name)).unwrap().ends_with("isobath")));
+    // A directory is not replaced, and nothing else is left.
+    fs::remove_file(at("qemu-io")).unwrap();
+    fs::create_dir(at("qemu-io")).unwrap();
+    let refused = isobath(directory.path(), ["install-links", "--force", "."]).exits(1);
+    assert!(refused.stderr.contains("qemu-io"), "{}", refused.report());
+    assert_eq!(names(), all);
+    assert!(at("qemu-io").is_dir());
+}

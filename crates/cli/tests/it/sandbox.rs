@@ -229,6 +229,10 @@ fn code_in_a_confined_server_reads_no_other_file_executes_nothing_and_connects_t
             (libc::SYS_kill, [u64::from(std::process::id()), 0, 0, 0], libc::EPERM),
             (libc::SYS_setuid, [0; 4], libc::EPERM),
             (libc::SYS_ioctl, [0, libc::TIOCSTI, 0, 0], libc::EPERM),
+            (libc::SYS_splice, [0, 0, 1, 0], libc::EPERM),
+            (libc::SYS_timerfd_create, [libc::CLOCK_MONOTONIC as u64, 0, 0, 0], libc::EPERM),
+            (libc::SYS_fsetxattr, [0, 0, 0, 0], libc::EPERM),
+            (libc::SYS_linkat, [CWD, 0, CWD, 0], libc::EPERM),
         ] {
             assert_eq!(thread.call(call, arguments), Err(error), "{name}: {call}");
         }
@@ -339,6 +343,22 @@ fn a_server_becomes_another_user() {
     let uri = format!("nbd+unix:///vm?socket={}", place.path().join("n").display());
     let _ = qemu::io(Path::new(&uri), "raw", &["write -P 7 0 1M", "read -P 7 0 1M"]).ok();
     let _ = server.stop().ok();
+}
+
+#[test]
+fn the_last_server_of_a_user_leaves_no_directory_for_restart_logs() {
+    let place = directory();
+    let user = "3999999998";
+    let _ = run_program("chown", args!["-R", format!("{user}:{user}"), place.path()]).ok();
+    let logs = Path::new("/dev/shm").join(format!("isobath-{user}"));
+    let own = ["--user", user, "--group", user];
+    let first = serve(place.path(), &[&own[..], &["--read-only", "--nbd", "unix:n"]].concat());
+    let other = serve(place.path(), &[&own[..], &["--read-only", "--nbd", "unix:m"]].concat());
+    assert_eq!(logs.exists(), kernel_can(place.path()));
+    let _ = first.stop().ok();
+    assert_eq!(logs.exists(), kernel_can(place.path()), "the other server keeps it");
+    let _ = other.stop().ok();
+    assert!(!logs.exists());
 }
 
 #[test]

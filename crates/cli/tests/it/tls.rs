@@ -5,6 +5,7 @@ use isobath_testkit::certificates::Authority;
 use isobath_testkit::process::{Finished, Ready, Server, run_program};
 use isobath_testkit::{args, qemu, tools};
 use std::ffi::OsString;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use tempfile::TempDir;
@@ -192,7 +193,8 @@ fn whoever_asks_for_encryption_never_reads_a_plain_connection() {
         run_program(ISOBATH, ["info", "--object", &object, "--image-opts", &image])
     };
     let _ = info("127.0.0.1").ok();
-    let _ = info("127%2E0.0.1,tls-hostname=example.org").exits(1);
+    let refused = info("127.0.0.1,tls-hostname=example.org").exits(1);
+    assert!(refused.stderr.contains("certificate"), "{}", refused.report());
     let _ = server.stop().ok();
 }
 
@@ -205,6 +207,13 @@ fn one_export_is_not_used_with_different_credentials() {
         run_program(ISOBATH, ["compare", "--object", &object, "--image-opts", &one, other])
     };
     let _ = compare(&one).ok();
+    // Another name of the same directory.
+    symlink(place.at("client"), place.at("link")).unwrap();
+    let link = format!("tls-creds-x509,id=tls1,endpoint=client,dir={}", place.at("link").display());
+    let other = one.replace("tls0", "tls1");
+    let objects = ["--object", &object, "--object", &link];
+    let both = [&["compare"], &objects[..], &["--image-opts", &one, &other]].concat();
+    let _ = run_program(ISOBATH, both).ok();
     let refused = compare(&format!("{one},tls-hostname=example.org")).exits(2);
     assert!(refused.stderr.contains("already used with the credentials"), "{}", refused.report());
     let _ = server.stop().ok();

@@ -1,6 +1,6 @@
 //! `--untrusted`: an image reads no file outside the directories allowed to it, and chooses none that is written to.
 
-use crate::serving::Served;
+use crate::serving::{QemuIo, Served};
 use isobath_qmp::client::{Address, Client};
 use isobath_testkit::process::{Finished, run};
 use isobath_testkit::{args, qemu};
@@ -131,6 +131,42 @@ fn a_data_file_is_given_for_one_image() {
         assert!(done.stderr.contains("for one image"), "{}", done.report());
         assert!(!own.join("copy").exists());
     }
+}
+
+#[test]
+fn a_server_writes_to_the_data_file_that_the_operator_names_for_an_image() {
+    let directory = tempfile::tempdir().unwrap();
+    laid_out(directory.path());
+    let own = directory.path().join("own");
+    fs::copy(own.join("neighbour"), directory.path().join("moved")).unwrap();
+    let moved = directory.path().join("moved").display().to_string();
+    let images = [own.join("inside"), own.join("data")];
+    let options = ["--untrusted", "--data-file", "", "--data-file", &moved];
+    let served = Served::start(&images, &options);
+    let mut client = QemuIo::open("raw", served.uri("data"));
+    client.ok("write -P 0x11 0 64k");
+    drop(client);
+    let _ = served.stop();
+    assert!(fs::read(own.join("neighbour")).unwrap() == vec![0x6e; 65536]);
+    assert!(fs::read(&moved).unwrap() == vec![0x11; 65536]);
+}
+
+#[test]
+fn a_server_refuses_data_files_that_no_image_has_use_for() {
+    let directory = tempfile::tempdir().unwrap();
+    laid_out(directory.path());
+    let own = directory.path().join("own");
+    for (options, told) in [
+        (args!["--data-file", "base", "--data-file", "base", "data"], "2 times for 1 images"),
+        (args!["--data-file", "base", "inside"], "no external data file"),
+        (args!["--data-file", "", "data"], "does not choose"),
+        (args!["data"], "serve' take the file's name as --data-file"),
+    ] {
+        let serve = [args!["serve", "--untrusted", "--nbd", "unix:socket"], options].concat();
+        let done = isobath(&own, &serve).exits(1);
+        assert!(done.stderr.contains(told), "{}", done.report());
+    }
+    assert!(fs::read(own.join("base")).unwrap() == vec![0x7e; 65536]);
 }
 
 #[test]

@@ -146,6 +146,20 @@ fn files_are_used_even_if_no_thread_can_be_started() {
 }
 
 #[test]
+fn a_lack_of_locked_memory_is_explained_with_the_limit() {
+    let directory = tempfile::tempdir().unwrap();
+    qemu::create(&directory.path().join("disk"), "qcow2", MIB, "");
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -l 64; exec \"$0\" \"$@\"", ISOBATH, "info", "disk"]);
+    command.current_dir(directory.path()).env_remove("ISOBATH_IO");
+    let refused = run(forbid(&mut command, IO_URING, libc::ENOMEM)).exits(1);
+    let expected = "the limit on locked memory (ulimit -l) is 64 KiB: raise it, or set \
+                    ISOBATH_IO=threads";
+    assert!(refused.stderr.contains(expected), "{}", refused.report());
+    let _ = run(command.env("ISOBATH_IO", "threads")).ok();
+}
+
+#[test]
 fn whoever_insists_on_io_uring_is_told_why_there_is_none() {
     let directory = tempfile::tempdir().unwrap();
     let info = |value: &str| {

@@ -12,7 +12,7 @@ use isobath_image::open::open_again;
 use isobath_image::options::Trust;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::{Result, invariant};
-use isobath_storage::{FileId, Host, Storage, StorageExt};
+use isobath_storage::{FileId, Host, Storage, StorageExt, is_descriptor_set};
 use std::cell::Cell;
 use std::future::Future;
 use std::ops::Range;
@@ -285,7 +285,8 @@ impl<H: Host> Disk<H> {
         let layer = |index| self.layer(index);
         let (overlay, next_layer) = (layer(top)?, layer(next)?);
         let named = next_layer.header().and_then(|header| header.backing_file).filter(|name| {
-            Path::new(name).is_absolute() || next_layer.name().parent() == overlay.name().parent()
+            let beside = next_layer.name().parent() == overlay.name().parent();
+            Path::new(name).is_absolute() || beside && !is_descriptor_set(overlay.name())
         });
         if let Some(name) = named {
             return Ok(name);

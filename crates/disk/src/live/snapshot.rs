@@ -20,7 +20,7 @@ use isobath_image::options::{OpenOptions, Trust};
 use isobath_image::writer::Writer;
 use isobath_image::{DiskError, Result, always, invariant};
 use isobath_qcow2::{Extension, IncompatibleFeatures};
-use isobath_storage::{Host, Locking, OpenMode, Storage, StorageExt};
+use isobath_storage::{Host, Locking, OpenMode, Storage, StorageExt, is_descriptor_set};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -264,7 +264,19 @@ fn unfit<S: Storage>(layer: &Layer<S>, reason: &str) -> DiskError {
 }
 
 /// The name for the image at `below` in the header of an image at `overlay`.
+///
+/// # Errors
+/// The image has no name that another program could find it by.
 pub fn backing_name(below: &Path, overlay: &Path) -> Result<String> {
+    if is_descriptor_set(below) {
+        return Err(DiskError::Refused {
+            image: below.to_owned(),
+            reason: "it was handed in as a descriptor, so that its name, which would be stored in an image header, is \
+                     not known; give that name ('backing-file'), or for a snapshot make the overlay with it, and use \
+                     the overlay as it is ('mode': 'existing')"
+                .into(),
+        });
+    }
     let name = if below.is_absolute() {
         below.to_owned()
     } else if below.parent() == overlay.parent() {
@@ -332,5 +344,7 @@ mod tests {
         assert_eq!(name("base", "top"), "base");
         assert_eq!(name("a/base", "a/top"), "base");
         assert!(name("a/base", "top").ends_with("/a/base"));
+        let handed_in = backing_name(Path::new("/dev/fdset/1"), Path::new("/dev/fdset/2"));
+        assert!(handed_in.unwrap_err().to_string().contains("handed in as a descriptor"));
     }
 }

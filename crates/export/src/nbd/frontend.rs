@@ -27,10 +27,12 @@ pub const PROTOCOL: Protocol = Protocol {
         qmp: Presence::Absent,
         option: Some(CommandLineOption {
             flag: "nbd",
-            value_name: "unix:PATH|[HOST:]PORT[,export=NAME...]",
+            value_name: "unix:PATH|[HOST:]PORT|fd:NAME[,export=NAME...]",
             help: "Listen for NBD clients on a socket file, or on a TCP port (of the loopback \
                    interface unless HOST is given), where every user of this machine can connect; \
-                   may be given several times. With ',export=NAME' behind it, which may be \
+                   or on a socket that was handed in listening, by the name that the service manager \
+                   gives it (LISTEN_FDNAMES) or its number; may be given several times. With \
+                   ',export=NAME' behind it, which may be \
                    repeated, clients can choose only the exports of these names there, and the \
                    empty name selects the first of them [default, unless another frontend is given: a socket \
                    file of its own in $XDG_RUNTIME_DIR/isobath or, for root, /run/isobath]",

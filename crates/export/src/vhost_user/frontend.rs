@@ -28,9 +28,10 @@ pub const PROTOCOL: Protocol = Protocol {
         qmp: Presence::Required,
         option: Some(CommandLineOption {
             flag: "vhost-user-blk",
-            value_name: "unix:PATH",
-            help: "Export the image over vhost-user-blk on this socket file; the virtual machine \
-                   must share its memory. With several images, repeat the option, one per image \
+            value_name: "unix:PATH|fd:NAME",
+            help: "Export the image over vhost-user-blk on this socket file, or on a socket that was \
+                   handed in; the virtual machine must share its memory. With several images, repeat \
+                   the option, one per image \
                    in order",
             default: None,
         }),

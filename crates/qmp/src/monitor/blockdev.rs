@@ -154,6 +154,8 @@ impl<H: Host + Clone> Monitor<H> {
     /// Closes a disk that was added, unless a job uses it.
     pub(super) async fn remove_disk(&self, drive: &Rc<Drive<H>>) -> Result<()> {
         self.check_no_job(drive)?;
+        // Jobs that have concluded let go of it.
+        self.pass_on();
         self.drives.borrow_mut().retain(|other| !Rc::ptr_eq(other, drive));
         drive.disk().throttle().set_group(None);
         self.forget_filters(drive);

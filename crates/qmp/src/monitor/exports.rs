@@ -4,6 +4,7 @@ use super::arguments::{Arguments, flag, is_well_formed, optional_text, text};
 use super::snapshot::check_root;
 use super::{Drive, Monitor, Result};
 use crate::error::QmpError;
+use crate::server::ClientFiles;
 use event_listener::Event;
 use isobath_disk::LiveDisk;
 use isobath_export::frontend::{
@@ -224,7 +225,11 @@ impl<H: Host + Clone> Monitor<H> {
         Ok(())
     }
 
-    pub(super) async fn block_export_add(&self, arguments: &Arguments) -> Result<()> {
+    pub(super) async fn block_export_add(
+        &self,
+        arguments: &Arguments,
+        client: &ClientFiles,
+    ) -> Result<()> {
         let id = text(arguments, "id");
         if !is_well_formed(id, LONGEST) {
             return Err(QmpError::new("Invalid block export id"));
@@ -248,7 +253,7 @@ impl<H: Host + Clone> Monitor<H> {
         if writable && frontend.protocol().clients_outlive {
             found.drive.disk().begin_restart_log().await.map_err(QmpError::new)?;
         }
-        let settings = settings(frontend.protocol(), arguments)?;
+        let settings = settings(frontend.protocol(), arguments, client)?;
         self.open_export(frontend, id, &found.drive, node, writable, settings)
     }
 
@@ -276,19 +281,19 @@ impl<H: Host + Clone> Monitor<H> {
 
 /// The settings of a protocol's parameters, from the arguments of `block-export-add`. Sockets are bound last, once
 /// everything else is known to be valid.
-fn settings(protocol: &Protocol, arguments: &Arguments) -> Result<Settings> {
+fn settings(protocol: &Protocol, arguments: &Arguments, client: &ClientFiles) -> Result<Settings> {
     let mut settings = Settings::default();
     let all = protocol.parameters.iter().chain([&protocol.location]);
     for parameter in all.filter(|parameter| parameter.qmp != Presence::Absent) {
         if let Some(value) = arguments.get(parameter.name) {
-            settings.set(parameter, setting(parameter, value)?);
+            settings.set(parameter, setting(parameter, value, client)?);
         }
     }
     Ok(settings)
 }
 
 /// The value of a parameter, which has the type given by the schema.
-fn setting(parameter: &Parameter, value: &Value) -> Result<Setting> {
+fn setting(parameter: &Parameter, value: &Value, client: &ClientFiles) -> Result<Setting> {
     let name = parameter.name;
     let unexpected = || QmpError::new(format_args!("Invalid parameter type for '{name}'"));
     let text = || value.as_str().ok_or_else(unexpected);
@@ -301,6 +306,13 @@ fn setting(parameter: &Parameter, value: &Value) -> Result<Setting> {
             number
                 .map(Setting::Number)
                 .ok_or_else(|| QmpError::new(format_args!("Parameter '{name}' is out of range")))
+        }
+        Takes::UnixSocket | Takes::Socket if value["type"] == "fd" => {
+            let name = value.get("str").and_then(Value::as_str).ok_or_else(unexpected)?;
+            let listener = Listener::handed_in(client.take_named(name)?);
+            listener.map(Setting::Listener).map_err(|error| {
+                QmpError::new(format_args!("cannot listen on file descriptor '{name}': {error}"))
+            })
         }
         Takes::UnixSocket | Takes::Socket => {
             let path = value.get("path").and_then(Value::as_str).ok_or_else(unexpected)?;

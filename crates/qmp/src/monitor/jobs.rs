@@ -20,7 +20,7 @@ use isobath_ring::spawn;
 use isobath_storage::{Host, StorageExt};
 use parking_lot::Mutex;
 use serde_json::json;
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::Future;
 use std::path::Path;
@@ -33,9 +33,10 @@ const LONGEST: usize = 255;
 /// A job that was started here.
 pub(super) struct Started<H: Host> {
     pub(super) job: Arc<Job>,
-    pub(super) drive: Rc<Drive<H>>,
-    /// The disk that a mirror writes to.
-    pub(super) target: Option<Rc<Drive<H>>>,
+    /// `None` once the job has concluded, although it is known until it is dismissed.
+    disks: RefCell<Option<Disks<H>>>,
+    /// The disk's name.
+    name: RefCell<String>,
     pub(super) request: JobRequest,
     /// A user paused it.
     pub(super) paused: Cell<bool>,
@@ -43,7 +44,22 @@ pub(super) struct Started<H: Host> {
     cancelled: Cell<bool>,
 }
 
+/// The disks that a job uses.
+struct Disks<H: Host> {
+    drive: Rc<Drive<H>>,
+    /// The one that a mirror writes to.
+    target: Option<Rc<Drive<H>>>,
+}
+
 impl<H: Host> Started<H> {
+    /// Whether it uses the disk.
+    fn uses(&self, drive: &Drive<H>) -> bool {
+        let is_it = |other: &Drive<H>| std::ptr::eq(other, drive);
+        self.disks.borrow().as_ref().is_some_and(|Disks { drive, target }| {
+            is_it(drive) || target.as_deref().is_some_and(is_it)
+        })
+    }
+
     /// Why it did not succeed.
     pub(super) fn error(&self) -> Option<String> {
         let cancelled = self.cancelled.get().then(|| "Operation canceled".to_owned());
@@ -263,8 +279,10 @@ impl<H: Host + Clone> Monitor<H> {
             !same
         });
         request.keep();
-        let (drive, paused, cancelled) = (Rc::clone(drive), Cell::new(false), Cell::new(false));
-        let started = Started { job, drive, target, request, paused, cancelled };
+        let name = RefCell::new(self.name_of(drive));
+        let disks = RefCell::new(Some(Disks { drive: Rc::clone(drive), target }));
+        let (paused, cancelled) = (Cell::new(false), Cell::new(false));
+        let started = Started { job, disks, name, request, paused, cancelled };
         self.jobs.borrow_mut().push(Rc::new(started));
         drop(spawn(work));
     }
@@ -292,11 +310,9 @@ impl<H: Host + Clone> Monitor<H> {
     /// Fails if a job uses the disk.
     pub(super) fn check_no_job(&self, drive: &Drive<H>) -> Result<()> {
         let jobs = self.jobs.borrow();
-        let busy = jobs.iter().find(|started| {
-            let uses = |other: &Drive<H>| std::ptr::eq(other, drive);
-            let ended = started.job.status() == JobStatus::Concluded;
-            !ended && (uses(&started.drive) || started.target.as_deref().is_some_and(uses))
-        });
+        let busy = jobs
+            .iter()
+            .find(|started| started.job.status() != JobStatus::Concluded && started.uses(drive));
         match busy {
             Some(started) => Err(QmpError::new(format_args!(
                 "Node '{}' is busy: block device is in use by block job: {}",
@@ -463,6 +479,9 @@ impl<H: Host + Clone> Monitor<H> {
             JobEvent::Status(status) => {
                 let data = json!({"status": status.name(), "id": id});
                 self.events.emit("JOB_STATUS_CHANGE", data);
+                if status == JobStatus::Concluded {
+                    self.let_go(&id);
+                }
                 if status == JobStatus::Null {
                     self.keep_record(&id);
                     self.jobs.borrow_mut().retain(|started| started.job.id() != id);
@@ -502,13 +521,28 @@ impl<H: Host + Clone> Monitor<H> {
         if well || !self.ending.get() {
             started.request.remove();
         }
-        if let Some(target) = &started.target
+        if let Some(Disks { drive, target: Some(target) }) = &*started.disks.borrow()
             && well
-            && started.drive.root() == target.root()
+            && drive.root() == target.root()
         {
             // The disk switched to the target's image, which is no longer a separate node.
             target.take();
             self.drives.borrow_mut().retain(|drive| !Rc::ptr_eq(drive, target));
+        }
+    }
+
+    /// Lets go of a job's disks: they can be removed, and their images used by others, before it is dismissed.
+    fn let_go(&self, id: &str) {
+        let Some(started) = self.find_job(id) else { return };
+        started.name.replace(self.name_of_disk(&started));
+        started.disks.take();
+    }
+
+    /// The name of a job's disk.
+    pub(super) fn name_of_disk(&self, started: &Started<H>) -> String {
+        match &*started.disks.borrow() {
+            Some(disks) => self.name_of(&disks.drive),
+            None => started.name.borrow().clone(),
         }
     }
 

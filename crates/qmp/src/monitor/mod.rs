@@ -7,6 +7,7 @@ mod arguments;
 mod blockdev;
 mod drive;
 mod exports;
+mod fd_sets;
 mod image;
 mod job_layers;
 mod job_queries;
@@ -24,7 +25,7 @@ pub use drive::Drive;
 
 use crate::error::{ErrorClass, QmpError};
 use crate::schema::Schema;
-use crate::server::{Events, Service};
+use crate::server::{ClientFiles, Events, Service};
 use crate::tables::SCHEMA;
 use event_listener::Event;
 use exports::ExportList;
@@ -36,6 +37,7 @@ use isobath_export::registry::Frontends;
 use isobath_jobs::Job;
 use isobath_ring::yield_now;
 use isobath_storage::Host;
+use isobath_storage_file::descriptor_sets;
 use jobs::{EventQueue, Started};
 use names::Names;
 use request::JobRequest;
@@ -170,7 +172,7 @@ impl<H: Host + Clone> Monitor<H> {
     /// The current jobs, each with its disk's name.
     pub(crate) fn running_jobs(&self) -> Vec<(String, Arc<Job>)> {
         let jobs = self.jobs.borrow();
-        jobs.iter().map(|job| (self.name_of(&job.drive), Arc::clone(&job.job))).collect()
+        jobs.iter().map(|job| (self.name_of_disk(job), Arc::clone(&job.job))).collect()
     }
 
     /// Forwards the jobs' events, for as long as it is polled.
@@ -213,7 +215,12 @@ impl<H: Host + Clone> Monitor<H> {
         self.pass_on();
     }
 
-    async fn run(&self, command: &'static str, arguments: Map<String, Value>) -> Result<Value> {
+    async fn run(
+        &self,
+        command: &'static str,
+        arguments: Map<String, Value>,
+        client: &ClientFiles,
+    ) -> Result<Value> {
         match command {
             "query-status" => Ok(self.query_status()),
             "query-block" => self.query_block().await,
@@ -222,18 +229,26 @@ impl<H: Host + Clone> Monitor<H> {
             "query-jobs" => Ok(self.query_jobs()),
             "query-block-jobs" => Ok(self.query_block_jobs()),
             "query-block-exports" => Ok(self.query_block_exports()),
+            "add-fd" => fd_sets::add_fd(&arguments, client),
+            "remove-fd" => fd_sets::remove_fd(&arguments),
+            "query-fdsets" => Ok(fd_sets::query_fdsets()),
             "x-isobath-query-disks" => Ok(self.query_disks()),
             "x-isobath-query-jobs" => Ok(self.query_more_of_jobs()),
             "x-isobath-query-job-records" => Ok(self.query_job_records()),
             _ => {
                 let _order = self.order.lock().await;
-                self.change(command, arguments).await?;
+                self.change(command, arguments, client).await?;
                 Ok(json!({}))
             }
         }
     }
 
-    async fn change(&self, command: &'static str, arguments: Map<String, Value>) -> Result<()> {
+    async fn change(
+        &self,
+        command: &'static str,
+        arguments: Map<String, Value>,
+        client: &ClientFiles,
+    ) -> Result<()> {
         match command {
             "blockdev-snapshot-sync" => self.snapshot_sync(&arguments).await,
             "blockdev-snapshot" => self.snapshot(&arguments).await,
@@ -258,7 +273,7 @@ impl<H: Host + Clone> Monitor<H> {
             "blockdev-mirror" => self.blockdev_mirror(&arguments),
             "x-isobath-restart-job" => self.restart_job(&arguments),
             "x-isobath-forget-job" => self.forget_job(&arguments),
-            "block-export-add" => self.block_export_add(&arguments).await,
+            "block-export-add" => self.block_export_add(&arguments, client).await,
             "block-export-del" => self.block_export_del(&arguments),
             "quit" => {
                 self.quit.set(true);
@@ -279,14 +294,19 @@ impl<H: Host + Clone> Service for Monitor<H> {
         &self,
         command: &'static str,
         arguments: Map<String, Value>,
+        client: &ClientFiles,
     ) -> std::result::Result<Value, QmpError> {
         if self.ending.get() {
             return Err(QmpError::of(ErrorClass::GenericError, "the server is shutting down"));
         }
-        let result = self.run(command, arguments).await;
+        let result = self.run(command, arguments, client).await;
         // The events of a job that was just started or ended are sent before the reply.
         yield_now().await;
         self.pass_on();
         result
+    }
+
+    fn all_clients_left(&self) {
+        descriptor_sets::forget_unused();
     }
 }

@@ -11,7 +11,7 @@ use crate::json;
 use crate::tables::SCHEMA;
 use isobath_disk::{Layer, Trust};
 use isobath_ring::place::{self, Identity, Place};
-use isobath_storage::{Host, Storage, StorageExt};
+use isobath_storage::{Host, Storage, StorageExt, is_descriptor_set};
 use rustix::fs::OFlags;
 use serde_json::{Map, Value, json};
 use std::cell::RefCell;
@@ -63,7 +63,7 @@ impl JobRequest {
         }
         // A mirror's target is a node that does not outlive the server; nor does a disk without a device.
         let lasts = command != "blockdev-mirror" && !drive.device().is_empty();
-        let image = drive.active_image().filter(|_| lasts);
+        let image = drive.active_image().filter(|image| lasts && !is_descriptor_set(image));
         Self {
             command,
             id: id.to_owned(),

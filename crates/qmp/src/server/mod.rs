@@ -7,10 +7,12 @@
 //! taken its replies; a client that does not read its events is disconnected. Neither blocks other clients.
 
 mod events;
+mod files;
 mod outbox;
 mod session;
 
 pub use events::Events;
+pub use files::ClientFiles;
 
 use crate::error::QmpError;
 use crate::json;
@@ -36,12 +38,17 @@ pub trait Service: 'static {
     /// The commands and events. The server itself executes those in [`CONTROL`].
     fn schema(&self) -> &'static Schema;
 
-    /// Executes a command whose arguments have been checked against the schema.
+    /// Executes a command whose arguments have been checked against the schema. It may take descriptors that the
+    /// client has sent.
     fn execute(
         &self,
         command: &'static str,
         arguments: Map<String, Value>,
+        client: &ClientFiles,
     ) -> impl Future<Output = Result<Value, QmpError>>;
+
+    /// No client is connected any more.
+    fn all_clients_left(&self) {}
 }
 
 /// Limits for clients.
@@ -253,8 +260,12 @@ impl<S: Service> Server<S> {
         &self,
         command: &'static Command,
         arguments: Map<String, Value>,
+        files: &ClientFiles,
     ) -> Result<Value, QmpError> {
+        let name = || arguments.get("fdname").and_then(Value::as_str).unwrap_or_default();
         match command.name {
+            "getfd" => files.keep(name()).map(|()| json!({})),
+            "closefd" => files.close(name()).map(|()| json!({})),
             "qmp_capabilities" => match arguments.get("enable").and_then(Value::as_array) {
                 Some(wanted) if !wanted.is_empty() => {
                     Err(QmpError::new("Capability 'oob' is not available"))
@@ -267,7 +278,7 @@ impl<S: Service> Server<S> {
                 Ok(names.map(|command| json!({"name": command.name})).collect())
             }
             "query-qmp-schema" => Ok(crate::schema::introspect(self.service.schema())),
-            name => self.service.execute(name, arguments).await,
+            name => self.service.execute(name, arguments, files).await,
         }
     }
 }
@@ -280,11 +291,14 @@ impl Drop for Connected {
     }
 }
 
-struct Counted<S>(Rc<Server<S>>);
+struct Counted<S: Service>(Rc<Server<S>>);
 
-impl<S> Drop for Counted<S> {
+impl<S: Service> Drop for Counted<S> {
     fn drop(&mut self) {
         self.0.sessions.set(self.0.sessions.get() - 1);
+        if self.0.sessions.get() == 0 {
+            self.0.service.all_clients_left();
+        }
         self.0.changed.notify(usize::MAX);
     }
 }
@@ -340,8 +354,12 @@ static ALTERNATE_MEMBER: Object = object(&[req("type", Type::Str)]);
 static COMMAND_INFO: Object = object(&[req("arg-type", Type::Str), req("ret-type", Type::Str)]);
 static EVENT_INFO: Object = object(&[req("arg-type", Type::Str)]);
 
+static FD_NAME: Object = object(&[req("fdname", Type::Str)]);
+
 /// The commands of the protocol itself.
 pub static CONTROL: &[Command] = &[
+    Command { name: "getfd", arguments: &FD_NAME, returns: None },
+    Command { name: "closefd", arguments: &FD_NAME, returns: None },
     Command { name: "qmp_capabilities", arguments: &CAPABILITIES, returns: None },
     Command {
         name: "query-version",

@@ -1,7 +1,7 @@
 //! One client's session.
 
 use super::outbox::Outbox;
-use super::{Server, Service};
+use super::{ClientFiles, Server, Service};
 use crate::error::{ErrorClass, QmpError};
 use crate::json::{self, SplitError, Splitter, to_line};
 use crate::schema;
@@ -21,12 +21,13 @@ const HTTP_METHODS: [&str; 9] =
 pub(super) struct Session<'a, S> {
     server: &'a Server<S>,
     outbox: &'a Rc<Outbox>,
+    files: ClientFiles,
     negotiated: bool,
 }
 
 impl<'a, S: Service> Session<'a, S> {
-    pub(super) const fn new(server: &'a Server<S>, outbox: &'a Rc<Outbox>) -> Self {
-        Self { server, outbox, negotiated: false }
+    pub(super) fn new(server: &'a Server<S>, outbox: &'a Rc<Outbox>) -> Self {
+        Self { server, outbox, files: ClientFiles::default(), negotiated: false }
     }
 
     pub(super) async fn run(mut self) {
@@ -49,11 +50,14 @@ impl<'a, S: Service> Session<'a, S> {
         let mut splitter = Splitter::new(self.server.limits.request);
         let mut buf = IoBuf::zeroed(RECEIVE);
         loop {
-            let received = self.outbox.connection.receive(buf, 0);
+            let received = self.outbox.connection.receive_with_files(buf);
             let Some((result, back)) = self.server.unless_stopped(received).await else { return };
             let count = match result {
-                Ok(0) => return,
-                Ok(count) => count,
+                Ok((0, _)) => return,
+                Ok((count, files)) => {
+                    self.files.arrive(files);
+                    count
+                }
                 Err(error) => {
                     tracing::debug!(%error, "a QMP client disconnected");
                     return;
@@ -99,7 +103,7 @@ impl<'a, S: Service> Session<'a, S> {
 
     async fn reply(&mut self, text: &[u8]) -> Value {
         let before = self.negotiated;
-        let reply = self.server.answer(&mut self.negotiated, text).await;
+        let reply = self.server.answer(&mut self.negotiated, &self.files, text).await;
         if self.negotiated && !before {
             self.server.events.listen(self.outbox);
         }
@@ -109,8 +113,8 @@ impl<'a, S: Service> Session<'a, S> {
 
 impl<S: Service> Server<S> {
     /// Answers the text of one request; `negotiated` says whether capabilities were negotiated, and is set by the
-    /// command that does so.
-    pub async fn answer(&self, negotiated: &mut bool, text: &[u8]) -> Value {
+    /// command that does so. `files` are the descriptors that the client has sent.
+    pub async fn answer(&self, negotiated: &mut bool, files: &ClientFiles, text: &[u8]) -> Value {
         let mut request = match json::parse(text) {
             Ok(Value::Object(request)) => request,
             Ok(_) => {
@@ -120,13 +124,14 @@ impl<S: Service> Server<S> {
             Err(error) => return to_reply(None, Err(QmpError::new(error))),
         };
         let id = request.shift_remove("id");
-        let result = self.request(negotiated, request).await;
+        let result = self.request(negotiated, files, request).await;
         to_reply(id, result)
     }
 
     async fn request(
         &self,
         negotiated: &mut bool,
+        files: &ClientFiles,
         mut request: Map<String, Value>,
     ) -> Result<Value, QmpError> {
         let unexpected = |key: &&String| !matches!(key.as_str(), "execute" | "arguments");
@@ -156,7 +161,7 @@ impl<S: Service> Server<S> {
         };
         schema::check(command.arguments, &arguments)?;
         tracing::debug!(command = name, "QMP command");
-        let result = Box::pin(self.execute(command, arguments)).await;
+        let result = Box::pin(self.execute(command, arguments, files)).await;
         if negotiates && result.is_ok() {
             *negotiated = true;
         }

@@ -10,9 +10,10 @@ const COUNT: usize = PROTOCOLS.len();
 const MOST: usize = 8;
 
 static UNIX: Object = object(&[req("path", Type::Str)]);
+static FD: Object = object(&[req("str", Type::Str)]);
 static ADDRESS: Object = Object {
-    members: &[req("type", Type::Enum(&["unix"]))],
-    variants: Some(Variants { tag: "type", cases: &[("unix", &UNIX)] }),
+    members: &[req("type", Type::Enum(&["unix", "fd"]))],
+    variants: Some(Variants { tag: "type", cases: &[("unix", &UNIX), ("fd", &FD)] }),
 };
 
 /// The frontends' names.

@@ -5,6 +5,7 @@
 //! in `block-stream`, and the commands whose names begin with `x-isobath-`.
 
 mod exports;
+mod fd_sets;
 mod isobath;
 mod jobs;
 mod nodes;
@@ -25,6 +26,7 @@ pub static SCHEMA: Schema = Schema {
         pausing::COMMANDS,
         jobs::COMMANDS,
         exports::COMMANDS,
+        fd_sets::COMMANDS,
         isobath::COMMANDS,
     ],
     events: EVENTS,

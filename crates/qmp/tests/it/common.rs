@@ -2,7 +2,7 @@
 
 use isobath_qmp::QmpError;
 use isobath_qmp::schema::{Command, EventType, Object, Schema, Type, object, opt, req};
-use isobath_qmp::server::{CONTROL, Events, Limits, Server, Service};
+use isobath_qmp::server::{CONTROL, ClientFiles, Events, Limits, Server, Service};
 use isobath_ring::net::Listener;
 use isobath_ring::{Config, Executor, sleep};
 use isobath_testkit::process::PATIENCE;
@@ -41,6 +41,7 @@ impl Service for Toy {
         &self,
         command: &'static str,
         arguments: Map<String, Value>,
+        _client: &ClientFiles,
     ) -> Result<Value, QmpError> {
         let text = arguments.get("text").and_then(Value::as_str).unwrap_or("x");
         let times = arguments.get("times").and_then(Value::as_u64).unwrap_or(1);

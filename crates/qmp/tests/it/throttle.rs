@@ -3,7 +3,7 @@
 use crate::live::Live;
 use isobath_qmp::client::{Client, ClientError};
 use isobath_testkit::process::PATIENCE;
-use isobath_testkit::{qemu, until};
+use isobath_testkit::{args, qemu, until};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -355,7 +355,7 @@ fn a_throttle_node_that_went_with_its_image_leaves_its_name() {
     let (directory, live, mut client) = start();
     with_inline_filters(directory.path(), &mut client);
     let delete = |name: &str| json!({"node-name": name});
-    // A job that has concluded still knows the disk.
+    // A job that has concluded lets go of the disk.
     let snapshot = json!({
         "node-name": "d", "snapshot-file": directory.path().join("overlay"), "snapshot-node-name": "o",
     });
@@ -367,6 +367,9 @@ fn a_throttle_node_that_went_with_its_image_leaves_its_name() {
         jobs[0]["status"] == "concluded"
     });
     client.execute("blockdev-del", delete("o")).unwrap();
+    // So another program may write to its image, although nobody has dismissed the job.
+    let overlay = directory.path().join("overlay");
+    let _ = qemu::img(args!["snapshot", "-c", "s", overlay]).ok();
     let other = directory.path().join("other");
     qemu::create(&other, "qcow2", MIB, "");
     let file = json!({"driver": "qcow2", "file": {"driver": "file", "filename": other}});

@@ -6,6 +6,7 @@ use super::ring::{self, Uring};
 use super::threads::Threads;
 use slab::Slab;
 use std::cell::{Cell, RefCell};
+use std::io;
 use std::mem::MaybeUninit;
 use std::task::Waker;
 
@@ -101,12 +102,25 @@ impl Driver {
         Key(key as u32)
     }
 
-    /// Makes the next wake-up through an eventfd end a wait. The eventfd must stay open until the driver has been
+    /// Makes the first wake-up through an eventfd end a wait. The eventfd must stay open until the driver has been
     /// [drained](Self::drain).
-    pub(super) fn listen(&self, eventfd: i32) {
+    ///
+    /// # Errors
+    /// It cannot be watched.
+    pub(super) fn listen(&self, eventfd: i32) -> io::Result<()> {
         match &self.backend {
             Backend::Ring(ring) => ring.listen(eventfd),
-            Backend::Threads(threads) => threads.listen(eventfd),
+            Backend::Threads(threads) => threads.listen(eventfd)?,
+        }
+        Ok(())
+    }
+
+    /// The same for the next wake-up after one.
+    pub(super) fn listen_again(&self, eventfd: i32) {
+        match &self.backend {
+            Backend::Ring(ring) => ring.listen(eventfd),
+            // It has not ceased to watch.
+            Backend::Threads(_) => {}
         }
     }
 
@@ -332,6 +346,13 @@ mod tests {
             let (result, _) = driver.poll(late, Waker::noop()).unwrap();
             assert_eq!(result, -libc::ECANCELED);
         }
+    }
+
+    #[test]
+    fn an_eventfd_that_cannot_be_watched_is_an_error() {
+        let driver = Driver::new(Backend::Threads(Threads::new().unwrap()));
+        let error = driver.listen(-1).unwrap_err();
+        assert!(error.to_string().contains("cannot set up epoll"), "{error}");
     }
 
     #[test]

@@ -123,7 +123,7 @@ impl Local {
             closed: Cell::new(false),
             at_once: Cell::new(AT_ONCE),
         });
-        local.listen();
+        local.driver.listen(local.remote.bell.descriptor())?;
         Ok(local)
     }
 
@@ -139,8 +139,8 @@ impl Local {
     }
 
     /// Makes the next wake-up from another thread end a wait in the kernel.
-    fn listen(&self) {
-        self.driver.listen(self.remote.bell.descriptor());
+    fn listen_again(&self) {
+        self.driver.listen_again(self.remote.bell.descriptor());
     }
 
     /// Makes this the thread's current executor; `None` if there already is one.
@@ -193,7 +193,7 @@ impl Local {
             Some(duration) => Wait::For(duration),
         };
         if self.driver.enter(wait) {
-            self.listen();
+            self.listen_again();
         }
     }
 
@@ -202,7 +202,7 @@ impl Local {
             return true;
         }
         if self.driver.has_completions() && self.driver.enter(Wait::No) {
-            self.listen();
+            self.listen_again();
         }
         let queue = self.run_queue.borrow();
         queue.iter().any(|task| Arc::as_ptr(task).cast::<()>() != own.data())
@@ -212,7 +212,7 @@ impl Local {
     pub(super) fn settle(&self) {
         while self.driver.has_orphans() {
             if self.driver.enter(Wait::Forever) {
-                self.listen();
+                self.listen_again();
             }
         }
     }

@@ -3,13 +3,13 @@
 use isobath_buf::IoBuf;
 use isobath_ring::net::{Access, Address, Listener, Stream, own_user};
 use isobath_ring::{
-    Config, Elapsed, Executor, Readiness, Signals, Worker, others_wait, sleep, sleep_until, spawn,
-    timeout, yield_now,
+    Config, Elapsed, Executor, Io, Readiness, Signals, Worker, others_wait, sleep, sleep_until,
+    spawn, timeout, yield_now,
 };
 use std::cell::{Cell, RefCell};
 use std::future::{pending, poll_fn};
 use std::io::{Read, Write};
-use std::net::Shutdown;
+use std::net::{Ipv4Addr, Shutdown, TcpStream};
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
@@ -410,6 +410,40 @@ fn a_socket_file_has_the_permissions_asked_for() {
         assert_eq!((mode(), path.metadata().unwrap().gid()), (access.mode, group));
     }
     assert!(!path.exists());
+}
+
+#[test]
+fn a_peer_that_shuts_down_its_side_only_has_not_hung_up() {
+    for io in [Io::Any, Io::Threads] {
+        let executor = Executor::new(&Config { io, ..Config::default() }).unwrap();
+        executor.block_on(async {
+            let (stream, peer) = pair();
+            peer.shutdown(Shutdown::Write).unwrap();
+            assert_goes_on(&stream, || drop(peer)).await;
+
+            let listener = Listener::bind_tcp((Ipv4Addr::LOCALHOST, 0).into()).unwrap();
+            let Address::Tcp(address) = listener.address() else { panic!("it is one") };
+            let peer = TcpStream::connect(address).unwrap();
+            let stream = listener.accept().await.unwrap();
+            peer.shutdown(Shutdown::Write).unwrap();
+            // It resets the connection, since it has not received everything.
+            assert_goes_on(&stream, || drop(peer)).await;
+        });
+    }
+}
+
+/// Checks that a connection whose peer has shut down its side hangs up when it is closed, and not before.
+async fn assert_goes_on(stream: &Stream, close: impl FnOnce()) {
+    assert_eq!(stream.recv(IoBuf::zeroed(4)).await.0.unwrap(), 0);
+    let watched = stream.clone();
+    let hung_up = spawn(async move { watched.hung_up().await });
+    for _ in 0..10 {
+        yield_now().await;
+    }
+    assert!(!hung_up.is_finished());
+    stream.send_all(IoBuf::copy_of(b"more")).await.0.unwrap();
+    close();
+    hung_up.await.unwrap().unwrap();
 }
 
 #[test]

@@ -3,12 +3,14 @@
 use isobath_buf::IoBuf;
 use isobath_ring::net::{Listener, Stream};
 use isobath_ring::{Config, Executor, Io, Lease, current, ops, spawn, yield_now};
+use rustix::process::{Resource, Rlimit, setrlimit};
 use std::fs::File;
 use std::future::poll_fn;
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::pin::pin;
+use std::process::Command;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
@@ -110,9 +112,18 @@ fn an_executor_leaves_nothing_in_flight_behind() {
 #[test]
 fn a_number_that_another_file_gets_is_watched_anew() {
     executor().block_on(async {
+        let mut copies = Vec::new();
         for round in 0..50_u8 {
             // Each round uses the numbers of the one before, whose receive was given up.
             let (stream, mut peer) = pair();
+            {
+                let mut hung_up = pin!(stream.hung_up());
+                begin(hung_up.as_mut()).await;
+                yield_now().await;
+                // The socket that had the number before has hung up. Who still watched it would take that for this
+                // one's.
+                begin(hung_up).await;
+            }
             begin(pin!(stream.recv(IoBuf::zeroed(1)))).await;
             let other = stream.clone();
             let received = spawn(async move { other.recv(IoBuf::zeroed(1)).await });
@@ -121,13 +132,38 @@ fn a_number_that_another_file_gets_is_watched_anew() {
             let (result, buf) = received.await.unwrap();
             assert_eq!((result.unwrap(), buf[0]), (1, round));
             begin(pin!(stream.recv(IoBuf::zeroed(1)))).await;
-            // A copy keeps the socket open beyond its number here.
-            let copy = peer.try_clone().unwrap();
+            // A copy keeps the socket open, and epoll's watch of it unless that was removed.
+            copies.push(stream.as_fd().try_clone_to_owned().unwrap());
             drop((stream, peer));
-            drop(copy);
             yield_now().await;
         }
     });
+}
+
+/// Set for a process that runs out of descriptors.
+const SHORT: &str = "ISOBATH_TEST_SHORT";
+
+#[test]
+fn who_is_out_of_descriptors_gets_an_error() {
+    if std::env::var_os(SHORT).is_none() {
+        // A process of its own: other tests need descriptors.
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "threads::who_is_out_of_descriptors_gets_an_error"]);
+        assert!(child.env(SHORT, "1").status().unwrap().success());
+        return;
+    }
+    let limit = Rlimit { current: Some(40), maximum: Some(40) };
+    setrlimit(Resource::Nofile, limit).unwrap();
+    for io in [Io::Any, Io::Threads] {
+        let mut held: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
+        let mut refused = 0;
+        while let Err(error) = Executor::new(&Config { io, ..Config::default() }) {
+            assert!(error.to_string().contains("Too many open files"), "{error}");
+            refused += 1;
+            drop(held.pop().expect("it is made once there are descriptors"));
+        }
+        assert!(refused > 1, "{refused}");
+    }
 }
 
 #[test]

@@ -63,13 +63,21 @@ pub(super) async fn restart_memory(
 /// The directories with restart memory, for a process that gives up the right to make or open others.
 #[derive(Debug)]
 pub struct RestartDirectories {
-    /// The directory of this process's user. It is not removed while this value lives.
+    /// The directory of this process's user. It is not removed while this value lives, and then if it is empty.
     pub own: PathBuf,
     /// Those that other users have made so far.
     pub others: Vec<PathBuf>,
     /// The directory of them all.
     pub parent: PathBuf,
-    _kept: OwnedFd,
+    /// Holds the lock by which it is kept.
+    kept: Option<OwnedFd>,
+}
+
+impl Drop for RestartDirectories {
+    fn drop(&mut self) {
+        self.kept = None;
+        Shelf::remove_unused(&self.own);
+    }
 }
 
 impl RestartDirectories {
@@ -85,7 +93,7 @@ impl RestartDirectories {
         let (own, kept) = shelf.keep()?;
         let mut others = shelf.directories()?;
         others.retain(|other| *other != own);
-        Ok(Self { own, others, parent: parent.to_owned(), _kept: kept })
+        Ok(Self { own, others, parent: parent.to_owned(), kept: Some(kept) })
     }
 }
 

@@ -232,18 +232,27 @@ impl Shelf {
 
     /// Removes the directory of a place if it is empty, and one of those for memory.
     pub(super) fn tidy(place: &Place) {
-        let directory = place
-            .path()
-            .parent()
-            .filter(|directory| directory.file_name().is_some_and(|name| begins(name, PREFIX)));
-        let Some(directory) = directory.and_then(|directory| Place::of(directory).ok()) else {
+        if let Some(directory) = place.path().parent() {
+            Self::remove_unused(directory);
+        }
+    }
+
+    /// Removes a directory for memory if it is empty and nobody [keeps](Self::keep) it.
+    pub(super) fn remove_unused(directory: &Path) {
+        if !directory.file_name().is_some_and(|name| begins(name, PREFIX)) {
             return;
+        }
+        let Ok(directory) = Place::of(directory) else { return };
+        let Ok(found) = directory.open_directory() else { return };
+        // Until it is gone, nobody comes to keep it. Who makes a file in it meanwhile either prevents the removal, or
+        // finds that there is no directory, and makes another.
+        let locked = rustix::fs::flock(&found, FlockOperation::NonBlockingLockExclusive).is_ok();
+        let is_here = || {
+            let id = rustix::fs::fstat(&found).map(|found| identity(&found));
+            id.is_ok_and(|id| directory.holds(id))
         };
-        // Others may use it, or keep it.
-        let is_kept = directory.open_directory().is_ok_and(|found| {
-            rustix::fs::flock(&found, FlockOperation::NonBlockingLockExclusive).is_err()
-        });
-        if !is_kept {
+        if locked && is_here() {
+            // Others may use it.
             let _ = directory.remove_directory();
         }
     }
@@ -261,11 +270,8 @@ impl Shelf {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 found => found?,
             };
-            match rustix::fs::flock(&found, FlockOperation::NonBlockingLockShared) {
-                // It is being removed.
-                Err(rustix::io::Errno::WOULDBLOCK) => continue,
-                locked => locked?,
-            }
+            // If it is being removed, this ends when it is gone. Nobody else may open it, and so lock it.
+            rustix::io::retry_on_intr(|| rustix::fs::flock(&found, FlockOperation::LockShared))?;
             if directory.holds(identity(&rustix::fs::fstat(&found)?)) {
                 return Ok((path, found));
             }

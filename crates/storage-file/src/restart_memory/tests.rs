@@ -7,6 +7,7 @@ use super::shelf::{Image, Shelf};
 use super::sys;
 use isobath_storage::FileId;
 use isobath_storage::restart_memory::{Mark, RESTART_MEMORY_BYTES, RestartMemory};
+use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Resource, Rlimit, setrlimit};
 use std::fs::{self, File, Permissions};
 use std::io::ErrorKind;
@@ -14,7 +15,7 @@ use std::os::unix::fs::{PermissionsExt, chown, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::Ordering;
-use std::{env, iter};
+use std::{env, iter, thread};
 
 const MARK: Mark = [1, 2, 3];
 const FILE: FileId = FileId { device: 0xa, inode: 0xb };
@@ -169,5 +170,33 @@ fn a_directory_that_is_kept_outlives_the_memory_in_it() {
     assert!(directory.exists());
     drop((lock, again));
     create(&shelf).unwrap().remove();
+    assert!(!directory.exists());
+}
+
+#[test]
+fn a_directory_that_is_being_removed_is_made_anew_for_who_keeps_it() {
+    let shared = tempfile::tempdir().unwrap();
+    let user = sys::effective_user();
+    let shelf = || Shelf::new(shared.path(), user, Image { owner: user, ..IMAGE }, FILE);
+    let (directory, kept) = shelf().keep().unwrap();
+    Shelf::remove_unused(&directory);
+    assert!(directory.exists(), "it is kept");
+    // Its removal begins.
+    flock(&kept, FlockOperation::LockExclusive).unwrap();
+    thread::scope(|scope| {
+        let keeping = scope.spawn(|| shelf().keep().unwrap());
+        fs::remove_dir(&directory).unwrap();
+        drop(kept);
+        let (again, lock) = keeping.join().unwrap();
+        assert_eq!(again, directory);
+        Shelf::remove_unused(&directory);
+        assert!(directory.exists());
+        drop(lock);
+    });
+    fs::write(directory.join("other"), "").unwrap();
+    Shelf::remove_unused(&directory);
+    assert!(directory.exists(), "another server has made a file in it");
+    fs::remove_file(directory.join("other")).unwrap();
+    Shelf::remove_unused(&directory);
     assert!(!directory.exists());
 }

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by a panic")]
 
 mod conformance;
+mod descriptor_sets;
 mod descriptors;
 mod either;
 mod files;

@@ -79,6 +79,10 @@ pub(super) fn print(
         Endpoint::Unix(path) => UnixStream::connect(path)
             .map_err(|error| cannot_connect(&path.display().to_string(), &error))
             .map(|stream| exports(Timed::new(stream, UnixStream::set_read_timeout), channel))?,
+        Endpoint::HandedIn(_) => Err(Refused::Io(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "it is a socket that listens; nobody can connect to it by its descriptor",
+        ))),
         Endpoint::Tcp { host, port } => TcpStream::connect((host.as_str(), *port))
             .map_err(|error| cannot_connect(&endpoint.to_string(), &error))
             .map(|stream| exports(Timed::new(stream, TcpStream::set_read_timeout), channel))?,

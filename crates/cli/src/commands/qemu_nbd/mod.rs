@@ -10,6 +10,7 @@ use crate::host::{ImageHost, images};
 use crate::image_name::{Image, NO_SNAPSHOT, Naming, reason};
 use crate::server::daemon::Daemon;
 use crate::server::endpoint::{Endpoint, PORT};
+use crate::server::handed_in::{self, HandedIn};
 use crate::server::tls::{Mode, SecuredEndpoint, Tls};
 use crate::server::{pid_file, signals, threads};
 use crate::{messages, options, runtime, size, temporary, tls_objects};
@@ -189,7 +190,29 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
 }
 
 impl Args {
+    /// The only socket that a service manager has handed in, if it has, in qemu-nbd's words.
+    fn handed_in(&self) -> Result<Option<Endpoint>, Failure> {
+        let count = handed_in::count();
+        if count == 0 {
+            return Ok(None);
+        }
+        let refused = [
+            (self.socket.is_some(), "Unix socket can't be set when using socket activation"),
+            (self.bind.is_some(), "The interface can't be set when using socket activation"),
+            (self.port.is_some(), "TCP port number can't be set when using socket activation"),
+            (self.list, "List mode is incompatible with socket activation"),
+            (count > 1, "qemu-nbd does not support socket activation with LISTEN_FDS > 1"),
+        ];
+        match refused.into_iter().find(|(given, _)| *given) {
+            Some((_, message)) => Err(Failure::new(message)),
+            None => Ok(Some(Endpoint::HandedIn(HandedIn::Number(handed_in::FIRST)))),
+        }
+    }
+
     fn endpoint(&self) -> Result<Endpoint, Failure> {
+        if let Some(endpoint) = self.handed_in()? {
+            return Ok(endpoint);
+        }
         match &self.socket {
             Some(_) if self.bind.is_some() || self.port.is_some() => {
                 Err(Failure::new("Cannot use both a socket file and a TCP address"))
@@ -220,7 +243,7 @@ impl Args {
         let host = match (self.tls_hostname.as_deref(), endpoint) {
             (Some(host), _) => host,
             (None, Endpoint::Tcp { host, .. }) => host,
-            (None, Endpoint::Unix(_)) => {
+            (None, Endpoint::Unix(_) | Endpoint::HandedIn(_)) => {
                 return Err(Failure::new(
                     "a socket file has no host name; give the name in the server's certificate by \
                      --tls-hostname",

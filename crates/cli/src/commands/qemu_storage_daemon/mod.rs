@@ -15,7 +15,7 @@ use isobath_disk::{MetadataMode, OpenOptions};
 use isobath_export::registry::{Frontends, Listeners};
 use isobath_qmp::monitor::Monitor;
 use isobath_qmp::schema::{Object, check, from_text};
-use isobath_qmp::server::{self as qmp, Events, Service};
+use isobath_qmp::server::{self as qmp, ClientFiles, Events, Service};
 use isobath_ring::net::Access;
 use isobath_ring::{Handle, Signals, spawn};
 use serde_json::{Map, Value};
@@ -167,7 +167,12 @@ impl Args {
                 Failure::new(format_args!("--object {}: {reason}", options::printable(object)))
             };
             let arguments = Objects::arguments(object).map_err(failed)?;
-            let done = Box::pin(control.service().execute("object-add", arguments)).await;
+            let done = Box::pin(control.service().execute(
+                "object-add",
+                arguments,
+                &ClientFiles::default(),
+            ))
+            .await;
             done.map_err(|error| failed(error.to_string()))?;
         }
         let all = [
@@ -184,7 +189,9 @@ impl Args {
                     Failure::new(format_args!("{option} {}: {reason}", options::printable(text)))
                 };
                 let arguments = arguments(command.arguments, text, implied).map_err(failed)?;
-                let done = Box::pin(monitor.execute(command.name, arguments)).await;
+                let done =
+                    Box::pin(monitor.execute(command.name, arguments, &ClientFiles::default()))
+                        .await;
                 done.map_err(|error| failed(error.to_string()))?;
             }
         }

@@ -8,8 +8,10 @@ use super::throttle::{self, Throttling};
 use crate::cache::Cache;
 use crate::failure::Failure;
 use crate::image_name::SecretFile;
+use crate::server::add_fd::{self, AddFd};
 use crate::server::endpoint::Endpoint;
 use crate::server::group;
+use crate::server::handed_in::HandedIn;
 use crate::server::sandbox::SandboxArgs;
 use crate::server::tls::{SecuredEndpoint, TlsArgs};
 use crate::trust::Trusting;
@@ -22,6 +24,7 @@ use isobath_qmp::server as qmp;
 use isobath_ring::net::Access;
 #[cfg(feature = "slow-disk")]
 use isobath_storage_test::slow::SlowDisk;
+use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
@@ -40,9 +43,9 @@ pub(crate) struct Args {
     #[command(flatten)]
     pub(super) frontends: FrontendArgs,
     /// Listen for QMP connections, from 'isobath ctl' and other management programs, on a socket file or a TCP port (of
-    /// the loopback interface unless HOST is given); can be repeated. ',tls=required' or ',tls=off' behind it overrides
-    /// what --tls-creds says
-    #[arg(long, value_name = "unix:PATH|HOST:PORT")]
+    /// the loopback interface unless HOST is given), or on a socket that was handed in; can be repeated.
+    /// ',tls=required' or ',tls=off' behind it overrides what --tls-creds says
+    #[arg(long, value_name = "unix:PATH|HOST:PORT|fd:NAME")]
     pub(super) qmp: Vec<SecuredEndpoint>,
     /// Accept QMP clients of every user whom the permissions of the socket file let connect, not only of this server's
     /// user and root
@@ -52,8 +55,8 @@ pub(crate) struct Args {
     #[arg(long)]
     pub(super) insecure: bool,
     /// Serve Prometheus metrics over HTTP at /metrics, on a socket file or a TCP port (of the loopback interface unless
-    /// HOST is given); can be repeated
-    #[arg(long, value_name = "[HOST:]PORT|unix:PATH")]
+    /// HOST is given), or on a socket that was handed in; can be repeated
+    #[arg(long, value_name = "[HOST:]PORT|unix:PATH|fd:NAME")]
     pub(super) metrics: Vec<Endpoint>,
     #[command(flatten)]
     pub(super) tls: TlsArgs,
@@ -115,8 +118,16 @@ pub(crate) struct Args {
     pub(super) format: Option<ImageFormat>,
     #[command(flatten)]
     pub(super) trusting: Trusting,
+    /// The external data file of an image, instead of the one that it names; with several images, repeat the option,
+    /// one per image in order; an empty value leaves the choice to the image
+    #[arg(long, value_name = "FILE")]
+    pub(super) data_file: Vec<OsString>,
     #[command(flatten)]
     pub(super) sandbox: SandboxArgs,
+    /// Add a descriptor of an image, by its number or the name that a service manager gives it, to a set: the image is
+    /// then opened as /dev/fdset/M, for which no right to the file is needed; can be repeated, also for one set
+    #[arg(long, value_name = "fd=N,set=M[,opaque=TEXT]", value_parser = add_fd::parse)]
+    pub(super) add_fd: Vec<AddFd>,
     /// Number of threads that serve clients; each client is served by one thread [default: one per CPU, at most 8]
     #[arg(long, value_name = "N")]
     pub(super) threads: Option<NonZeroUsize>,
@@ -167,6 +178,31 @@ impl Args {
     /// Whether writes are refused.
     pub(super) fn is_read_only(&self) -> bool {
         self.read_only || self.snapshot.is_some()
+    }
+
+    /// The descriptors that the options name.
+    pub(super) fn handed_in(&self) -> impl Iterator<Item = &HandedIn> {
+        let controls = self.qmp.iter().map(|secured| &secured.endpoint);
+        let own = controls.chain(&self.metrics).filter_map(Endpoint::handed_in);
+        let files = self.add_fd.iter().map(|add| &add.descriptors);
+        self.frontends.handed_in().chain(own).chain(files)
+    }
+
+    /// The data file given for the image with this number.
+    pub(super) fn data_file(&self, image: usize) -> Option<PathBuf> {
+        let given = self.data_file.get(image).filter(|file| !file.is_empty());
+        given.map(PathBuf::from)
+    }
+
+    /// Refuses more data files than there are images.
+    pub(super) fn check_data_files(&self) -> Result<(), Failure> {
+        let (given, images) = (self.data_file.len(), self.images.len());
+        if given > images {
+            return Err(Failure::new(format_args!(
+                "--data-file is given {given} times for {images} images; give it at most once per image"
+            )));
+        }
+        Ok(())
     }
 
     /// The name of each image's export.

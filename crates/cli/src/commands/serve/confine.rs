@@ -30,7 +30,7 @@ pub(super) fn enter(args: &Args, secrets: &Secrets) -> Result<Confined, Failure>
     let mut sockets: Vec<PathBuf> = endpoints
         .filter_map(|endpoint| match endpoint {
             Endpoint::Unix(path) => Some(path.clone()),
-            Endpoint::Tcp { .. } => None,
+            Endpoint::Tcp { .. } | Endpoint::HandedIn(_) => None,
         })
         .collect();
     sockets.extend(args.frontends.socket_files()?);
@@ -56,13 +56,14 @@ async fn try_locks(args: &Args) -> Result<(), Failure> {
 /// opened cannot be opened.
 async fn image_files(args: &Args, secrets: &Secrets) -> Result<Vec<PathBuf>, Failure> {
     let mut files = Vec::new();
-    for image in &args.images {
+    for (number, image) in args.images.iter().enumerate() {
         // It needs no files, and its server may accept one connection only.
         if is_export(image) && args.format == Some(ImageFormat::Raw) {
             files.push(image.clone());
             continue;
         }
         let options = disks::options(args, secrets).trust(args.trusting.of(image)?);
+        let options = options.data_file(args.data_file(number));
         let options = options.writable(false).locking(Locking::Unlocked);
         let disk = Disk::open(images().clone(), image, &options).await?;
         files.push(image.clone());

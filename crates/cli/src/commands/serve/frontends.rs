@@ -2,6 +2,7 @@
 
 use crate::failure::Failure;
 use crate::server::endpoint::Endpoint;
+use crate::server::handed_in::HandedIn;
 use crate::server::listen::bind;
 use crate::server::runtime_directory;
 use crate::server::tls::{SecuredEndpoint, Tls};
@@ -89,12 +90,15 @@ fn choice(words: &[&str], text: &str) -> Result<Value, String> {
     })
 }
 
-/// `unix:PATH`
+/// `unix:PATH` or `fd:NAME`
 fn socket_file(text: &str) -> Result<Value, String> {
+    if text.starts_with("fd:") {
+        return text.parse().map(Value::Endpoint);
+    }
     match text.strip_prefix("unix:") {
         Some("") => Err("missing socket path after 'unix:'".into()),
         Some(path) => Ok(Value::Endpoint(Endpoint::Unix(path.into()))),
-        None => Err("write a socket file as unix:PATH".into()),
+        None => Err("write a socket file as unix:PATH, one handed in as fd:NAME".into()),
     }
 }
 
@@ -241,6 +245,17 @@ impl FrontendArgs {
         })
     }
 
+    /// The descriptors that the options name.
+    pub(super) fn handed_in(&self) -> impl Iterator<Item = &HandedIn> {
+        let locations = self.0.iter().flat_map(|given| &given.locations);
+        locations.filter_map(|location| match location {
+            Value::Endpoint(endpoint) | Value::Secured(SecuredEndpoint { endpoint, .. }) => {
+                endpoint.handed_in()
+            }
+            _ => None,
+        })
+    }
+
     /// Whether a file system is mounted.
     pub(super) fn mounts(&self) -> bool {
         let mut locations = self.0.iter().flat_map(|given| &given.locations);
@@ -351,6 +366,8 @@ mod tests {
         assert_eq!(socket_file("unix:/run/a"), Ok(Value::Endpoint(endpoint)));
         assert!(socket_file("unix:").is_err());
         assert!(socket_file("/run/a").is_err());
+        let handed_in = Endpoint::HandedIn(HandedIn::Name("a".into()));
+        assert_eq!(socket_file("fd:a"), Ok(Value::Endpoint(handed_in)));
     }
 
     #[test]

@@ -15,11 +15,12 @@ pub(crate) use args::Args;
 
 use crate::failure::{Failure, Outcome};
 use crate::host::images;
+use crate::server::add_fd::AddFd;
 use crate::server::daemon::Daemon;
 use crate::server::sandbox::Confined;
 use crate::server::signals::either;
 use crate::server::tls::Tls;
-use crate::server::{listen, log_file, pid_file, service_manager, signals, threads};
+use crate::server::{handed_in, listen, log_file, pid_file, service_manager, signals, threads};
 use crate::{messages, runtime};
 use announce::announce;
 use isobath_disk::LiveDisk;
@@ -39,7 +40,10 @@ use std::sync::Arc;
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let names = args.export_names()?;
+    handed_in::check(args.handed_in())?;
+    args.add_fd.iter().try_for_each(AddFd::add)?;
     args.frontends.check(args.images.len())?;
+    args.check_data_files()?;
     throttle::check(&args.throttle, &names)?;
     pausing::check(args)?;
     args.frontends.check_exports(&names, !args.qmp.is_empty())?;

@@ -3,6 +3,7 @@
 use super::Needs;
 use crate::failure::Failure;
 use crate::host;
+use isobath_storage::is_descriptor_set;
 use isobath_storage_file::RestartDirectories;
 use landlock::{
     ABI, Access, AccessFs, BitFlags, CompatLevel, Compatible, PathBeneath, PathFd, PathFdError,
@@ -86,7 +87,8 @@ fn rules(needs: &Needs, given: &[PathBuf], restart: Option<&RestartDirectories>)
         rules.allow(Path::new(path), read());
     }
     rules.allow(Path::new("/dev/null"), AccessFs::ReadFile | AccessFs::WriteFile);
-    let images = needs.images.iter().filter(|name| host::is_file_name(name));
+    let opened = |name: &&PathBuf| host::is_file_name(name) && !is_descriptor_set(name);
+    let images = needs.images.iter().filter(opened);
     images.for_each(|image| rules.allow_image(image, needs.writes));
     let sockets = if needs.connects { AccessFs::MakeSock.into() } else { Rights::empty() };
     for directory in given {
@@ -101,7 +103,8 @@ fn rules(needs: &Needs, given: &[PathBuf], restart: Option<&RestartDirectories>)
         rules.allow(&directory, written());
     }
     if let Some(restart) = restart {
-        rules.allow(&restart.parent, AccessFs::ReadDir.into());
+        // This user's own goes in the end. Only an empty directory can be removed, and only by its owner.
+        rules.allow(&restart.parent, AccessFs::ReadDir | AccessFs::RemoveDir);
         rules.allow(&restart.own, written());
         // An image's log may be its owner's, and is removed once it is applied. The files' permissions decide.
         let rights = if needs.writes { written() } else { read() };

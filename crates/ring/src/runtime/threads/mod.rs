@@ -58,10 +58,11 @@ impl Threads {
     }
 
     /// Makes wake-ups through an eventfd, which must not block, end waits.
-    pub(super) fn listen(&self, eventfd: i32) {
-        if let Err(error) = self.readiness.listen(eventfd) {
-            panic!("an executor's eventfd cannot be watched: {error}");
-        }
+    ///
+    /// # Errors
+    /// It cannot be watched.
+    pub(super) fn listen(&self, eventfd: i32) -> io::Result<()> {
+        self.readiness.listen(eventfd)
     }
 
     /// Waits as requested, unless there are completions. Returns whether there was a wake-up.

@@ -63,7 +63,7 @@ impl Readiness {
         // SAFETY: a plain system call.
         let epoll = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
         if epoll < 0 {
-            return Err(io::Error::last_os_error());
+            return Err(explained(&io::Error::last_os_error()));
         }
         let readiness = Self {
             // SAFETY: the descriptor was just created and has no other owner.
@@ -73,18 +73,20 @@ impl Readiness {
             bell,
             wake: Cell::new(None),
         };
-        readiness.control(libc::EPOLL_CTL_ADD, bell, libc::EPOLLIN as u32)?;
+        readiness.watch_eventfd(bell)?;
         Ok(readiness)
     }
 
-    /// Makes an eventfd end waits.
+    /// Makes an eventfd end waits, from now on.
     pub(super) fn listen(&self, eventfd: RawFd) -> io::Result<()> {
-        if self.wake.get() == Some(eventfd) {
-            return Ok(());
-        }
-        self.control(libc::EPOLL_CTL_ADD, eventfd, libc::EPOLLIN as u32)?;
+        self.watch_eventfd(eventfd)?;
         self.wake.set(Some(eventfd));
         Ok(())
+    }
+
+    fn watch_eventfd(&self, eventfd: RawFd) -> io::Result<()> {
+        let watched = self.control(libc::EPOLL_CTL_ADD, eventfd, libc::EPOLLIN as u32);
+        watched.map_err(|error| explained(&error))
     }
 
     fn control(&self, what: i32, file: RawFd, events: u32) -> io::Result<()> {
@@ -257,6 +259,18 @@ fn unwatched(call: &Call, events: u32, error: &io::Error) -> i32 {
     }
 }
 
+/// Why an executor cannot be set up, for people.
+fn explained(error: &io::Error) -> io::Error {
+    let hint = match error.raw_os_error() {
+        Some(libc::ENOSPC) => {
+            "; this user's watches are used up: raise the sysctl fs.epoll.max_user_watches"
+        }
+        _ => "",
+    };
+    let kind = io::Error::from_raw_os_error(shortage(error)).kind();
+    io::Error::new(kind, format!("cannot set up epoll: {error}{hint}"))
+}
+
 /// The error of an operation whose file cannot be watched. A lack of watches is no lack of space on a disk.
 fn shortage(error: &io::Error) -> i32 {
     match error.raw_os_error() {
@@ -289,4 +303,18 @@ fn clear(eventfd: RawFd) {
 fn check(call: &str) {
     let error = io::Error::last_os_error();
     assert!(error.kind() == io::ErrorKind::Interrupted, "{call} failed: {error}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lack_of_watches_is_explained_and_is_no_lack_of_space() {
+        let error = explained(&io::Error::from_raw_os_error(libc::ENOSPC));
+        assert_eq!(error.kind(), io::ErrorKind::OutOfMemory);
+        assert!(error.to_string().contains("fs.epoll.max_user_watches"), "{error}");
+        let error = explained(&io::Error::from_raw_os_error(libc::EMFILE));
+        assert!(!error.to_string().contains("watches"), "{error}");
+    }
 }

@@ -1,0 +1,79 @@
+//! The descriptors that a client sends beside its requests (`SCM_RIGHTS`).
+
+use crate::error::QmpError;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+
+/// The most that a client can keep by names.
+const MOST_NAMED: usize = 16;
+
+/// A client's descriptors; they are closed when it leaves.
+#[derive(Debug, Default)]
+pub struct ClientFiles {
+    /// Those that arrived last, and that no command has used yet.
+    arrived: RefCell<Vec<OwnedFd>>,
+    /// Those that `getfd` has named.
+    named: RefCell<BTreeMap<String, OwnedFd>>,
+}
+
+impl ClientFiles {
+    /// Keeps descriptors for the next command that uses one, as QEMU does: those that arrived before are closed.
+    pub(super) fn arrive(&self, files: Vec<OwnedFd>) {
+        if !files.is_empty() {
+            drop(self.arrived.replace(files));
+        }
+    }
+
+    /// Takes the first of those that arrived last; the others are closed.
+    ///
+    /// # Errors
+    /// None has arrived.
+    pub(crate) fn take(&self) -> Result<OwnedFd, QmpError> {
+        let first = self.arrived.take().into_iter().next();
+        first.ok_or_else(|| QmpError::new("No file descriptor supplied via SCM_RIGHTS"))
+    }
+
+    /// `getfd`: names it; one that had the name is closed.
+    ///
+    /// # Errors
+    /// None has arrived, the name is none, or there are too many.
+    pub(super) fn keep(&self, name: &str) -> Result<(), QmpError> {
+        let file = self.take()?;
+        if name.starts_with(|first: char| first.is_ascii_digit()) {
+            return Err(QmpError::new(
+                "Parameter 'fdname' expects a name not starting with a digit",
+            ));
+        }
+        let mut named = self.named.borrow_mut();
+        if named.len() >= MOST_NAMED && !named.contains_key(name) {
+            return Err(QmpError::new(format_args!(
+                "{MOST_NAMED} file descriptors have names already; use them, or close some with closefd"
+            )));
+        }
+        named.insert(name.to_owned(), file);
+        Ok(())
+    }
+
+    /// `closefd`
+    ///
+    /// # Errors
+    /// None has the name.
+    pub(super) fn close(&self, name: &str) -> Result<(), QmpError> {
+        self.named
+            .borrow_mut()
+            .remove(name)
+            .map(drop)
+            .ok_or_else(|| QmpError::new(format_args!("File descriptor named '{name}' not found")))
+    }
+
+    /// Takes the one that `getfd` has given this name.
+    ///
+    /// # Errors
+    /// None has it.
+    pub(crate) fn take_named(&self, name: &str) -> Result<OwnedFd, QmpError> {
+        self.named.borrow_mut().remove(name).ok_or_else(|| {
+            QmpError::new(format_args!("File descriptor named '{name}' has not been found"))
+        })
+    }
+}
