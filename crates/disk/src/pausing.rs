@@ -139,11 +139,11 @@ impl State {
         !self.stopped && self.failure(direction).is_none()
     }
 
-    fn failure(&self, direction: Direction) -> &Option<Pause> {
+    fn failure(&self, direction: Direction) -> Option<&Pause> {
         let [read, write] = &self.failures;
         match direction {
-            Direction::Read => read,
-            Direction::Write => write,
+            Direction::Read => read.as_ref(),
+            Direction::Write => write.as_ref(),
         }
     }
 

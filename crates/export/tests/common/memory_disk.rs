@@ -2,6 +2,7 @@
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, clippy::expect_used)]
 
 use isobath_disk::clock::SystemClock;
+use isobath_disk::pausing::Pausing;
 use isobath_disk::throttle::{Direction, Drained, Group, Limits, Throttle};
 use isobath_disk::{BlockDevice, BlockStatus, DiskError, Result, ZeroFlags};
 use isobath_storage::{IoBuf, Operation, StorageError};
@@ -42,6 +43,9 @@ pub struct MemoryDisk {
     pub broken: Option<(u64, i32)>,
     /// Flushes fail.
     pub broken_flush: bool,
+    /// While it is some, requests of this direction fail with this error number.
+    pub failing: Mutex<Option<(Direction, i32)>>,
+    pub pausing: Pausing,
     /// How often a request gives way before it is carried out.
     pub delay: usize,
     /// No request is carried out while this is some: those that wait for it.
@@ -75,6 +79,8 @@ impl MemoryDisk {
             slow_zeroes: false,
             broken: None,
             broken_flush: false,
+            failing: Mutex::default(),
+            pausing: Pausing::new(Arc::<SystemClock>::default()),
             delay: 0,
             held: Mutex::new(None),
             flushes: AtomicUsize::new(0),
@@ -137,6 +143,17 @@ impl MemoryDisk {
         }
     }
 
+    /// Fails as the storage would.
+    fn ask_storage(&self, direction: Direction) -> Result<()> {
+        match *self.failing.lock() {
+            Some((of, errno)) if of == direction => {
+                let error = std::io::Error::from_raw_os_error(errno);
+                Err(StorageError::new(Operation::Write, Path::new("full.img"), error).into())
+            }
+            _ => Ok(()),
+        }
+    }
+
     async fn enter(&self, offset: u64, length: u64) -> Result<Running<'_>> {
         let running = self.running.fetch_add(1, Ordering::Relaxed) + 1;
         self.most_running.fetch_max(running, Ordering::Relaxed);
@@ -192,8 +209,13 @@ impl BlockDevice for MemoryDisk {
         self.throttle.drain()
     }
 
+    fn pausing(&self) -> Option<&Pausing> {
+        Some(&self.pausing)
+    }
+
     async fn read(&self, offset: u64, mut buf: IoBuf) -> Result<IoBuf> {
         let _running = self.enter(offset, buf.len() as u64).await?;
+        self.ask_storage(Direction::Read)?;
         let content = self.content.lock();
         let range = offset as usize..offset as usize + buf.len();
         buf.copy_from_slice(&content.bytes[range]);
@@ -203,6 +225,7 @@ impl BlockDevice for MemoryDisk {
 
     async fn write(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         let _running = self.enter(offset, buf.len() as u64).await?;
+        self.ask_storage(Direction::Write)?;
         let length = buf.len() as u64;
         self.update(offset, length, Block::Data(0), |bytes| bytes.copy_from_slice(&buf));
         Ok(buf)
@@ -210,6 +233,7 @@ impl BlockDevice for MemoryDisk {
 
     async fn write_zeroes(&self, offset: u64, length: u64, flags: ZeroFlags) -> Result<()> {
         let _running = self.enter(offset, length).await?;
+        self.ask_storage(Direction::Write)?;
         if flags.only_fast && self.slow_zeroes {
             return Err(DiskError::Unsupported("zeroing is not fast here".into()));
         }
@@ -220,12 +244,14 @@ impl BlockDevice for MemoryDisk {
 
     async fn discard(&self, offset: u64, length: u64) -> Result<()> {
         let _running = self.enter(offset, length).await?;
+        self.ask_storage(Direction::Write)?;
         self.update(offset, length, Block::Zero(0), |bytes| bytes.fill(0));
         Ok(())
     }
 
     async fn flush(&self) -> Result<()> {
         let _running = self.enter(0, 0).await?;
+        self.ask_storage(Direction::Write)?;
         if self.broken_flush {
             let error = std::io::Error::from_raw_os_error(libc::EIO);
             let name = Path::new("broken.img");

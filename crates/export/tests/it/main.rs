@@ -11,6 +11,7 @@ mod fuse_loop;
 #[path = "../common/fuse_mount.rs"]
 mod fuse_mount;
 mod fuse_mounting;
+mod fuse_pauses;
 mod fuse_random;
 #[path = "../common/memory_disk.rs"]
 mod memory_disk;
@@ -29,6 +30,7 @@ mod vhost_hostile;
 mod vhost_killed;
 mod vhost_limits;
 mod vhost_neighbours;
+mod vhost_pauses;
 #[path = "../common/vhost_process.rs"]
 mod vhost_process;
 #[path = "../common/vhost_raw.rs"]

@@ -90,11 +90,11 @@ fn shown(disks: &Value, address: &str) -> String {
     let is_in = |wanted| entries(disks).any(|disk| state(disk) == wanted);
     let go_on = format!("'isobath ctl {address} cont'");
     if is_in("paused") {
-        let advice =
-            format!("Remove the cause of the failure, then let the disks go on: {go_on}\n");
-        shown.push_str(&advice);
+        shown.push_str("Remove the cause of the failure, then let the disks go on: ");
+        shown.push_str(&(go_on + "\n"));
     } else if is_in("stopped") {
-        shown.push_str(&format!("To let the disks go on: {go_on}\n"));
+        shown.push_str("To let the disks go on: ");
+        shown.push_str(&(go_on + "\n"));
     }
     shown
 }

@@ -1,0 +1,206 @@
+//! A disk under a guest that pauses when the storage fails.
+
+use crate::memory_disk::MemoryDisk;
+use crate::vhost_raw::{DATA, FEATURES, NEXT, Raw, WRITE, descriptor, header, receive_with_file};
+use crate::vhost_served::VhostServed;
+use isobath_disk::pausing::{OnFailure, Policies};
+use isobath_disk::throttle::Direction;
+use isobath_disk::{LiveDisk, OpenOptions};
+use isobath_export::vhost_user::Options;
+use isobath_ring::block_on;
+use isobath_storage::Operation;
+use isobath_storage_file::FileHost;
+use isobath_storage_test::fault::{Fault, FaultHost, Plan};
+use isobath_testkit::{qemu, until};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Where the request that is held has its header, its data and its status.
+const HELD: u64 = DATA + 0x1_0000;
+const STATUS: u64 = HELD + 16;
+/// Its first descriptor: requests of [`Raw::transfer`] use those before.
+const HEAD: u16 = 8;
+/// Bytes of the list of those in flight, for one queue of 16.
+const LIST: usize = 320;
+
+const STOP: Policies = Policies { reads: OnFailure::Stop, writes: OnFailure::Stop };
+
+/// A disk that pauses, and on which requests of this direction fail.
+fn failing(direction: Direction) -> VhostServed<MemoryDisk> {
+    let disk = MemoryDisk::new(1 << 20).with(0, 512, 3, 0);
+    disk.pausing.set_policies(STOP);
+    *disk.failing.lock() = Some((direction, libc::ENOSPC));
+    VhostServed::new(Arc::new(disk), Options::default(), 1)
+}
+
+/// Sends a request for the first sector.
+fn send(raw: &Raw, direction: Direction) {
+    let (kind, flags) = if direction == Direction::Read { (0, WRITE) } else { (1, 0) };
+    raw.memory.write(HELD, &header(kind, 0));
+    raw.memory.write(STATUS, &[0xee]);
+    raw.memory.write(HELD + 0x200, &[7; 512]);
+    raw.describe(0, HEAD, descriptor(HELD, 16, NEXT, HEAD + 1));
+    raw.describe(0, HEAD + 1, descriptor(HELD + 0x200, 512, NEXT | flags, HEAD + 2));
+    raw.describe(0, HEAD + 2, descriptor(STATUS, 1, WRITE, 0));
+    raw.offer(0, HEAD);
+    raw.kick(0);
+}
+
+fn status(raw: &Raw) -> u8 {
+    raw.memory.read(STATUS, 1)[0]
+}
+
+fn until_held(disk: &MemoryDisk, count: usize) {
+    until(&format!("{count} requests to be held"), || disk.pausing.state().waiting == count);
+}
+
+/// The storage is well again, and the operator lets the disk go on.
+fn go_on(disk: &MemoryDisk) {
+    *disk.failing.lock() = None;
+    disk.pausing.resume();
+}
+
+/// A client that has asked for a list of those in flight, on a queue that runs.
+fn listed(served: &VhostServed<MemoryDisk>) -> (Raw, Vec<u8>, File) {
+    let raw = Raw::connect(&served.socket, 1, 16);
+    raw.agree(FEATURES);
+    // 1 queue of 16.
+    let ask = [vec![0; 16], vec![1, 0, 16, 0]].concat();
+    raw.tell(31, &ask);
+    let (body, file) = receive_with_file(&raw.socket, 31);
+    let file = File::from(file);
+    assert!(raw.is_done(32, &body, &[&file]));
+    raw.start_queue(0, 0);
+    (raw, body, file)
+}
+
+/// Whether the list has the request.
+fn is_listed(list: &File) -> bool {
+    let mut bytes = [0; LIST];
+    list.read_exact_at(&mut bytes, 0).unwrap();
+    let marks: Vec<usize> = (0..16).filter(|head| bytes[16 + 16 * head] != 0).collect();
+    assert!(marks.is_empty() || marks == [usize::from(HEAD)], "{marks:?}");
+    !marks.is_empty()
+}
+
+#[test]
+fn a_request_that_is_held_is_answered_after_the_disk_goes_on() {
+    for direction in [Direction::Read, Direction::Write] {
+        let served = failing(direction);
+        let raw = Raw::start(&served.socket, 1, 16, FEATURES);
+        send(&raw, direction);
+        until_held(&served.device, 1);
+        // Those of the other direction go on.
+        let other = u32::from(direction == Direction::Read);
+        assert_eq!(raw.transfer(0, other, 64, &[9; 512]).0, 0);
+        // Nothing has changed: it is held again.
+        served.device.pausing.resume();
+        until_held(&served.device, 1);
+        assert_eq!((status(&raw), raw.used_index(0)), (0xee, 1));
+        go_on(&served.device);
+        raw.wait_used(0, 2);
+        assert_eq!((raw.used(0, 1).0, status(&raw)), (u32::from(HEAD), 0));
+        match direction {
+            Direction::Read => assert_eq!(raw.memory.read(HELD + 0x200, 512), [3; 512]),
+            Direction::Write => assert_eq!(served.device.bytes(0, 512), [7; 512]),
+        }
+        raw.assert_works(0);
+    }
+}
+
+#[test]
+fn the_next_server_carries_out_what_a_paused_disk_has_held() {
+    let mut served = failing(Direction::Write);
+    let (raw, body, list) = listed(&served);
+    send(&raw, Direction::Write);
+    until_held(&served.device, 1);
+    served.stop();
+    assert_eq!((status(&raw), raw.used_index(0)), (0xee, 0), "it is not answered");
+    assert!(is_listed(&list));
+    go_on(&served.device);
+    served.restart(Options::default());
+    let raw = Raw { socket: UnixStream::connect(&served.socket).unwrap(), ..raw };
+    raw.agree(FEATURES);
+    assert!(raw.is_done(32, &body, &[&list]));
+    raw.start_queue(0, 0);
+    raw.wait_used(0, 1);
+    assert_eq!((raw.used(0, 0).0, status(&raw)), (u32::from(HEAD), 0));
+    assert_eq!(served.device.bytes(0, 512), [7; 512]);
+    raw.assert_works(0);
+    assert_eq!(raw.stop_queue(0), 3);
+    assert!(!is_listed(&list));
+}
+
+#[test]
+fn a_device_that_is_reset_forgets_what_a_paused_disk_has_held() {
+    let served = failing(Direction::Write);
+    let (raw, _, list) = listed(&served);
+    send(&raw, Direction::Write);
+    until_held(&served.device, 1);
+    assert_eq!((raw.stop_queue(0), raw.used_index(0)), (1, 0));
+    assert!(is_listed(&list));
+    assert!(raw.is_done(34, &[], &[]));
+    assert!(!is_listed(&list));
+    go_on(&served.device);
+    assert_eq!(served.device.bytes(0, 512), [3; 512]);
+}
+
+#[test]
+fn without_a_list_a_held_request_fails_when_its_queue_stops() {
+    let served = failing(Direction::Write);
+    let raw = Raw::start(&served.socket, 1, 16, FEATURES);
+    send(&raw, Direction::Write);
+    until_held(&served.device, 1);
+    assert_eq!((raw.stop_queue(0), raw.used_index(0), status(&raw)), (1, 1, 1));
+    // A client that leaves does not wait for the disk either.
+    raw.start_queue(0, 1);
+    send(&raw, Direction::Write);
+    until_held(&served.device, 1);
+    drop(raw);
+    served.wait_connected(false);
+    until_held(&served.device, 0);
+    go_on(&served.device);
+    Raw::start(&served.socket, 1, 16, FEATURES).assert_works(0);
+}
+
+#[test]
+fn a_disk_that_accepts_no_more_writes_pauses_once_each_time_that_it_goes_on() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("disk.qcow2");
+    qemu::create(&image, "qcow2", 1 << 20, "");
+    let plan = Plan::new();
+    let open = OpenOptions::new().writable(true);
+    let host = FaultHost::new(FileHost, plan.clone());
+    let disk = block_on(LiveDisk::open(host, &image, &open)).unwrap();
+    let pauses = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&pauses);
+    disk.pausing().set_policies(STOP);
+    disk.pausing().on_pause(Box::new(move |_| {
+        counted.fetch_add(1, Ordering::SeqCst);
+    }));
+    let served = VhostServed::new(disk.clone(), Options::default(), 1);
+    let raw = Raw::start(&served.socket, 1, 16, FEATURES);
+    raw.assert_works(0);
+    plan.add(Fault::new(Operation::Flush, 0));
+    // Flushes of which the first fails, and a write.
+    raw.memory.write(HELD, &header(4, 0));
+    raw.describe(0, HEAD, descriptor(HELD, 16, NEXT, HEAD + 1));
+    raw.describe(0, HEAD + 1, descriptor(STATUS, 1, WRITE, 0));
+    raw.offer(0, HEAD);
+    raw.kick(0);
+    for round in 1..4 {
+        until("the flush to be held", || disk.pausing().state().waiting == 1);
+        assert_eq!(pauses.load(Ordering::SeqCst), round);
+        assert_eq!(raw.used_index(0), 2);
+        disk.pausing().resume();
+        until("the next pause", || pauses.load(Ordering::SeqCst) > round);
+    }
+    disk.pausing().set_policies(Policies::default());
+    raw.wait_used(0, 3);
+    assert_eq!(status(&raw), 1);
+    drop((raw, served));
+    assert!(block_on(disk.close()).is_err());
+}
