@@ -46,7 +46,7 @@ impl OnFailure {
         match self {
             Self::Report => false,
             Self::Enospc => is_no_space(error),
-            Self::Stop => is_of_storage(error),
+            Self::Stop => is_of_storage(error) && may_pass_later(error),
         }
     }
 }
@@ -58,15 +58,18 @@ pub(crate) fn is_no_space(error: &DiskError) -> bool {
 
 /// Whether the storage failed, and not the request itself.
 pub(crate) fn is_of_storage(error: &DiskError) -> bool {
-    let is_of_request = matches!(
+    !matches!(
         error,
         DiskError::OutOfRange { .. }
             | DiskError::ReadOnly
-            | DiskError::Disguise { .. }
             | DiskError::Unsupported(_)
             | DiskError::Closed
-    );
-    !is_of_request && error.errno() != libc::ENOTSUP
+    )
+}
+
+/// Whether the same request may succeed later.
+fn may_pass_later(error: &DiskError) -> bool {
+    !matches!(error, DiskError::Disguise { .. }) && error.errno() != libc::ENOTSUP
 }
 
 /// What becomes of a disk's requests when the storage fails.

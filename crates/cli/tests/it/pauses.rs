@@ -135,6 +135,28 @@ fn a_write_without_space_waits_until_there_is_some() {
 }
 
 #[test]
+fn a_snapshot_elsewhere_gives_a_paused_disk_its_space() {
+    let (full, sockets) = (Full::new(), tempfile::tempdir().unwrap());
+    let elsewhere = sockets.path().to_str().unwrap();
+    let options = ["--werror", "enospc", "--sandbox-dir", elsewhere];
+    let (served, mut client) = serve(&full, sockets.path(), &options);
+    let mut guest = QemuIo::open("raw", served.uri("disk"));
+    guest.ok("aio_write -P 0x5a 0 1M");
+    until_held(&mut client, 1);
+    let overlay = sockets.path().join("over.qcow2");
+    let arguments = json!({"device": "disk", "snapshot-file": overlay});
+    client.execute("blockdev-snapshot-sync", arguments).unwrap();
+    assert_eq!(disk(&mut client)["held"], 1);
+    client.execute("cont", json!({})).unwrap();
+    guest.ok("aio_flush");
+    guest.ok("flush");
+    drop((guest, client));
+    let _ = served.server.stop().ok();
+    let _ = qemu::io(&overlay, "qcow2", &["read -P 0x5a 0 1M"]).ok();
+    let _ = qemu::img(args!["check", overlay]).ok();
+}
+
+#[test]
 fn a_server_that_ends_waits_for_no_paused_request() {
     let (full, sockets) = (Full::new(), tempfile::tempdir().unwrap());
     let options = ["--werror", "stop", "--throttle", "iops-total=100000"];

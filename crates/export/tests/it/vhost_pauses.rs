@@ -3,7 +3,7 @@
 use crate::memory_disk::MemoryDisk;
 use crate::vhost_raw::{DATA, FEATURES, NEXT, Raw, WRITE, descriptor, header, receive_with_file};
 use crate::vhost_served::VhostServed;
-use isobath_disk::pausing::{OnFailure, Policies};
+use isobath_disk::pausing::{OnFailure, Pause, Policies};
 use isobath_disk::throttle::Direction;
 use isobath_disk::{LiveDisk, OpenOptions};
 use isobath_export::vhost_user::Options;
@@ -17,6 +17,7 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use tempfile::TempDir;
 
 /// Where the request that is held has its header, its data and its status.
 const HELD: u64 = DATA + 0x1_0000;
@@ -166,41 +167,90 @@ fn without_a_list_a_held_request_fails_when_its_queue_stops() {
     Raw::start(&served.socket, 1, 16, FEATURES).assert_works(0);
 }
 
+/// A qcow2 disk that pauses, under a guest that has written; faults of its storage; how often it has paused.
+struct Image {
+    raw: Raw,
+    served: VhostServed<LiveDisk<FaultHost<FileHost>>>,
+    disk: Arc<LiveDisk<FaultHost<FileHost>>>,
+    plan: Plan,
+    pauses: Arc<AtomicUsize>,
+    _directory: TempDir,
+}
+
+impl Image {
+    fn new(policies: Policies) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join("disk.qcow2");
+        qemu::create(&image, "qcow2", 1 << 20, "");
+        let plan = Plan::new();
+        let open = OpenOptions::new().writable(true);
+        let host = FaultHost::new(FileHost, plan.clone());
+        let disk = block_on(LiveDisk::open(host, &image, &open)).unwrap();
+        let pauses = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&pauses);
+        disk.pausing().set_policies(policies);
+        disk.pausing().on_pause(Box::new(move |_| {
+            counted.fetch_add(1, Ordering::SeqCst);
+        }));
+        let served = VhostServed::new(disk.clone(), Options::default(), 1);
+        let raw = Raw::start(&served.socket, 1, 16, FEATURES);
+        raw.assert_works(0);
+        Self { raw, served, disk, plan, pauses, _directory: directory }
+    }
+
+    fn send_flush(&self) {
+        let raw = &self.raw;
+        raw.memory.write(HELD, &header(4, 0));
+        raw.memory.write(STATUS, &[0xee]);
+        raw.describe(0, HEAD, descriptor(HELD, 16, NEXT, HEAD + 1));
+        raw.describe(0, HEAD + 1, descriptor(STATUS, 1, WRITE, 0));
+        raw.offer(0, HEAD);
+        raw.kick(0);
+    }
+
+    fn until_held(&self) -> Vec<Pause> {
+        until("a request to be held", || self.disk.pausing().state().waiting == 1);
+        self.disk.pausing().state().failures
+    }
+
+    /// The disk has accepted no more writes.
+    fn end_poisoned(self) {
+        drop((self.raw, self.served));
+        assert!(block_on(self.disk.close()).is_err());
+    }
+}
+
 #[test]
 fn a_disk_that_accepts_no_more_writes_pauses_once_each_time_that_it_goes_on() {
-    let directory = tempfile::tempdir().unwrap();
-    let image = directory.path().join("disk.qcow2");
-    qemu::create(&image, "qcow2", 1 << 20, "");
-    let plan = Plan::new();
-    let open = OpenOptions::new().writable(true);
-    let host = FaultHost::new(FileHost, plan.clone());
-    let disk = block_on(LiveDisk::open(host, &image, &open)).unwrap();
-    let pauses = Arc::new(AtomicUsize::new(0));
-    let counted = Arc::clone(&pauses);
-    disk.pausing().set_policies(STOP);
-    disk.pausing().on_pause(Box::new(move |_| {
-        counted.fetch_add(1, Ordering::SeqCst);
-    }));
-    let served = VhostServed::new(disk.clone(), Options::default(), 1);
-    let raw = Raw::start(&served.socket, 1, 16, FEATURES);
-    raw.assert_works(0);
-    plan.add(Fault::new(Operation::Flush, 0));
-    // Flushes of which the first fails, and a write.
-    raw.memory.write(HELD, &header(4, 0));
-    raw.describe(0, HEAD, descriptor(HELD, 16, NEXT, HEAD + 1));
-    raw.describe(0, HEAD + 1, descriptor(STATUS, 1, WRITE, 0));
-    raw.offer(0, HEAD);
-    raw.kick(0);
+    let image = Image::new(STOP);
+    image.plan.add(Fault::new(Operation::Flush, 0));
+    image.send_flush();
+    let pauses = || image.pauses.load(Ordering::SeqCst);
     for round in 1..4 {
-        until("the flush to be held", || disk.pausing().state().waiting == 1);
-        assert_eq!(pauses.load(Ordering::SeqCst), round);
-        assert_eq!(raw.used_index(0), 2);
-        disk.pausing().resume();
-        until("the next pause", || pauses.load(Ordering::SeqCst) > round);
+        let failures = image.until_held();
+        assert_eq!((failures.len(), pauses(), image.raw.used_index(0)), (1, round, 2));
+        image.disk.pausing().resume();
+        until("the next pause", || pauses() > round);
     }
-    disk.pausing().set_policies(Policies::default());
-    raw.wait_used(0, 3);
-    assert_eq!(status(&raw), 1);
-    drop((raw, served));
-    assert!(block_on(disk.close()).is_err());
+    let reason = &image.until_held()[0].reason;
+    assert!(reason.contains("accepts no more writes"), "{reason}");
+    image.disk.pausing().set_policies(Policies::default());
+    image.raw.wait_used(0, 3);
+    assert_eq!(status(&image.raw), 1);
+    image.end_poisoned();
+}
+
+#[test]
+fn a_flush_without_space_for_tables_pauses_the_disk_and_fails_when_it_goes_on() {
+    let image = Image::new(Policies { reads: OnFailure::Report, writes: OnFailure::Enospc });
+    image.plan.add(Fault::new(Operation::Write, 0).errno(libc::ENOSPC).forever());
+    image.send_flush();
+    let failures = image.until_held();
+    assert!(failures[0].no_space, "{failures:?}");
+    image.plan.clear();
+    image.disk.pausing().resume();
+    // The commit was not whole, so that nothing may succeed after it.
+    image.raw.wait_used(0, 3);
+    assert_eq!((status(&image.raw), image.pauses.load(Ordering::SeqCst)), (1, 1));
+    image.end_poisoned();
 }
