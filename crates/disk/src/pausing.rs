@@ -291,7 +291,8 @@ impl Pausing {
         if fails(&self.state.lock()) { Held::Fails } else { Held::Again }
     }
 
-    /// Pauses the disk, unless it is paused or has continued since the attempt began; returns whether the request waits.
+    /// Pauses the disk, unless it is paused or has continued since the attempt began. Returns whether the request
+    /// waits.
     fn pause(&self, round: u64, direction: Direction, error: &DiskError) -> bool {
         let pause = {
             let mut state = self.state.lock();

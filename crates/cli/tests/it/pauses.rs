@@ -135,6 +135,24 @@ fn a_write_without_space_waits_until_there_is_some() {
 }
 
 #[test]
+fn a_flush_while_writes_wait_for_space_succeeds_and_they_go_on() {
+    let (full, sockets) = (Full::new(), tempfile::tempdir().unwrap());
+    let (served, mut client) = serve(&full, sockets.path(), &["--werror", "enospc"]);
+    let mut guest = QemuIo::open("raw", served.uri("disk"));
+    guest.ok("aio_write -P 0x5a 0 1M");
+    until_held(&mut client, 1);
+    QemuIo::open("raw", served.uri("disk")).ok("flush");
+    full.make_room();
+    client.execute("cont", json!({})).unwrap();
+    guest.ok("aio_flush");
+    guest.ok("flush");
+    drop((guest, client));
+    let _ = served.server.stop().ok();
+    let _ = qemu::io(&full.image(), "qcow2", &["read -P 0x5a 0 1M"]).ok();
+    let _ = qemu::img(args!["check", full.image()]).ok();
+}
+
+#[test]
 fn a_snapshot_elsewhere_gives_a_paused_disk_its_space() {
     let (full, sockets) = (Full::new(), tempfile::tempdir().unwrap());
     let elsewhere = sockets.path().to_str().unwrap();
@@ -171,8 +189,8 @@ fn a_server_that_ends_waits_for_no_paused_request() {
     drop(gone);
     until_held(&mut client, 2);
     drop(client);
-    // There is no space for what is left to be written at the end either, and it says so.
-    let done = served.server.stop().exits(1);
+    // What failed has left nothing behind for which the image would need space now.
+    let done = served.server.stop().ok();
     assert!(done.stderr.contains("No space left"), "{}", done.report());
     let text = guest.run("aio_flush");
     assert!(text.contains("failed"), "{text}");

@@ -104,10 +104,10 @@ pub(crate) struct Args {
     /// With several images, repeat the option, one per image in order; an empty value sets no limit
     #[arg(long, value_name = "LIMIT=N,...", value_parser = throttle::parse)]
     pub(super) throttle: Vec<Throttling>,
-    /// What a client's write, discard or flush does when the storage fails. 'report': it fails. 'stop': the disk pauses:
-    /// the request and those after it wait until 'isobath ctl SOCKET cont' has them tried again; reads go on. 'enospc':
-    /// like 'stop' if there is no space left, otherwise like 'report'. All but 'report' need --qmp. With several images,
-    /// give the option once for all, or repeat it, one per image in order [default: report]
+    /// What a client's write, discard or flush does when the storage fails. 'report': it fails. 'stop': the disk
+    /// pauses: the request and those after it wait until 'isobath ctl SOCKET cont' has them tried again; reads go on.
+    /// 'enospc': like 'stop' if there is no space left, otherwise like 'report'. All but 'report' need --qmp. With
+    /// several images, give the option once for all, or repeat it, one per image in order [default: report]
     #[arg(long, value_name = "report|enospc|stop", value_parser = pausing::of_writes)]
     pub(super) werror: Vec<OnFailure>,
     /// The same for a client's read

@@ -45,7 +45,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     args.frontends.check(args.images.len())?;
     args.check_data_files()?;
     throttle::check(&args.throttle, &names)?;
-    pausing::check(args)?;
+    pausing::check(&args.werror, &args.rerror, args.images.len(), !args.qmp.is_empty())?;
     args.frontends.check_exports(&names, !args.qmp.is_empty())?;
     args.tls.check_qmp(&args.qmp, args.insecure)?;
     args.tls.check(args.frontends.addresses().chain(&args.qmp))?;
@@ -136,7 +136,7 @@ async fn serve<H: Host + Clone>(
     let monitor = Monitor::new(host, opening, drives.collect(), frontends.clone(), events.clone());
     let control = qmp::Server::new(monitor, events, args.qmp_limits());
     let monitor = control.service();
-    pausing::apply(args, monitor);
+    pausing::apply(&args.werror, &args.rerror, monitor);
     let limited = throttle::apply(&args.throttle, monitor);
     let exported = limited.and_then(|()| args.frontends.export(monitor, &frontends, access));
     if let Err(failure) = exported {

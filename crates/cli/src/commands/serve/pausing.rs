@@ -1,6 +1,5 @@
 //! The values of `--werror` and `--rerror`.
 
-use super::Args;
 use crate::failure::Failure;
 use isobath_disk::pausing::{OnFailure, Policies};
 use isobath_qmp::monitor::Monitor;
@@ -18,9 +17,13 @@ pub(super) fn of_reads(name: &str) -> Result<OnFailure, String> {
 }
 
 /// Refuses values for some of several images only, and disks that would pause with nobody to let them go on.
-pub(super) fn check(args: &Args) -> Result<(), Failure> {
-    let images = args.images.len();
-    for (option, values) in [("--werror", &args.werror), ("--rerror", &args.rerror)] {
+pub(super) fn check(
+    writes: &[OnFailure],
+    reads: &[OnFailure],
+    images: usize,
+    has_qmp: bool,
+) -> Result<(), Failure> {
+    for (option, values) in [("--werror", writes), ("--rerror", reads)] {
         if values.len() > 1 && values.len() != images {
             return Err(Failure::usage(format_args!(
                 "{option} is given {} times for {images} images; give it once for all images, or \
@@ -30,7 +33,7 @@ pub(super) fn check(args: &Args) -> Result<(), Failure> {
         }
         let pauses = values.iter().find(|value| **value != OnFailure::Report);
         if let Some(value) = pauses
-            && args.qmp.is_empty()
+            && !has_qmp
         {
             return Err(Failure::usage(format_args!(
                 "{option} {} needs --qmp: a disk that pauses goes on when 'isobath ctl SOCKET cont' \
@@ -51,10 +54,13 @@ fn value(given: &[OnFailure], number: usize) -> OnFailure {
 }
 
 /// Sets what becomes of the requests to the monitor's disks, which are the images in order.
-pub(super) fn apply<H: Host + Clone>(args: &Args, monitor: &Monitor<H>) {
+pub(super) fn apply<H: Host + Clone>(
+    writes: &[OnFailure],
+    reads: &[OnFailure],
+    monitor: &Monitor<H>,
+) {
     for (number, drive) in monitor.drives().iter().enumerate() {
-        let reads = value(&args.rerror, number);
-        let writes = value(&args.werror, number);
+        let (reads, writes) = (value(reads, number), value(writes, number));
         drive.disk().pausing().set_policies(Policies { reads, writes });
     }
 }
