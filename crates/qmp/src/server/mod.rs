@@ -161,7 +161,10 @@ impl<S: Service> Server<S> {
                     let recovered = after_failed_accept(error, |error| {
                         tracing::warn!(%error, "cannot accept a QMP client; retrying");
                     });
-                    self.unless_stopped(recovered).await.transpose()?;
+                    match self.unless_stopped(recovered).await {
+                        Some(recovered) => recovered?,
+                        None => break,
+                    }
                 }
             }
         }
