@@ -112,7 +112,9 @@ pub fn all() -> Vec<DescriptorSet> {
 pub(super) fn of_name(name: &Path) -> io::Result<u64> {
     let text =
         name.to_str().and_then(|name| name.strip_prefix(DESCRIPTOR_SETS)).unwrap_or_default();
-    let Ok(number) = text.parse::<u64>() else {
+    // A set has one name.
+    let number = text.parse::<u64>().ok().filter(|number| number.to_string() == text);
+    let Some(number) = number else {
         let text = format!(
             "'{}' is no descriptor set: an image that was handed in as a descriptor has no directory in which relative \
              names could be found",
@@ -153,6 +155,21 @@ pub(super) fn open(name: &Path, mode: OpenMode) -> io::Result<(File, InUse)> {
         return Err(io::ErrorKind::NotFound.into());
     };
     let copy = File::from(set.fitting(mode)?.try_clone()?);
+    set.copies += 1;
+    Ok((copy, InUse(number)))
+}
+
+/// Copies the descriptor of a file that a set has been opened as, even if the set has none any more.
+///
+/// # Errors
+/// There is no such set, or no more descriptors.
+pub(super) fn copy(name: &Path, file: &OwnedFd) -> io::Result<(File, InUse)> {
+    let number = of_name(name)?;
+    let mut sets = SETS.lock();
+    let Some(set) = sets.0.get_mut(&number) else {
+        return Err(io::ErrorKind::NotFound.into());
+    };
+    let copy = File::from(file.try_clone()?);
     set.copies += 1;
     Ok((copy, InUse(number)))
 }

@@ -94,6 +94,13 @@ impl<A: Host, B: Host> Host for EitherHost<A, B> {
         Ok(canonical)
     }
 
+    fn find(&self, name: &Path) -> Result<Option<FileId>> {
+        match (self.rule)(name) {
+            Side::First => self.first.find(name),
+            Side::Second => self.second.find(name),
+        }
+    }
+
     fn protocol_name(&self, name: &str) -> bool {
         self.first.protocol_name(name) || self.second.protocol_name(name)
     }
