@@ -95,10 +95,12 @@ impl<A: Host, B: Host> Host for EitherHost<A, B> {
     }
 
     fn find(&self, name: &Path) -> Result<Option<FileId>> {
-        match (self.rule)(name) {
+        let side = (self.rule)(name);
+        let found = match side {
             Side::First => self.first.find(name),
             Side::Second => self.second.find(name),
-        }
+        }?;
+        Ok(found.map(|id| Self::File::id_of(side, id)))
     }
 
     fn protocol_name(&self, name: &str) -> bool {

@@ -326,7 +326,8 @@ pub trait Host: Send + Sync + 'static {
         Ok(name.to_owned())
     }
 
-    /// Which file a name leads to, without opening it: no right to the file is needed. `None` if that cannot be told.
+    /// Which file a name leads to, as the [id](StorageExt::id) of the open file, without opening it: no right to the
+    /// file is needed. `None` if that cannot be told.
     ///
     /// # Errors
     /// The file does not exist, or its directories may not be searched.
