@@ -399,6 +399,53 @@ fn a_snapshot_of_images_that_the_server_cannot_open_is_taken_with_their_descript
 }
 
 #[test]
+fn clients_hand_in_no_more_descriptors_and_text_than_the_server_can_spare() {
+    let place = directory();
+    let most = 64_usize;
+    let mut command = serve(place.path(), Vec::new(), "", &["--nbd", "unix:n", "--qmp", "unix:q"]);
+    let files = most as u64 * 8;
+    let limit = move || {
+        let limit = libc::rlimit { rlim_cur: files, rlim_max: files };
+        // SAFETY: the limit is live; nothing else is accessed.
+        match unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    };
+    // SAFETY: it only makes a system call.
+    unsafe { command.pre_exec(limit) };
+    let server = Server::start(&mut command, Ready::Line("-blockdev"));
+    let mut client = Sender::connect(&place.path().join("q"));
+    let image: OwnedFd = File::open(place.path().join("vm.qcow2")).unwrap().into();
+    let long = "x".repeat(4097);
+    for (command, arguments) in
+        [("add-fd", json!({"opaque": long})), ("getfd", json!({"fdname": long}))]
+    {
+        let refused = client.ask(command, &arguments, &[&image]).to_string();
+        assert!(refused.contains("it can have 4096"), "{refused}");
+    }
+    // It came with a request that does not use it.
+    let _ = client.ask("query-fdsets", &json!({}), &[&image]);
+    let unused = client.ask("add-fd", &json!({}), &[]);
+    assert_eq!(unused, "No file descriptor supplied via SCM_RIGHTS");
+    for _ in 1..most {
+        let added = client.ask("add-fd", &json!({"fdset-id": 1}), &[&image]);
+        assert_eq!(added["fdset-id"], 1, "{added}");
+    }
+    let named = client.ask("getfd", &json!({"fdname": "x"}), &[&image]);
+    assert_eq!(named, json!({}));
+    let mut other = Sender::connect(&place.path().join("q"));
+    for (command, arguments) in [("add-fd", json!({})), ("getfd", json!({"fdname": "y"}))] {
+        let refused = other.ask(command, &arguments, &[&image]).to_string();
+        assert!(refused.contains("64 file descriptors have been handed in"), "{refused}");
+    }
+    assert_eq!(client.ask("closefd", &json!({"fdname": "x"}), &[]), json!({}));
+    let added = other.ask("add-fd", &json!({"fdset-id": 2}), &[&image]);
+    assert_eq!(added["fdset-id"], 2, "{added}");
+    let _ = server.stop().ok();
+}
+
+#[test]
 fn a_client_hands_in_descriptors_as_to_qemu() {
     let place = directory();
     let at = |name: &str| place.path().join(name);

@@ -3,7 +3,7 @@
 use crate::qemu::{chain, opens};
 use isobath_ring::block_on;
 use isobath_storage::{Host, IoBuf, Locking, OpenMode, Result, Roles, Storage, StorageExt};
-use isobath_storage_file::{FileHost, FileStorage, descriptor_sets};
+use isobath_storage_file::{FileHost, FileStorage, HandedIn, descriptor_sets};
 use std::fs::{File, OpenOptions};
 use std::io::ErrorKind;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -42,7 +42,8 @@ fn set(descriptors: Vec<OwnedFd>) -> (u64, Vec<RawFd>) {
     let numbers = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
     let set = new_number();
     for descriptor in descriptors {
-        assert_eq!(descriptor_sets::add(descriptor, Some(set), None, true).unwrap(), set);
+        let descriptor = HandedIn::new(descriptor).unwrap();
+        assert_eq!(descriptor_sets::add(descriptor, Some(set), None, true), set);
     }
     (set, numbers)
 }
@@ -226,10 +227,12 @@ fn a_set_lasts_as_long_as_it_has_descriptors_or_copies_in_use() {
     assert!(error.to_string().contains("there is no descriptor set"), "{error}");
     // A client's sets go with it unless they are used.
     let used = Some(new_number());
-    let used = descriptor_sets::add(flagged(&base, 0), used, None, false).unwrap();
+    let handed_in = HandedIn::new(flagged(&base, 0)).unwrap();
+    let used = descriptor_sets::add(handed_in, used, None, false);
     let file = open(used, WRITE).unwrap();
+    let handed_in = HandedIn::new(read_only(&base)).unwrap();
     let unused = Some(new_number());
-    let unused = descriptor_sets::add(read_only(&base), unused, Some("x".into()), false).unwrap();
+    let unused = descriptor_sets::add(handed_in, unused, Some("x".into()), false);
     descriptor_sets::forget_unused();
     assert!(shown(used).is_some() && shown(unused).is_none());
     drop(file);
