@@ -13,6 +13,7 @@ mod session;
 
 pub use events::Events;
 pub use files::ClientFiles;
+pub(crate) use files::check_length;
 
 use crate::error::QmpError;
 use crate::json;
