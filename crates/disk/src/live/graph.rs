@@ -362,13 +362,15 @@ mod tests {
         assert!(live.current().writer().is_ok());
     }
 
+    type Request<'a> = Pin<Box<dyn Future<Output = bool> + 'a>>;
+
     /// A former chain's layers are locked for as long as anything holds it.
     #[test]
     fn requests_that_wait_hold_no_chain_that_is_gone() {
         let (live, next) = (live(chain_of(2)), Arc::new(disk()));
         let former = Arc::downgrade(&live.current());
         let quiet = block_on(live.gate.quiet());
-        let mut requests: [(&str, Pin<Box<dyn Future<Output = bool>>>); 4] = [
+        let mut requests: [(&str, Request<'_>); 4] = [
             ("read", Box::pin(async { live.read(0, IoBuf::zeroed(512)).await.is_ok() })),
             ("write", Box::pin(async { live.write(0, IoBuf::zeroed(512)).await.is_ok() })),
             (
