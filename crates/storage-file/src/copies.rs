@@ -4,7 +4,7 @@
 //! So the users of copies are told apart here, as if each had opened the file, and the kernel's lock of a byte is
 //! released when none of those who share it has it any more.
 
-use super::{lock, sys, users};
+use super::{sys, users};
 use isobath_storage::FileId;
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,6 +15,8 @@ use std::ops::{Range, RangeInclusive};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
+/// The bytes of images' locks.
+pub(super) const IMAGE_LOCKS: Range<i64> = 100..300;
 /// Where bytes begin that are locked to find out who shares an open file, far from those of images' locks.
 const TRIALS: i64 = 1 << 62;
 
@@ -98,8 +100,8 @@ impl Users {
         let known: BTreeSet<i64> =
             self.users.values().filter(own).flat_map(|user| user.bytes.iter().copied()).collect();
         let is_foreign = |range: RangeInclusive<i64>| {
-            let (first, last) = (*range.start().max(&lock::BYTES.start), *range.end());
-            (first..=last.min(lock::BYTES.end - 1)).any(|byte| !known.contains(&byte))
+            let (first, last) = (*range.start().max(&IMAGE_LOCKS.start), *range.end());
+            (first..=last.min(IMAGE_LOCKS.end - 1)).any(|byte| !known.contains(&byte))
         };
         if !locked(file)?.into_iter().any(is_foreign) {
             return Ok(());

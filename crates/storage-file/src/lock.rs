@@ -20,7 +20,6 @@ use crate::copies;
 use isobath_storage::lock::{Conflict, busy};
 use isobath_storage::{Locking, OpenMode, Operation, StorageError};
 use std::io;
-use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
@@ -29,8 +28,6 @@ use std::sync::Arc;
 const USED: i64 = 100;
 /// The first byte for permissions denied to others.
 const DENIED: i64 = 200;
-/// The bytes that are locked.
-pub(crate) const BYTES: Range<i64> = USED..DENIED + USED;
 
 /// A permission's number and QEMU's name for it.
 type Permission = (i64, &'static str);
@@ -47,7 +44,7 @@ pub(crate) struct Locks(Arc<OwnedFd>);
 
 impl Drop for Locks {
     fn drop(&mut self) {
-        let _ = copies::unlock(&self.0, BYTES);
+        let _ = copies::unlock(&self.0, copies::IMAGE_LOCKS);
     }
 }
 
