@@ -120,7 +120,8 @@ impl Listener {
         &self.address
     }
 
-    /// Waits for a connection. TCP connections get `TCP_NODELAY`, others a larger send buffer. Dropping the future loses no connection.
+    /// Waits for a connection. TCP connections get `TCP_NODELAY`, others a larger send buffer. Dropping the future
+    /// loses no connection.
     ///
     /// # Errors
     /// As `accept(2)`. After `ECONNABORTED` or a lack of descriptors (`EMFILE`, `ENFILE`) the next call may succeed.
