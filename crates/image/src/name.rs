@@ -3,7 +3,8 @@
 use crate::description::Description;
 use crate::options::Trust;
 use crate::{DiskError, Result};
-use isobath_storage::{Host, Storage};
+use isobath_storage::window::Part;
+use isobath_storage::{Host, Storage, is_descriptor_set};
 use std::borrow::Cow;
 use std::path::Path;
 
@@ -14,7 +15,8 @@ const BACKING_FILE: &str = "backing file";
 /// if it must not be opened.
 ///
 /// It is a [plain file name](plain_file_name), or one with a protocol that `host` itself [knows](Host::protocol_name),
-/// unless the image is untrusted. An image that is no file itself has no directory: it names files by absolute paths.
+/// unless the image is untrusted. An image that is no file itself, or was handed
+/// in as a descriptor, has no directory: it names files by absolute paths.
 pub fn name_in_header<'a, H: Host>(
     host: &H,
     image: &Path,
@@ -26,12 +28,15 @@ pub fn name_in_header<'a, H: Host>(
         return Ok(Cow::Borrowed(name));
     }
     let plain = plain_file_name(image, field, name)?;
-    if host.protocol_name(&image.to_string_lossy()) && !Path::new(&*plain).is_absolute() {
+    let part = Part::of_name(image);
+    let file = part.as_ref().map_or(image, |part| &part.file);
+    let placeless = host.protocol_name(&image.to_string_lossy()) || is_descriptor_set(file);
+    if placeless && !Path::new(&*plain).is_absolute() {
         return Err(DiskError::Refused {
             image: image.to_owned(),
             reason: format!(
-                "its {field} is '{}': the image is no file, so a relative name has no meaning; rebase it to an \
-                 absolute one",
+                "its {field} is '{}': the image is in no directory, so a relative name has no meaning; rebase it to \
+                 an absolute one",
                 name.escape_debug()
             ),
         });
@@ -154,6 +159,7 @@ pub fn check_backing_kind<S: Storage>(image: &Path, name: &str, file: &S) -> Res
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::open::referenced_file;
     use isobath_storage::memory::MemoryHost;
     use isobath_storage::{OpenMode, Result as Opened};
 
@@ -202,9 +208,29 @@ mod tests {
         }
         let error = check(export, "base.raw", &Trust::Full).unwrap_err().to_string();
         assert!(error.contains("a relative name has no meaning"), "{error}");
+        let set = Path::new("/dev/fdset/1");
+        let part = Part { offset: 0, size: None, file: set.into() }.name().unwrap();
+        for image in [set, &part] {
+            assert!(check(image, "/base.raw", &Trust::Full).is_ok());
+            for name in ["2", "base.raw", "file:2"] {
+                let error = check(image, name, &Trust::Full).unwrap_err().to_string();
+                assert!(error.contains("a relative name has no meaning"), "{error}");
+            }
+        }
         let unknowing = MemoryHost::new();
         let named = name_in_header(&unknowing, file, "backing file", "nbd:h:1", &Trust::Full);
         assert!(named.is_err());
+    }
+
+    #[test]
+    fn an_untrusted_image_names_no_descriptor_that_was_handed_in() {
+        let (host, image) = (MemoryHost::new(), Path::new("/a.qcow2"));
+        let untrusted = Trust::Within(vec!["/".into()]);
+        let name = "/dev/fdset/2";
+        let of = |trust| referenced_file(&host, image, "data file", name, trust);
+        let error = of(&untrusted).unwrap_err().to_string();
+        assert!(error.contains("may not name a descriptor"), "{error}");
+        assert_eq!(of(&Trust::Full).unwrap(), Path::new(name));
     }
 
     #[test]

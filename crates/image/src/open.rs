@@ -17,7 +17,7 @@ use crate::{DiskError, Result};
 use isobath_formats::{Format, Image};
 use isobath_qcow2::l1::L1_ENTRY_SIZE;
 use isobath_qcow2::{Extension, Header, IncompatibleFeatures, L1Entry};
-use isobath_storage::{Access, Host, IoBuf, Storage, StorageExt};
+use isobath_storage::{Access, Host, IoBuf, Storage, StorageExt, is_descriptor_set};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -31,6 +31,15 @@ pub fn referenced_file<H: Host>(
 ) -> Result<PathBuf> {
     let path = host.resolve(referrer, &name_in_header(host, referrer, field, name, trust)?);
     if let Trust::Within(directories) = trust {
+        if is_descriptor_set(&path) {
+            return Err(DiskError::Refused {
+                image: referrer.to_owned(),
+                reason: format!(
+                    "its {field} is '{}': an untrusted image may not name a descriptor that was handed in",
+                    name.escape_debug()
+                ),
+            });
+        }
         let real = host.canonical(&path)?;
         if !directories.iter().any(|directory| real.starts_with(directory)) {
             return Err(DiskError::Refused {

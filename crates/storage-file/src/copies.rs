@@ -4,16 +4,19 @@
 //! So the users of copies are told apart here, as if each had opened the file, and the kernel's lock of a byte is
 //! released when none of those who share it has it any more.
 
-use super::sys;
+use super::{sys, users};
 use isobath_storage::FileId;
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
+/// The bytes of images' locks.
+pub(super) const IMAGE_LOCKS: Range<i64> = 100..300;
 /// Where bytes begin that are locked to find out who shares an open file, far from those of images' locks.
 const TRIALS: i64 = 1 << 62;
 
@@ -38,8 +41,12 @@ struct User {
 /// The user of a copy, which has released its locks when this is dropped, and not closed its descriptor.
 pub(super) struct Copied(RawFd);
 
-/// Tells the user of a copy from others who share the open file.
-pub(super) fn register(file: &Arc<OwnedFd>, id: FileId) -> Copied {
+/// Tells the user of a copy from others who share the open file. One that `locks` it is refused if another program
+/// does: to the kernel the two would be one user.
+///
+/// # Errors
+/// Another program holds locks through the open file ([`io::ErrorKind::ResourceBusy`]), or its locks are not known.
+pub(super) fn register(file: &Arc<OwnedFd>, id: FileId, locks: bool) -> io::Result<Copied> {
     let mut users = USERS.lock();
     let same = |user: &&User| user.id == id && share(&user.file, file).unwrap_or(true);
     let known = users.users.values().find(same).map(|user| user.open_file);
@@ -47,9 +54,12 @@ pub(super) fn register(file: &Arc<OwnedFd>, id: FileId) -> Copied {
         users.next += 1;
         users.next
     });
+    if locks {
+        users.check_locks(file, open_file)?;
+    }
     let user = User { id, file: file.clone(), open_file, bytes: BTreeSet::new() };
     users.users.insert(file.as_raw_fd(), user);
-    Copied(file.as_raw_fd())
+    Ok(Copied(file.as_raw_fd()))
 }
 
 impl Drop for Copied {
@@ -70,7 +80,37 @@ fn share(one: &OwnedFd, other: &OwnedFd) -> io::Result<bool> {
     is_foreign.map(|is_foreign| !is_foreign)
 }
 
+/// The bytes that are locked through an open file, by whoever has a copy of it.
+fn locked(file: &OwnedFd) -> io::Result<Vec<RangeInclusive<i64>>> {
+    let path = format!("/proc/self/fdinfo/{}", file.as_raw_fd());
+    let text = fs::read_to_string(&path).map_err(|error| {
+        let text = format!(
+            "cannot read '{path}', which says whether another program locks the image by a copy of its descriptor: \
+             {error}"
+        );
+        io::Error::new(error.kind(), text)
+    })?;
+    Ok(text.lines().filter_map(users::locked_bytes).collect())
+}
+
 impl Users {
+    /// Checks that all locks of images in an open file belong to its users here.
+    fn check_locks(&self, file: &OwnedFd, open_file: u64) -> io::Result<()> {
+        let own = |user: &&User| user.open_file == open_file;
+        let known: BTreeSet<i64> =
+            self.users.values().filter(own).flat_map(|user| user.bytes.iter().copied()).collect();
+        let is_foreign = |range: RangeInclusive<i64>| {
+            let (first, last) = (*range.start().max(&IMAGE_LOCKS.start), *range.end());
+            (first..=last.min(IMAGE_LOCKS.end - 1)).any(|byte| !known.contains(&byte))
+        };
+        if !locked(file)?.into_iter().any(is_foreign) {
+            return Ok(());
+        }
+        let text = "another program locks the image by a copy of its descriptor, or one was killed that did; close the \
+                    copies, open the file anew for each server, and hand in that descriptor";
+        Err(io::Error::new(io::ErrorKind::ResourceBusy, text))
+    }
+
     /// The others who share the open file of a copy; `None` if it is none.
     fn beside(&self, number: RawFd) -> Option<impl Iterator<Item = &User>> {
         let own = self.users.get(&number)?.open_file;
@@ -85,10 +125,13 @@ impl Users {
 /// The file system's.
 pub(super) fn lock(file: &OwnedFd, byte: i64) -> io::Result<()> {
     let mut users = USERS.lock();
+    let Some(user) = users.users.get_mut(&file.as_raw_fd()) else {
+        // A file system that hangs holds up nobody else.
+        drop(users);
+        return sys::lock(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte, 1).map(drop);
+    };
     sys::lock(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte, 1)?;
-    if let Some(user) = users.users.get_mut(&file.as_raw_fd()) {
-        user.bytes.insert(byte);
-    }
+    user.bytes.insert(byte);
     Ok(())
 }
 
@@ -100,6 +143,7 @@ pub(super) fn unlock(file: &OwnedFd, bytes: Range<i64>) -> io::Result<()> {
     let number = file.as_raw_fd();
     let mut users = USERS.lock();
     let Some(user) = users.users.get_mut(&number) else {
+        drop(users);
         let length = bytes.end - bytes.start;
         return sys::lock(file, libc::F_OFD_SETLK, libc::F_UNLCK, bytes.start, length).map(drop);
     };

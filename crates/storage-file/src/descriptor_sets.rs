@@ -3,6 +3,7 @@
 //! A set holds descriptors of one file, opened in different ways. To open it is to copy the one that fits: no right to
 //! the file is needed, and its name does not matter. A set lasts until it has neither descriptors nor copies in use.
 
+use super::handed_in::HandedIn;
 use isobath_storage::{DESCRIPTOR_SETS, OpenMode};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -10,9 +11,6 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::path::Path;
-
-/// The most descriptors in all sets.
-const MOST: usize = 256;
 
 static SETS: Mutex<Sets> = Mutex::new(Sets(BTreeMap::new()));
 
@@ -26,7 +24,7 @@ struct Set {
 }
 
 struct Member {
-    file: OwnedFd,
+    file: HandedIn,
     opaque: Option<String>,
     /// Nobody who may leave has handed it in.
     stays: bool,
@@ -41,37 +39,14 @@ pub struct DescriptorSet {
     pub descriptors: Vec<(RawFd, Option<String>)>,
 }
 
-/// Why a descriptor cannot be added.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TooMany;
-
-impl std::fmt::Display for TooMany {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "there are {MOST} descriptors in sets; remove some with remove-fd")
-    }
-}
-
-impl std::error::Error for TooMany {}
-
 /// Adds a descriptor to a set, or to a new one; gives the number of the set. One that `stays` is kept when
 /// [no client is left](forget_unused).
-///
-/// # Errors
-/// There are too many.
-pub fn add(
-    file: OwnedFd,
-    set: Option<u64>,
-    opaque: Option<String>,
-    stays: bool,
-) -> Result<u64, TooMany> {
+pub fn add(file: HandedIn, set: Option<u64>, opaque: Option<String>, stays: bool) -> u64 {
     let sets = &mut SETS.lock().0;
-    if sets.values().map(|set| set.members.len()).sum::<usize>() >= MOST {
-        return Err(TooMany);
-    }
     let free = || (0..=u64::MAX).find(|number| !sets.contains_key(number)).unwrap_or(0);
     let number = set.unwrap_or_else(free);
     sets.entry(number).or_default().members.push(Member { file, opaque, stays });
-    Ok(number)
+    number
 }
 
 /// Closes a descriptor of a set, or all of them. Copies in use stay. Returns whether there was one.
@@ -112,7 +87,9 @@ pub fn all() -> Vec<DescriptorSet> {
 pub(super) fn of_name(name: &Path) -> io::Result<u64> {
     let text =
         name.to_str().and_then(|name| name.strip_prefix(DESCRIPTOR_SETS)).unwrap_or_default();
-    let Ok(number) = text.parse::<u64>() else {
+    // A set has one name.
+    let number = text.parse::<u64>().ok().filter(|number| number.to_string() == text);
+    let Some(number) = number else {
         let text = format!(
             "'{}' is no descriptor set: an image that was handed in as a descriptor has no directory in which relative \
              names could be found",
@@ -157,6 +134,21 @@ pub(super) fn open(name: &Path, mode: OpenMode) -> io::Result<(File, InUse)> {
     Ok((copy, InUse(number)))
 }
 
+/// Copies the descriptor of a file that a set has been opened as, even if the set has none any more.
+///
+/// # Errors
+/// There is no such set, or no more descriptors.
+pub(super) fn copy(name: &Path, file: &OwnedFd) -> io::Result<(File, InUse)> {
+    let number = of_name(name)?;
+    let mut sets = SETS.lock();
+    let Some(set) = sets.0.get_mut(&number) else {
+        return Err(io::ErrorKind::NotFound.into());
+    };
+    let copy = File::from(file.try_clone()?);
+    set.copies += 1;
+    Ok((copy, InUse(number)))
+}
+
 impl Sets {
     fn forget_empty(&mut self, number: u64) {
         if self.0.get(&number).is_some_and(Set::is_empty) {
@@ -175,9 +167,10 @@ impl Set {
     fn fitting(&self, mode: OpenMode) -> io::Result<&OwnedFd> {
         let mut found = Vec::new();
         for member in &self.members {
-            let flags = super::sys::status(&member.file)?;
+            let file = member.file.file();
+            let flags = super::sys::status(file)?;
             if flags & libc::O_PATH == 0 {
-                found.push((flags, &member.file));
+                found.push((flags, file));
             }
         }
         let refused = |kind, text: &str| Err(io::Error::new(kind, text));

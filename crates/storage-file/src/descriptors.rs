@@ -23,18 +23,35 @@ const PATIENCE: usize = 100;
 /// The pool of all files of a [`FileHost`](super::FileHost).
 static PROCESS: LazyLock<Arc<Pool>> = LazyLock::new(|| Arc::new(Pool::new(process_limit())));
 
-/// The soft limit on open files less a reserve for sockets, rings and the like: an eighth, at least 64.
+/// The most descriptors that are handed in.
+static HANDED_IN: LazyLock<usize> = LazyLock::new(|| handed_in_of(soft_limit()) as usize);
+
+/// The most descriptors that may be handed in and not be in use, for images and sockets.
+pub(super) fn most_handed_in() -> usize {
+    *HANDED_IN
+}
+
+/// The soft limit on open files less a reserve.
 fn process_limit() -> usize {
+    less_reserve(soft_limit())
+}
+
+fn soft_limit() -> u64 {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: there is room for the answer.
     if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } != 0 {
-        return less_reserve(1024);
+        return 1024;
     }
-    less_reserve(limit.rlim_cur)
+    limit.rlim_cur
 }
 
+fn handed_in_of(soft: u64) -> u64 {
+    (soft / 8).min(256)
+}
+
+/// Without those that may be handed in, and without a reserve for sockets, rings and the like: an eighth, at least 64.
 fn less_reserve(soft: u64) -> usize {
-    let left = soft.saturating_sub((soft / 8).max(64));
+    let left = soft.saturating_sub((soft / 8).max(64)).saturating_sub(handed_in_of(soft));
     usize::try_from(left).unwrap_or(usize::MAX).max(2)
 }
 
@@ -214,7 +231,7 @@ mod tests {
 
     #[test]
     fn a_reserve_is_left_to_others() {
-        for (soft, left) in [(20_000, 17_500), (1024, 896), (256, 192), (64, 2), (0, 2)] {
+        for (soft, left) in [(20_000, 17_244), (1024, 768), (256, 160), (64, 2), (0, 2)] {
             assert_eq!(less_reserve(soft), left);
         }
         assert!(less_reserve(libc::RLIM_INFINITY) > 1 << 60);

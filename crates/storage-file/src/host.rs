@@ -8,7 +8,7 @@ use super::flush::Durability;
 use super::named::Named;
 use super::open::{
     Attempt, Failure, Kind, MOST_REPLACED, Opened, Taking, attach, check_type, descriptor,
-    existing, explain_direct, no_direct, options, replaced,
+    existing, explain_direct, id_at, no_direct, options, replaced,
 };
 use super::role::Writing;
 use super::source::Source;
@@ -17,7 +17,7 @@ use super::sys;
 use arc_swap::ArcSwap;
 use isobath_ring::place::{self, Identity, Place};
 use isobath_storage::error::{Operation, StorageError};
-use isobath_storage::{Host, OpenMode, Result, is_descriptor_set};
+use isobath_storage::{FileId, Host, OpenMode, Result, is_descriptor_set};
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -76,6 +76,16 @@ impl Host for FileHost {
         };
         found.map_err(|error| StorageError::new(Operation::Query, name, error))
     }
+
+    fn find(&self, name: &Path) -> Result<Option<FileId>> {
+        if is_descriptor_set(name) {
+            return Ok(None);
+        }
+        let found = fs::metadata(name);
+        found
+            .map(|found| Some(id_at(&found)))
+            .map_err(|error| StorageError::new(Operation::Query, name, error))
+    }
 }
 
 impl Host for LimitedHost {
@@ -96,6 +106,10 @@ impl Host for LimitedHost {
 
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
         FileHost.canonical(name)
+    }
+
+    fn find(&self, name: &Path) -> Result<Option<FileId>> {
+        FileHost.find(name)
     }
 }
 

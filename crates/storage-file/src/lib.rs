@@ -28,6 +28,7 @@ pub mod descriptor_sets;
 mod descriptors;
 mod direct;
 mod flush;
+mod handed_in;
 mod host;
 mod landing;
 mod lock;
@@ -49,6 +50,7 @@ mod users;
 mod zero;
 
 pub use flush::syncs;
+pub use handed_in::{HandedIn, TooMany};
 pub use host::{FileHost, LimitedHost};
 pub use restart_memory::RestartDirectories;
 pub use storage::FileStorage;

@@ -44,7 +44,7 @@ pub(crate) struct Locks(Arc<OwnedFd>);
 
 impl Drop for Locks {
     fn drop(&mut self) {
-        let _ = copies::unlock(&self.0, USED..DENIED + USED);
+        let _ = copies::unlock(&self.0, copies::IMAGE_LOCKS);
     }
 }
 

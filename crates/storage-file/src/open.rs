@@ -12,10 +12,10 @@ use crate::lock::{self, Locks, Wanted};
 use isobath_ring::place::open_checked;
 use isobath_storage::error::{Operation, StorageError};
 use isobath_storage::{FileId, Locking, OpenMode, Result, is_descriptor_set};
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, Metadata, OpenOptions};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -77,18 +77,20 @@ impl Opened {
     /// Whether the file still has this name: while its locks were waited for, it may have been deleted or replaced.
     pub(super) fn is_at(&self, path: &Path) -> io::Result<bool> {
         match fs::metadata(path) {
-            Ok(found) => {
-                let device = matches!(self.kind, Kind::Device { .. });
-                let id = if device && found.mode() & libc::S_IFMT == libc::S_IFBLK {
-                    FileId { device: u64::MAX, inode: found.rdev() }
-                } else {
-                    FileId { device: found.dev(), inode: found.ino() }
-                };
-                Ok(id == self.id)
-            }
+            Ok(found) => Ok(id_at(&found) == self.id),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
             Err(error) => Err(error),
         }
+    }
+}
+
+/// Which file was found by a name.
+pub(super) fn id_at(found: &Metadata) -> FileId {
+    if found.file_type().is_block_device() {
+        // A device is the same whichever node it is opened through.
+        FileId { device: u64::MAX, inode: found.rdev() }
+    } else {
+        FileId { device: found.dev(), inode: found.ino() }
     }
 }
 
@@ -200,8 +202,12 @@ pub(super) async fn attach(
     } else {
         FileId { device: stat.st_dev, inode: stat.st_ino }
     };
-    let copied = in_use.is_some().then(|| copies::register(&file, id));
-    let (let_in, locks) = match Wanted::of(mode) {
+    let wanted = Wanted::of(mode);
+    let copied = match in_use {
+        Some(_) => Some(copies::register(&file, id, wanted.is_some())?),
+        None => None,
+    };
+    let (let_in, locks) = match wanted {
         None => (None, None),
         Some(_) if taking == Taking::BesideWriter => (None, Some(lock::join(&file, name)?)),
         Some(wanted) => {

@@ -4,7 +4,9 @@
 //! Operations take the descriptor at their start and keep it until their end, so it can be exchanged meanwhile: the old
 //! one is closed, and its locks are released, when the last of them has ended.
 
-use super::open::{self, Kind, Opened, Taking};
+use super::descriptor_sets;
+use super::named::Named;
+use super::open::{self, Failure, Kind, Opened, Taking};
 use super::pause::pause;
 use super::role::{Changed, ENDED, ENDING};
 use super::source::Source;
@@ -65,8 +67,25 @@ impl FileStorage {
         {
             return Ok((target, false));
         }
+        if is_descriptor_set(&self.file.path) {
+            return Ok((self.copy_of(writer, mode).await?, true));
+        }
         let opened = open(format!("/proc/self/fd/{}", writer.file.as_raw_fd()).into()).await?;
         Ok((opened.target, true))
+    }
+
+    /// A copy of the writer's descriptor, with a reader's locks: the set has lost those that it had, and the right to
+    /// open the file anew may be missing.
+    async fn copy_of(&self, writer: &Target, mode: OpenMode) -> Result<Target> {
+        let Named { name, path, pool, .. } = &self.file;
+        let copied = async {
+            let permit = pool.admit().await;
+            let (file, in_use) = pool.open(|| descriptor_sets::copy(path, &writer.file)).await?;
+            let taking = Taking::BesideWriter;
+            open::attach(file, Some(in_use), name, mode, taking, permit, pool).await
+        };
+        let opened = copied.await.map_err(|error: Failure| error.named(Operation::Open, name))?;
+        Ok(opened.target)
     }
 
     /// Allows the descriptor of a file that is not changed to be given up, like those of other files.

@@ -29,10 +29,11 @@ pub(super) struct Abilities {
 /// An open regular file or block device.
 pub struct FileStorage {
     pub(super) file: Named,
-    pub(super) source: ArcSwap<Source>,
     pub(super) writing: Writing,
-    /// Held during a change of the handle's role.
+    /// Held during a change of the handle's role. An admission in it ends before the descriptor in `source` gives up
+    /// its locks.
     pub(super) roles: isobath_sync::AsyncMutex<Changed>,
+    pub(super) source: ArcSwap<Source>,
     pub(super) kind: Kind,
     pub(super) direct: Option<Direct>,
     pub(super) cached: Cached,

@@ -5,6 +5,7 @@ use isobath_storage::shown;
 use std::ffi::OsString;
 use std::fs::{self, DirEntry};
 use std::io;
+use std::ops::RangeInclusive;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -76,6 +77,14 @@ fn is_lock(line: &str, inode: u64) -> bool {
     line.starts_with("lock:") && file.is_some_and(|file| file.ends_with(&format!(":{inode}")))
 }
 
+/// The bytes of a lock that belongs to an open file, in a line of a descriptor's description.
+pub(super) fn locked_bytes(line: &str) -> Option<RangeInclusive<i64>> {
+    let words: Vec<&str> = line.strip_prefix("lock:")?.split_whitespace().collect();
+    let [.., first, last] = words.as_slice() else { return None };
+    let last = if *last == "EOF" { i64::MAX } else { last.parse().ok()? };
+    words.contains(&"OFDLCK").then_some(first.parse().ok()?..=last)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -85,5 +94,15 @@ mod tests {
         let line = "lock:\t1: OFDLCK  ADVISORY  READ -1 fe:00:1234 100 101";
         assert!(is_lock(line, 1234) && !is_lock(line, 234) && !is_lock(line, 100));
         assert!(!is_lock("pos:\t1234", 1234) && !is_lock("mnt_id:\t00:00:1234", 1234));
+    }
+
+    #[test]
+    fn the_bytes_of_an_open_files_locks_are_recognised() {
+        let line = "lock:\t1: OFDLCK  ADVISORY  READ -1 fe:00:1234 100 101";
+        assert_eq!(locked_bytes(line), Some(100..=101));
+        let all = "lock:\t1: OFDLCK  ADVISORY  WRITE -1 fe:00:1234 0 EOF";
+        assert_eq!(locked_bytes(all), Some(0..=i64::MAX));
+        assert_eq!(locked_bytes("lock:\t1: FLOCK  ADVISORY  WRITE 9 fe:00:1234 0 EOF"), None);
+        assert_eq!(locked_bytes("pos:\t100"), None);
     }
 }

@@ -4,8 +4,8 @@
 //! [`AnyHost`] it is compiled once; each operation then costs an allocation and an indirect call.
 
 use isobath_storage::{
-    Allocation, BoxFuture, Capabilities, Extensions, Host, Identity, IoBuf, OpenMode, Reflink,
-    Result, Storage, ZeroMode,
+    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, OpenMode,
+    Reflink, Result, Storage, ZeroMode,
 };
 use std::any::Any;
 use std::path::{Path, PathBuf};
@@ -38,6 +38,7 @@ trait DynHost: Send + Sync {
     fn create<'a>(&'a self, name: &'a Path, mode: OpenMode) -> BoxFuture<'a, Result<AnyFile>>;
     fn remove<'a>(&'a self, name: &'a Path) -> BoxFuture<'a, Result<()>>;
     fn canonical(&self, name: &Path) -> Result<PathBuf>;
+    fn find(&self, name: &Path) -> Result<Option<FileId>>;
     fn protocol_name(&self, name: &str) -> bool;
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf;
 }
@@ -57,6 +58,10 @@ impl<H: Host> DynHost for Typed<H> {
 
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
         self.0.canonical(name)
+    }
+
+    fn find(&self, name: &Path) -> Result<Option<FileId>> {
+        self.0.find(name)
     }
 
     fn protocol_name(&self, name: &str) -> bool {
@@ -85,6 +90,10 @@ impl Host for AnyHost {
 
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
         self.0.canonical(name)
+    }
+
+    fn find(&self, name: &Path) -> Result<Option<FileId>> {
+        self.0.find(name)
     }
 
     fn protocol_name(&self, name: &str) -> bool {

@@ -1,7 +1,7 @@
 //! A host whose files can break what [`Storage`] promises: to find out whether those who rely on it would notice.
 
 use isobath_storage::{
-    Allocation, Capabilities, Host, Identity, IoBuf, OpenMode, Result, Storage, ZeroMode,
+    Allocation, Capabilities, FileId, Host, Identity, IoBuf, OpenMode, Result, Storage, ZeroMode,
 };
 use parking_lot::Mutex;
 use std::path::{Path, PathBuf};
@@ -87,6 +87,10 @@ impl<H: Host> Host for CarelessHost<H> {
 
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
         self.inner.canonical(name)
+    }
+
+    fn find(&self, name: &Path) -> Result<Option<FileId>> {
+        self.inner.find(name)
     }
 
     fn protocol_name(&self, name: &str) -> bool {

@@ -67,6 +67,9 @@ async fn opening<H: Host>(host: &H, name: &Path, writable: OpenMode, read_only: 
     let file = host.create(name, writable).await.unwrap();
     assert_eq!((file.name(), file.is_read_only()), (name, false));
     assert!(file.extends_with_zeroes());
+    // The file that is found is the one that is opened.
+    let found = host.find(name).unwrap();
+    assert!(found.is_none_or(|found| found == file.id()), "{found:?}");
     file.write_at(0, IoBuf::copy_of(b"kept")).await.unwrap();
     for mode in [writable, read_only] {
         let error = host.open(name, mode).await.err().unwrap();

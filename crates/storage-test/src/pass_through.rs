@@ -1,8 +1,8 @@
 //! Wrapping hosts: every operation is forwarded, and hooks are called before and after it.
 
 use isobath_storage::{
-    Allocation, BoxFuture, Capabilities, Extensions, Host, Identity, IoBuf, OpenMode, Reflink,
-    Result, Roles, Stamp, Stamps, Storage, ZeroMode,
+    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, OpenMode,
+    Reflink, Result, Roles, Stamp, Stamps, Storage, ZeroMode,
 };
 use std::future::Future;
 use std::path::{Path, PathBuf};
@@ -168,6 +168,10 @@ impl<H: Host, K: HostHooks> Host for PassThrough<H, K> {
 
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
         self.inner.canonical(name)
+    }
+
+    fn find(&self, name: &Path) -> Result<Option<FileId>> {
+        self.inner.find(name)
     }
 
     fn protocol_name(&self, name: &str) -> bool {

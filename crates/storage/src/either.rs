@@ -94,6 +94,15 @@ impl<A: Host, B: Host> Host for EitherHost<A, B> {
         Ok(canonical)
     }
 
+    fn find(&self, name: &Path) -> Result<Option<FileId>> {
+        let side = (self.rule)(name);
+        let found = match side {
+            Side::First => self.first.find(name),
+            Side::Second => self.second.find(name),
+        }?;
+        Ok(found.map(|id| Self::File::id_of(side, id)))
+    }
+
     fn protocol_name(&self, name: &str) -> bool {
         self.first.protocol_name(name) || self.second.protocol_name(name)
     }

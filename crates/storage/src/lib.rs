@@ -326,6 +326,16 @@ pub trait Host: Send + Sync + 'static {
         Ok(name.to_owned())
     }
 
+    /// Which file a name leads to, as the [id](StorageExt::id) of the open file, without opening it: no right to the
+    /// file is needed. `None` if that cannot be told.
+    ///
+    /// # Errors
+    /// The file does not exist, or its directories may not be searched.
+    fn find(&self, name: &Path) -> Result<Option<FileId>> {
+        let _ = name;
+        Ok(None)
+    }
+
     /// Whether a name with a protocol's prefix, such as `nbd:`, is one that this host opens. It is no path: it stands
     /// for itself, in whichever header it is written. By default no name is.
     fn protocol_name(&self, name: &str) -> bool {

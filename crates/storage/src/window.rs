@@ -7,8 +7,8 @@
 use crate::error::{Operation, StorageError};
 use crate::sectors::{SectorCipher, Sectors, around};
 use crate::{
-    Allocation, BoxFuture, Capabilities, Extensions, Host, Identity, IoBuf, OpenMode, Reflink,
-    Result, SECTOR, Storage, StorageExt, ZeroMode,
+    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, OpenMode,
+    Reflink, Result, SECTOR, Storage, StorageExt, ZeroMode,
 };
 use std::io;
 use std::ops::Range;
@@ -122,6 +122,13 @@ impl<H: Host> Host for WindowHost<H> {
         let Some(part) = Part::of_name(name) else { return self.0.canonical(name) };
         let part = Part { file: self.0.canonical(&part.file)?, ..part };
         Ok(part.name().unwrap_or_else(|| name.to_owned()))
+    }
+
+    fn find(&self, name: &Path) -> Result<Option<FileId>> {
+        match Part::of_name(name) {
+            Some(part) => self.0.find(&part.file),
+            None => self.0.find(name),
+        }
     }
 
     /// A part is where its file is.

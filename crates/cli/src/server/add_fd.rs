@@ -43,8 +43,9 @@ impl AddFd {
     pub(crate) fn add(&self) -> Result<(), Failure> {
         for number in self.descriptors.numbers()? {
             let file = HandedIn::Number(number).take()?;
-            descriptor_sets::add(file, Some(self.set), self.opaque.clone(), true)
-                .map_err(|error| Failure::new(error).context("--add-fd"))?;
+            let counted = isobath_storage_file::HandedIn::new(file);
+            let counted = counted.map_err(|error| Failure::new(error).context("--add-fd"))?;
+            let _ = descriptor_sets::add(counted, Some(self.set), self.opaque.clone(), true);
         }
         Ok(())
     }

@@ -15,6 +15,8 @@ use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
+use std::thread;
+use std::time::Duration;
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
@@ -275,6 +277,29 @@ fn a_user_who_cannot_open_an_image_serves_it_by_a_descriptor() {
     let _ = qemu::io(&image, "qcow2", &["read -P 7 0 64k", "write 0 512"]).ok();
 }
 
+#[test]
+fn an_open_file_is_for_one_server() {
+    let place = directory();
+    let image = place.path().join("vm.qcow2");
+    let open = || File::options().read(true).write(true).open(&image).unwrap().into();
+    let inherited: OwnedFd = open();
+    let serve = |descriptor: &OwnedFd, socket: &str| {
+        let nbd = format!("unix:{socket}");
+        let mut command = Command::new(ISOBATH);
+        command.current_dir(place.path()).args(["serve", "/dev/fdset/1", "--add-fd", "fd=3,set=1"]);
+        command.args(["--nbd", &nbd, "--sandbox", "strict"]);
+        with(command, vec![descriptor.try_clone().unwrap()])
+    };
+    let first = Server::start(&mut serve(&inherited, "a"), Ready::Line("-blockdev"));
+    let second = run(&mut serve(&inherited, "b")).exits(1);
+    assert!(second.stderr.contains("open the file anew"), "{}", second.report());
+    // Its attempt has released nothing.
+    let locked = run(&mut serve(&open(), "c")).exits(1);
+    assert!(locked.stderr.contains("lock"), "{}", locked.report());
+    let _ = first.stop().ok();
+    let _ = Server::start(&mut serve(&inherited, "d"), Ready::Line("-blockdev")).stop().ok();
+}
+
 /// A QMP client that sends descriptors.
 struct Sender(UnixStream);
 
@@ -329,6 +354,95 @@ impl Sender {
             }
         }
     }
+}
+
+#[test]
+fn a_snapshot_of_images_that_the_server_cannot_open_is_taken_with_their_descriptors() {
+    let place = directory();
+    let elsewhere = tempfile::tempdir().unwrap();
+    let there = |name: &str| elsewhere.path().join(name);
+    qemu::create(&there("base.qcow2"), "qcow2", MIB, "");
+    for (overlay, backing) in [("top.qcow2", "base.qcow2"), ("other.qcow2", "top.qcow2")] {
+        let mut command = Command::new(qemu::program("qemu-img"));
+        command.args(["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b"]).arg(there(backing));
+        let _ = run(command.arg(there(overlay))).ok();
+    }
+    qemu::create(&there("none.qcow2"), "qcow2", MIB, "");
+    let options = ["--nbd", "unix:n", "--qmp", "unix:q", "--sandbox", "strict"];
+    let server =
+        Server::start(&mut serve(place.path(), Vec::new(), "", &options), Ready::Line("-blockdev"));
+    let mut client = Sender::connect(&place.path().join("q"));
+    for (set, name) in ["base.qcow2", "top.qcow2", "other.qcow2", "none.qcow2"].iter().enumerate() {
+        let file = File::options().read(true).write(true).open(there(name)).unwrap().into();
+        let _ = client.ask("add-fd", &json!({"fdset-id": set}), &[&file]);
+    }
+    let node = |set: usize| {
+        let file = json!({"driver": "file", "filename": format!("/dev/fdset/{set}")});
+        json!({"driver": "qcow2", "node-name": format!("n{set}"), "file": file, "backing": null})
+    };
+    for set in 0..4 {
+        let added = client.ask("blockdev-add", &node(set), &[]);
+        assert_eq!(added, json!({}), "{set}");
+    }
+    let mut put_on = |overlay: usize| {
+        let arguments = json!({"node": "n0", "overlay": format!("n{overlay}")});
+        client.ask("blockdev-snapshot", &arguments, &[])
+    };
+    let nameless = put_on(3).to_string();
+    assert!(nameless.contains("the file that was handed in"), "{nameless}");
+    assert!(!nameless.contains("name '/dev"), "{nameless}");
+    let wrong = put_on(2).to_string();
+    assert!(wrong.contains("not the active image"), "{wrong}");
+    assert_eq!(put_on(1), json!({}));
+    let _ = server.stop().ok();
+    let _ = qemu::io(&there("top.qcow2"), "qcow2", &["read -P 0 0 64k"]).ok();
+}
+
+#[test]
+fn clients_hand_in_no_more_descriptors_and_text_than_the_server_can_spare() {
+    let place = directory();
+    let most = 64_usize;
+    let mut command = serve(place.path(), Vec::new(), "", &["--nbd", "unix:n", "--qmp", "unix:q"]);
+    let files = most as u64 * 8;
+    let limit = move || {
+        let limit = libc::rlimit { rlim_cur: files, rlim_max: files };
+        // SAFETY: the limit is live; nothing else is accessed.
+        match unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    };
+    // SAFETY: it only makes a system call.
+    unsafe { command.pre_exec(limit) };
+    let server = Server::start(&mut command, Ready::Line("-blockdev"));
+    let mut client = Sender::connect(&place.path().join("q"));
+    let image: OwnedFd = File::open(place.path().join("vm.qcow2")).unwrap().into();
+    let long = "x".repeat(4097);
+    for (command, arguments) in
+        [("add-fd", json!({"opaque": long})), ("getfd", json!({"fdname": long}))]
+    {
+        let refused = client.ask(command, &arguments, &[&image]).to_string();
+        assert!(refused.contains("it can have 4096"), "{refused}");
+    }
+    // It came with a request that does not use it.
+    let _ = client.ask("query-fdsets", &json!({}), &[&image]);
+    let unused = client.ask("add-fd", &json!({}), &[]);
+    assert_eq!(unused, "No file descriptor supplied via SCM_RIGHTS");
+    for _ in 1..most {
+        let added = client.ask("add-fd", &json!({"fdset-id": 1}), &[&image]);
+        assert_eq!(added["fdset-id"], 1, "{added}");
+    }
+    let named = client.ask("getfd", &json!({"fdname": "x"}), &[&image]);
+    assert_eq!(named, json!({}));
+    let mut other = Sender::connect(&place.path().join("q"));
+    for (command, arguments) in [("add-fd", json!({})), ("getfd", json!({"fdname": "y"}))] {
+        let refused = other.ask(command, &arguments, &[&image]).to_string();
+        assert!(refused.contains("64 file descriptors have been handed in"), "{refused}");
+    }
+    assert_eq!(client.ask("closefd", &json!({"fdname": "x"}), &[]), json!({}));
+    let added = other.ask("add-fd", &json!({"fdset-id": 2}), &[&image]);
+    assert_eq!(added["fdset-id"], 2, "{added}");
+    let _ = server.stop().ok();
 }
 
 #[test]
@@ -409,5 +523,16 @@ fn a_client_hands_in_descriptors_as_to_qemu() {
     drop(UnixStream::connect(at("v")).unwrap());
     let _ = client.ask("add-fd", &json!({"fdset-id": 5}), &[&image]);
     drop(client);
+    // The client has left once the server has noticed; what it left unused goes, and what is used stays.
+    loop {
+        let mut client = Sender::connect(&at("q"));
+        let sets = client.ask("query-fdsets", &json!({}), &[]);
+        if sets == json!([{"fdset-id": 3, "fds": []}]) {
+            break;
+        }
+        assert_eq!(sets.as_array().map(Vec::len), Some(2), "{sets}");
+        drop(client);
+        thread::sleep(Duration::from_millis(10));
+    }
     let _ = server.stop().ok();
 }

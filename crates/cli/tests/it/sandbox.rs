@@ -354,9 +354,9 @@ fn the_last_server_of_a_user_leaves_no_directory_for_restart_logs() {
     let own = ["--user", user, "--group", user];
     let first = serve(place.path(), &[&own[..], &["--read-only", "--nbd", "unix:n"]].concat());
     let other = serve(place.path(), &[&own[..], &["--read-only", "--nbd", "unix:m"]].concat());
-    assert_eq!(logs.exists(), kernel_can(place.path()));
+    assert!(logs.exists());
     let _ = first.stop().ok();
-    assert_eq!(logs.exists(), kernel_can(place.path()), "the other server keeps it");
+    assert!(logs.exists(), "the other server keeps it");
     let _ = other.stop().ok();
     assert!(!logs.exists());
 }

@@ -8,6 +8,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::ptr;
 use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
@@ -164,6 +165,27 @@ fn a_second_signal_ends_it_at_once() {
     served.server.signal(libc::SIGINT);
     let done = served.server.wait().exits(1);
     assert!(done.stderr.contains("second signal"), "{}", done.report());
+}
+
+#[test]
+fn a_server_that_is_out_of_descriptors_ends_when_it_is_told() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = overlay(directory.path());
+    let path = |name: &str| directory.path().join(name);
+    let mut command = Command::new(ISOBATH);
+    command.args(["serve", "--nbd", "unix:n", "--qmp", "unix:q", "--log", "log"]).arg(&image);
+    let server = Server::start(command.current_dir(directory.path()), Ready::Line("-blockdev"));
+    let limit = libc::rlimit { rlim_cur: 3, rlim_max: 3 };
+    // SAFETY: the limit is a live value; the process is the server, which has not been told to end.
+    let limited = unsafe {
+        libc::prlimit(server.pid() as i32, libc::RLIMIT_NOFILE, &raw const limit, ptr::null_mut())
+    };
+    assert_eq!(limited, 0);
+    let _clients = ["n", "q"].map(|name| UnixStream::connect(path(name)).unwrap());
+    for what in ["cannot accept a connection", "cannot accept a QMP client"] {
+        until(what, || fs::read_to_string(path("log")).unwrap().contains(what));
+    }
+    let _ = server.stop().ok();
 }
 
 #[test]

@@ -326,11 +326,14 @@ impl<H: Host> Disk<H> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{chain_of, live, must_violate, open};
+    use crate::ZeroFlags;
+    use crate::testing::{CLUSTER, chain_of, disk, live, must_violate, open};
     use futures_executor::block_on;
+    use futures_util::FutureExt;
     use isobath_image::DiskError;
     use isobath_storage::IoBuf;
     use isobath_storage::memory::MemoryHost;
+    use std::pin::Pin;
 
     fn shorten(
         live: &LiveDisk<MemoryHost>,
@@ -357,6 +360,36 @@ mod tests {
         shorten(&live, 0..2, true, |_, _| None).unwrap();
         assert_eq!(live.depth(), 1);
         assert!(live.current().writer().is_ok());
+    }
+
+    type Request<'a> = Pin<Box<dyn Future<Output = bool> + 'a>>;
+
+    /// A former chain's layers are locked for as long as anything holds it.
+    #[test]
+    fn requests_that_wait_hold_no_chain_that_is_gone() {
+        let (live, next) = (live(chain_of(2)), Arc::new(disk()));
+        let former = Arc::downgrade(&live.current());
+        let quiet = block_on(live.gate.quiet());
+        let mut requests: [(&str, Request<'_>); 4] = [
+            ("read", Box::pin(async { live.read(0, IoBuf::zeroed(512)).await.is_ok() })),
+            ("write", Box::pin(async { live.write(0, IoBuf::zeroed(512)).await.is_ok() })),
+            (
+                "zeroes",
+                Box::pin(async { live.write_zeroes(0, 512, ZeroFlags::default()).await.is_ok() }),
+            ),
+            ("discard", Box::pin(async { live.discard(0, CLUSTER).await.is_ok() })),
+        ];
+        for (name, request) in &mut requests {
+            assert!(request.as_mut().now_or_never().is_none(), "{name}");
+        }
+        let old = live.current();
+        live.replace(&old, next).unwrap();
+        drop(old);
+        assert!(former.upgrade().is_none());
+        drop(quiet);
+        for (name, request) in requests {
+            assert!(block_on(request), "{name}");
+        }
     }
 
     #[test]

@@ -370,9 +370,13 @@ impl<H: Host> LiveDisk<H> {
         length: u64,
         run: impl Fn(Arc<Disk<H>>, u64, u64) -> F,
     ) -> Result<()> {
-        self.current.load().check_range(offset, length)?;
-        let first = self.current.load_full();
-        let mut done = Parts::of(offset..offset + length, first.name());
+        let name = {
+            // As for the upkeep: between steps nothing holds the disk.
+            let disk = self.current.load();
+            disk.check_range(offset, length)?;
+            disk.name().to_owned()
+        };
+        let mut done = Parts::of(offset..offset + length, &name);
         for (at, length) in steps(offset, length, STEP) {
             done.add(at, length)?;
             self.change(Kind::Unmap, (at, length), |disk| run(disk, at, length)).await?;

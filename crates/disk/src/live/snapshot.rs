@@ -20,7 +20,7 @@ use isobath_image::options::{OpenOptions, Trust};
 use isobath_image::writer::Writer;
 use isobath_image::{DiskError, Result, always, invariant};
 use isobath_qcow2::{Extension, IncompatibleFeatures};
-use isobath_storage::{Host, Locking, OpenMode, Storage, StorageExt, is_descriptor_set};
+use isobath_storage::{FileId, Host, Locking, OpenMode, Storage, StorageExt, is_descriptor_set};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -192,20 +192,18 @@ impl<H: Host> LiveDisk<H> {
         let active = disk.chain.active();
         let named = layer.header().and_then(|header| header.backing_file);
         let Some(named) = named else {
-            return Err(unfit(
-                &layer,
-                &format!(
-                    "it names no backing file; name '{}' with 'qemu-img rebase -u'",
-                    isobath_storage::shown(active.name())
-                ),
-            ));
+            let name = if is_descriptor_set(active.name()) {
+                "the file that was handed in as the active image".to_owned()
+            } else {
+                format!("'{}'", isobath_storage::shown(active.name()))
+            };
+            let reason = format!("it names no backing file; name {name} with 'qemu-img rebase -u'");
+            return Err(unfit(&layer, &reason));
         };
         let host = disk.host();
-        // The file itself: another one may have its name by now.
-        let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
         let file = name_in_header(host, path, "backing file", &named, &Trust::Full)?;
-        let below = host.open(&host.resolve(path, &file), look).await?;
-        if below.id() != active.storage().id() {
+        let below = find_below(host, &host.resolve(path, &file), active.name()).await?;
+        if below != active.storage().id() {
             return Err(unfit(
                 &layer,
                 &format!(
@@ -217,6 +215,18 @@ impl<H: Host> LiveDisk<H> {
         }
         Ok(Arc::new(layer))
     }
+}
+
+/// Which file an overlay names as the active image, which is open as `active`: another one may have its name by now.
+async fn find_below<H: Host>(host: &H, named: &Path, active: &Path) -> Result<FileId> {
+    // An image that was handed in may be one that nothing here has the right to open.
+    if is_descriptor_set(active)
+        && let Some(found) = host.find(named)?
+    {
+        return Ok(found);
+    }
+    let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
+    Ok(host.open(named, look).await?.id())
 }
 
 /// Whether an image has neither data nor snapshots or bitmaps, like one that has just been created.

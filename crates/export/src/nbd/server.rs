@@ -261,7 +261,10 @@ impl<D: BlockDevice> Server<D> {
                     let recovered = after_failed_accept(error, |error| {
                         tracing::warn!(%error, "cannot accept a connection; retrying");
                     });
-                    self.unless_stopped(recovered).await.transpose()?;
+                    match self.unless_stopped(recovered).await {
+                        Some(recovered) => recovered?,
+                        None => return Ok(None),
+                    }
                 }
             }
         }

@@ -3,7 +3,7 @@
 use super::Result;
 use super::arguments::{Arguments, integer, optional_text};
 use crate::error::QmpError;
-use crate::server::ClientFiles;
+use crate::server::{ClientFiles, check_length};
 use isobath_storage_file::descriptor_sets;
 use serde_json::{Value, json};
 use std::os::fd::AsRawFd;
@@ -20,7 +20,8 @@ pub(super) fn add_fd(arguments: &Arguments, client: &ClientFiles) -> Result<Valu
         }
     };
     let opaque = optional_text(arguments, "opaque").map(str::to_owned);
-    let set = descriptor_sets::add(file, set, opaque, false).map_err(QmpError::new)?;
+    check_length("opaque", opaque.as_deref().unwrap_or_default())?;
+    let set = descriptor_sets::add(file, set, opaque, false);
     Ok(json!({"fd": number, "fdset-id": set}))
 }
 

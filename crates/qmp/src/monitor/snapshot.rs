@@ -47,6 +47,8 @@ impl<H: Host + Clone> Monitor<H> {
     pub(super) async fn snapshot(&self, arguments: &Arguments) -> Result<()> {
         self.prune_names();
         let node = text(arguments, "node");
+        // Jobs that have concluded let go of the overlay.
+        self.pass_on();
         let found = self.look_up(node, node)?;
         let name = text(arguments, "overlay");
         let overlay = self.look_up(name, name)?;

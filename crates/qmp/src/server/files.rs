@@ -1,36 +1,61 @@
 //! The descriptors that a client sends beside its requests (`SCM_RIGHTS`).
 
 use crate::error::QmpError;
+use isobath_storage_file::{HandedIn, TooMany};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 
 /// The most that a client can keep by names.
 const MOST_NAMED: usize = 16;
+/// The longest text that is kept with a descriptor, in bytes.
+const LONGEST: usize = 4 << 10;
+
+/// Refuses a text that is too long to be kept with a descriptor.
+///
+/// # Errors
+/// It is.
+pub(crate) fn check_length(parameter: &str, text: &str) -> Result<(), QmpError> {
+    if text.len() <= LONGEST {
+        return Ok(());
+    }
+    Err(QmpError::new(format_args!(
+        "Parameter '{parameter}' has {} bytes; it can have {LONGEST}",
+        text.len()
+    )))
+}
 
 /// A client's descriptors; they are closed when it leaves.
 #[derive(Debug, Default)]
 pub struct ClientFiles {
     /// Those that arrived last, and that no command has used yet.
-    arrived: RefCell<Vec<OwnedFd>>,
+    arrived: RefCell<Option<Result<Vec<HandedIn>, TooMany>>>,
     /// Those that `getfd` has named.
-    named: RefCell<BTreeMap<String, OwnedFd>>,
+    named: RefCell<BTreeMap<String, HandedIn>>,
 }
 
 impl ClientFiles {
     /// Keeps descriptors for the next command that uses one, as QEMU does: those that arrived before are closed.
     pub(super) fn arrive(&self, files: Vec<OwnedFd>) {
-        if !files.is_empty() {
-            drop(self.arrived.replace(files));
+        if files.is_empty() {
+            return;
         }
+        self.close_arrived();
+        *self.arrived.borrow_mut() = Some(files.into_iter().map(HandedIn::new).collect());
+    }
+
+    /// Closes those that no command has used.
+    pub(super) fn close_arrived(&self) {
+        drop(self.arrived.take());
     }
 
     /// Takes the first of those that arrived last; the others are closed.
     ///
     /// # Errors
-    /// None has arrived.
-    pub(crate) fn take(&self) -> Result<OwnedFd, QmpError> {
-        let first = self.arrived.take().into_iter().next();
+    /// None has arrived, or there are too many.
+    pub(crate) fn take(&self) -> Result<HandedIn, QmpError> {
+        let arrived = self.arrived.take().transpose().map_err(QmpError::new)?;
+        let first = arrived.and_then(|files| files.into_iter().next());
         first.ok_or_else(|| QmpError::new("No file descriptor supplied via SCM_RIGHTS"))
     }
 
@@ -45,6 +70,7 @@ impl ClientFiles {
                 "Parameter 'fdname' expects a name not starting with a digit",
             ));
         }
+        check_length("fdname", name)?;
         let mut named = self.named.borrow_mut();
         if named.len() >= MOST_NAMED && !named.contains_key(name) {
             return Err(QmpError::new(format_args!(
@@ -72,7 +98,7 @@ impl ClientFiles {
     /// # Errors
     /// None has it.
     pub(crate) fn take_named(&self, name: &str) -> Result<OwnedFd, QmpError> {
-        self.named.borrow_mut().remove(name).ok_or_else(|| {
+        self.named.borrow_mut().remove(name).map(HandedIn::into_file).ok_or_else(|| {
             QmpError::new(format_args!("File descriptor named '{name}' has not been found"))
         })
     }

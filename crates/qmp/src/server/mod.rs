@@ -13,6 +13,7 @@ mod session;
 
 pub use events::Events;
 pub use files::ClientFiles;
+pub(crate) use files::check_length;
 
 use crate::error::QmpError;
 use crate::json;
@@ -161,7 +162,10 @@ impl<S: Service> Server<S> {
                     let recovered = after_failed_accept(error, |error| {
                         tracing::warn!(%error, "cannot accept a QMP client; retrying");
                     });
-                    self.unless_stopped(recovered).await.transpose()?;
+                    match self.unless_stopped(recovered).await {
+                        Some(recovered) => recovered?,
+                        None => break,
+                    }
                 }
             }
         }

@@ -66,6 +66,7 @@ impl<'a, S: Service> Session<'a, S> {
             buf = back;
             let received = buf.get(..count).unwrap_or_default().to_vec();
             let mut input = received.as_slice();
+            let mut answered = false;
             loop {
                 splitter.set_only_objects(!self.negotiated);
                 let Some(value) = splitter.next(&mut input) else { break };
@@ -78,6 +79,7 @@ impl<'a, S: Service> Session<'a, S> {
                     Err(error) => to_reply(None, Err(QmpError::new(error))),
                 };
                 self.outbox.push(&to_line(&reply));
+                answered = true;
                 if foreign {
                     tracing::warn!(
                         "a client of the control socket does not speak QMP; disconnecting it"
@@ -88,6 +90,10 @@ impl<'a, S: Service> Session<'a, S> {
                 if self.server.unless_stopped(room).await.is_none() || self.outbox.is_broken() {
                     return;
                 }
+            }
+            // They came with these requests. One that has only begun may be about to use them.
+            if answered && !splitter.is_inside() {
+                self.files.close_arrived();
             }
         }
     }

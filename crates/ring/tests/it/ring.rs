@@ -34,6 +34,22 @@ fn pair() -> (Stream, UnixStream) {
 }
 
 #[test]
+fn an_accepted_socket_has_room_for_a_large_reply() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("socket");
+    let room = executor().block_on(async {
+        let listener = Listener::bind_unix(&path).unwrap();
+        let _client = UnixStream::connect(&path).unwrap();
+        let accepted = listener.accept().await.unwrap();
+        socket2::SockRef::from(&accepted).send_buffer_size().unwrap()
+    });
+    let most = std::fs::read_to_string("/proc/sys/net/core/wmem_max").unwrap();
+    let most: usize = most.trim().parse().unwrap();
+    // The kernel counts twice what was asked for.
+    assert_eq!(room, 2 * most.min(1 << 20));
+}
+
+#[test]
 fn tasks_run_in_turn_and_give_results() {
     let log = Rc::new(RefCell::new(Vec::new()));
     executor().block_on(async {

@@ -149,7 +149,9 @@ fn who_is_out_of_descriptors_gets_an_error() {
         // A process of its own: other tests need descriptors.
         let mut child = Command::new(std::env::current_exe().unwrap());
         child.args(["--exact", "threads::who_is_out_of_descriptors_gets_an_error"]);
-        assert!(child.env(SHORT, "1").status().unwrap().success());
+        let ended = child.env(SHORT, "1").output().unwrap();
+        let text = String::from_utf8_lossy(&ended.stdout);
+        assert!(ended.status.success() && text.contains("1 passed"), "{text}");
         return;
     }
     let limit = Rlimit { current: Some(40), maximum: Some(40) };

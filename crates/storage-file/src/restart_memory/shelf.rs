@@ -10,6 +10,7 @@ use std::hash::BuildHasher;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// How the names of all directories with restart memory begin, and those of memory of earlier versions, which is not in
 /// a directory.
@@ -21,6 +22,9 @@ const DIRECTORY_MODE: u32 = 0o711;
 
 /// How often a directory is made that somebody removes at once.
 const MOST_REMOVED: u32 = 100;
+
+/// The time between two looks whether it has been removed.
+const REMOVAL_STEP: Duration = Duration::from_millis(5);
 
 /// Who has left something, by what this process may do with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -270,8 +274,14 @@ impl Shelf {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 found => found?,
             };
-            // If it is being removed, this ends when it is gone. Nobody else may open it, and so lock it.
-            rustix::io::retry_on_intr(|| rustix::fs::flock(&found, FlockOperation::LockShared))?;
+            match rustix::fs::flock(&found, FlockOperation::NonBlockingLockShared) {
+                // It is being removed, which is soon over. Another process of this user may hold it for longer.
+                Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) => {
+                    std::thread::sleep(REMOVAL_STEP);
+                    continue;
+                }
+                locked => locked?,
+            }
             if directory.holds(identity(&rustix::fs::fstat(&found)?)) {
                 return Ok((path, found));
             }

@@ -3,12 +3,13 @@
 use crate::qemu::{chain, opens};
 use isobath_ring::block_on;
 use isobath_storage::{Host, IoBuf, Locking, OpenMode, Result, Roles, Storage, StorageExt};
-use isobath_storage_file::{FileHost, FileStorage, descriptor_sets};
+use isobath_storage_file::{FileHost, FileStorage, HandedIn, descriptor_sets};
 use std::fs::{File, OpenOptions};
 use std::io::ErrorKind;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 const READ: OpenMode = OpenMode { writable: false, direct: false, locking: Locking::Immediate };
 const WRITE: OpenMode = OpenMode { writable: true, ..READ };
@@ -30,14 +31,21 @@ fn flagged(path: &Path, flags: i32) -> OwnedFd {
     OpenOptions::new().read(true).write(true).custom_flags(flags).open(path).unwrap().into()
 }
 
+/// A number that no other test uses, even when the set is gone.
+fn new_number() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1000);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
 /// A new set of these descriptors, and their numbers.
 fn set(descriptors: Vec<OwnedFd>) -> (u64, Vec<RawFd>) {
     let numbers = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
-    let mut set = None;
+    let set = new_number();
     for descriptor in descriptors {
-        set = Some(descriptor_sets::add(descriptor, set, None, true).unwrap());
+        let descriptor = HandedIn::new(descriptor).unwrap();
+        assert_eq!(descriptor_sets::add(descriptor, Some(set), None, true), set);
     }
-    (set.unwrap(), numbers)
+    (set, numbers)
 }
 
 fn shown(set: u64) -> Option<Vec<RawFd>> {
@@ -92,6 +100,36 @@ fn users_of_copies_of_one_descriptor_keep_each_other_out_as_others_do() {
     }
 }
 
+/// Locks or unlocks the byte that denies writing through a descriptor, as another program that has a copy of it.
+fn lock_elsewhere(descriptor: RawFd, kind: i32) {
+    // SAFETY: zeroes are valid; the structure is only read.
+    let locked = unsafe {
+        let mut lock: libc::flock = std::mem::zeroed();
+        (lock.l_type, lock.l_start, lock.l_len) = (kind as i16, 201, 1);
+        libc::fcntl(descriptor, libc::F_OFD_SETLK, &raw const lock)
+    };
+    assert_eq!(locked, 0);
+}
+
+#[test]
+fn an_open_file_that_another_program_has_locked_is_refused() {
+    let (_directory, base, _top) = chain();
+    let (set, numbers) = set(vec![flagged(&base, 0)]);
+    lock_elsewhere(numbers[0], libc::F_RDLCK);
+    for mode in [READ, WRITE] {
+        let error = open(set, mode).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ResourceBusy);
+        assert!(error.to_string().contains("open the file anew"), "{error}");
+    }
+    // It takes no locks, and releases none.
+    let unlocked = open(set, OpenMode { locking: Locking::Unlocked, ..READ }).unwrap();
+    assert!(open(set, WRITE).is_err());
+    drop(unlocked);
+    assert!(opens(&[], &base).is_err());
+    lock_elsewhere(numbers[0], libc::F_UNLCK);
+    drop(open(set, WRITE).unwrap());
+}
+
 #[test]
 fn a_writer_that_retires_goes_on_reading_and_keeps_writers_out() {
     let (_directory, base, _top) = chain();
@@ -117,6 +155,23 @@ fn a_writer_that_retires_goes_on_reading_and_keeps_writers_out() {
         drop(file);
         opens(&[], &base).unwrap();
     }
+}
+
+#[test]
+fn a_writer_whose_set_has_lost_its_descriptors_retires_to_a_copy_of_its_own() {
+    let (_directory, base, _top) = chain();
+    let (set, _) = set(vec![flagged(&base, 0)]);
+    let file = open(set, WRITE).unwrap();
+    assert!(descriptor_sets::remove(set, None));
+    block_on(Roles::retire(&file)).unwrap();
+    // It is in use as before, and not opened by another name.
+    assert_eq!(shown(set), Some(Vec::new()));
+    let _ = block_on(file.read_at(0, IoBuf::zeroed(512))).unwrap();
+    opens(&["-r"], &base).unwrap();
+    assert!(opens(&[], &base).is_err());
+    drop(file);
+    assert_eq!(shown(set), None);
+    opens(&[], &base).unwrap();
 }
 
 fn status(descriptor: RawFd) -> i32 {
@@ -171,9 +226,13 @@ fn a_set_lasts_as_long_as_it_has_descriptors_or_copies_in_use() {
     let error = open(one, READ).unwrap_err();
     assert!(error.to_string().contains("there is no descriptor set"), "{error}");
     // A client's sets go with it unless they are used.
-    let used = descriptor_sets::add(flagged(&base, 0), None, None, false).unwrap();
+    let used = Some(new_number());
+    let handed_in = HandedIn::new(flagged(&base, 0)).unwrap();
+    let used = descriptor_sets::add(handed_in, used, None, false);
     let file = open(used, WRITE).unwrap();
-    let unused = descriptor_sets::add(read_only(&base), None, Some("x".into()), false).unwrap();
+    let handed_in = HandedIn::new(read_only(&base)).unwrap();
+    let unused = Some(new_number());
+    let unused = descriptor_sets::add(handed_in, unused, Some("x".into()), false);
     descriptor_sets::forget_unused();
     assert!(shown(used).is_some() && shown(unused).is_none());
     drop(file);
@@ -182,11 +241,13 @@ fn a_set_lasts_as_long_as_it_has_descriptors_or_copies_in_use() {
 #[test]
 fn names_beside_a_descriptor_lead_nowhere() {
     let host = FileHost;
-    let beside = Path::new("/dev/fdset/base.qcow2");
-    let error = block_on(host.open(beside, READ)).unwrap_err();
-    assert!(error.to_string().contains("no directory"), "{error}");
     let (_directory, base, _top) = chain();
     let (set, _) = set(vec![flagged(&base, 0)]);
+    for name in ["base.qcow2", &format!("+{set}"), &format!("0{set}"), ""] {
+        let beside = Path::new("/dev/fdset").join(name);
+        let error = block_on(host.open(&beside, READ)).unwrap_err();
+        assert!(error.to_string().contains("no directory"), "{name}: {error}");
+    }
     assert_eq!(host.canonical(&name(set)).unwrap(), name(set));
     assert!(block_on(host.remove(&name(set))).is_err());
     let file = block_on(host.create(&name(set), WRITE)).unwrap();

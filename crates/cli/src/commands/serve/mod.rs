@@ -93,10 +93,11 @@ struct Order<'a> {
 /// Serves images stored on `host`.
 async fn run_on<H: Host + Clone>(
     host: H,
-    order: Order<'_>,
+    mut order: Order<'_>,
     out: &mut dyn Write,
     daemon: Option<Daemon>,
 ) -> Outcome {
+    let mut confined = order.confined.take();
     let mut signals = signals::receive()?;
     let disks = match signals::unless_signalled(
         &mut signals,
@@ -107,8 +108,9 @@ async fn run_on<H: Host + Clone>(
         Some(disks) => disks?,
         None => return Err(Failure::new("interrupted by a signal during startup")),
     };
-    let served = serve(host, order, &disks, signals, out, daemon).await;
+    let served = serve(host, order, confined.as_mut(), &disks, signals, (out, daemon)).await;
     let closed = disks::close(&disks).await;
+    drop(confined);
     served.and(closed).map(|()| 0)
 }
 
@@ -116,12 +118,12 @@ async fn run_on<H: Host + Clone>(
 async fn serve<H: Host + Clone>(
     host: H,
     order: Order<'_>,
+    confined: Option<&mut Confined>,
     disks: &[Arc<LiveDisk<H>>],
     signals: Signals,
-    out: &mut dyn Write,
-    daemon: Option<Daemon>,
+    (out, daemon): (&mut dyn Write, Option<Daemon>),
 ) -> Result<(), Failure> {
-    let Order { args, names, tls, secrets, confined, log } = order;
+    let Order { args, names, tls, secrets, confined: _, log } = order;
     let access = args.access();
     let listeners = args.frontends.listen(access, &tls)?;
     let controls = tls.listen(&args.qmp, "--qmp", access)?;
@@ -151,13 +153,10 @@ async fn serve<H: Host + Clone>(
             return Err(failure);
         }
     };
-    let _closed = match confined.map(Confined::close).transpose() {
-        Ok(closed) => closed,
-        Err(failure) => {
-            monitor.end().await;
-            return Err(failure);
-        }
-    };
+    if let Err(failure) = confined.map_or(Ok(()), Confined::close) {
+        monitor.end().await;
+        return Err(failure);
+    }
     // Clients are served even if the announcement cannot be printed.
     if let Err(error) = announce(out, monitor) {
         tracing::warn!(%error, "cannot print the exports' addresses");

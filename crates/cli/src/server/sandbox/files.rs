@@ -103,7 +103,7 @@ fn rules(needs: &Needs, given: &[PathBuf], restart: Option<&RestartDirectories>)
         rules.allow(&directory, written());
     }
     if let Some(restart) = restart {
-        // This user's own goes in the end. Only an empty directory can be removed, and only by its owner.
+        // This user's own goes in the end. Only an empty directory can be removed, and only by its owner or root.
         rules.allow(&restart.parent, AccessFs::ReadDir | AccessFs::RemoveDir);
         rules.allow(&restart.own, written());
         // An image's log may be its owner's, and is removed once it is applied. The files' permissions decide.

@@ -115,7 +115,7 @@ impl SandboxArgs {
         isobath_storage::note_confinement(
             "the server is confined to the directories of its images and of --sandbox-dir",
         );
-        Ok(Confined { kept, restart })
+        Ok(Confined { kept, _restart: restart })
     }
 }
 
@@ -123,29 +123,25 @@ fn no_filter(error: String) -> Failure {
     Failure::new(error).context("cannot restrict the server's system calls")
 }
 
-/// A confined server, which can still listen and start threads that need it.
+/// A confined server, which can still listen and start threads that need it, until it is [closed](Self::close).
 pub(crate) struct Confined {
     /// What is to be kept of the system calls, if these are restricted.
     kept: Option<Kept>,
-    restart: Option<isobath_storage_file::RestartDirectories>,
+    /// Its directory of restart logs stays for as long as this does: until the disks are closed.
+    _restart: Option<isobath_storage_file::RestartDirectories>,
 }
 
 impl Confined {
-    /// Gives up what only the start needs, on all threads. The result is kept until the server ends.
+    /// Gives up what only the start needs, on all threads.
     ///
     /// # Errors
     /// The kernel refuses it.
-    pub(crate) fn close(self) -> Result<Closed, Failure> {
-        if let Some(kept) = self.kept {
-            calls::restrict(Stage::Serving, kept).map_err(no_filter)?;
+    pub(crate) fn close(&mut self) -> Result<(), Failure> {
+        match self.kept.take() {
+            Some(kept) => calls::restrict(Stage::Serving, kept).map_err(no_filter),
+            None => Ok(()),
         }
-        Ok(Closed { _restart: self.restart })
     }
-}
-
-/// Keeps the directory of restart logs.
-pub(crate) struct Closed {
-    _restart: Option<isobath_storage_file::RestartDirectories>,
 }
 
 #[cfg(test)]

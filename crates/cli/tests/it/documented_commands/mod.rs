@@ -215,7 +215,12 @@ fn every_documented_server_starts_and_ends() {
         let words = line.words.iter().skip(1);
         let words = words.filter(|word| !["--fork", "--daemonize"].contains(&word.as_str()));
         let here = directory.path().display().to_string();
-        let words = words.map(|word| word.replace("/run/", &below).replace("/srv/golden", &here));
+        // What a service manager would hand in, the server makes itself.
+        let own = format!("unix:{below}vm.sock");
+        let there =
+            [("/run/", &below), ("/srv/golden", &here), ("/disks", &here), ("fd:nbd", &own)];
+        let words = words
+            .map(|word| there.iter().fold(word.clone(), |word, (from, to)| word.replace(from, to)));
         let words: Vec<String> = words.collect();
         let socket = |word: &String| {
             let name = word.split_once(below.as_str())?.1.split(',').next()?;
