@@ -37,15 +37,12 @@ impl Lender {
         if lent.len() != self.buf.len() {
             return lent;
         }
-        // The one here, and that of `lent`.
-        if Arc::strong_count(&self.buf) > 2 {
-            let mut copy = IoBuf::zeroed(lent.len());
-            lent.copy_to(&mut copy);
-            return copy;
-        }
-        let Self { buf } = self;
         drop(lent);
-        Arc::into_inner(buf).unwrap_or_else(IoBuf::empty)
+        Arc::try_unwrap(self.buf).unwrap_or_else(|buf| {
+            let mut copy = IoBuf::zeroed(buf.len());
+            buf.copy_to(&mut copy);
+            copy
+        })
     }
 }
 

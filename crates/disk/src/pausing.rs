@@ -3,7 +3,8 @@
 //! A disk that is paused in a direction carries out no new requests of that direction. Those that failed, and those
 //! that came later, wait until the operator lets the disk [continue](Pausing::resume), and are then carried out. They
 //! wait before the disk: outside the gate, with no lock, and not counted as in flight. Frontends do the waiting, since
-//! only they know when a client or a server ends; jobs and queries never wait here.
+//! only they know when a client or a server ends; jobs and queries never wait here. A disk that the operator has
+//! stopped itself keeps those that a frontend let pass at that moment.
 
 use crate::clock::Clock;
 use crate::throttle::Direction;
@@ -126,6 +127,8 @@ struct State {
     policies: Policies,
     failures: [Option<Pause>; 2],
     stopped: bool,
+    /// No more requests are carried out while it is stopped.
+    ended: bool,
     waiting: usize,
     /// How often it has continued. A failure of an attempt that began before does not pause it again.
     round: u64,
@@ -163,8 +166,12 @@ impl State {
 pub struct Pausing {
     /// Whether requests need nothing from the state: all that they look at unless a policy or a pause is set.
     plain: AtomicBool,
+    /// Whether the operator has stopped the disk. Requests look at it once they are counted as in flight.
+    stopped: AtomicBool,
     state: Mutex<State>,
     changed: Condition,
+    /// Signals that a request has ended while the disk is stopped.
+    left: Condition,
     listener: OnceLock<PauseListener>,
     clock: Arc<dyn Clock>,
 }
@@ -189,8 +196,10 @@ impl Pausing {
     pub fn new(clock: Arc<dyn Clock>) -> Self {
         Self {
             plain: AtomicBool::new(true),
+            stopped: AtomicBool::new(false),
             state: Mutex::default(),
             changed: Condition::default(),
+            left: Condition::default(),
             listener: OnceLock::new(),
             clock,
         }
@@ -241,6 +250,17 @@ impl Pausing {
         self.change(|state| state.stopped = true);
     }
 
+    /// Whether the operator has stopped the disk.
+    #[inline]
+    pub fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::SeqCst)
+    }
+
+    /// The server ends: requests that wait in a stopped disk fail.
+    pub fn end(&self) {
+        self.change(|state| state.ended = true);
+    }
+
     /// Lets all requests that wait be carried out.
     pub fn resume(&self) {
         self.change(|state| {
@@ -255,8 +275,22 @@ impl Pausing {
             let mut state = self.state.lock();
             change(&mut state);
             self.plain.store(state.is_plain(), Ordering::SeqCst);
+            self.stopped.store(state.stopped, Ordering::SeqCst);
         }
         self.changed.changed();
+        self.left.changed();
+    }
+
+    /// A request has ended.
+    pub(crate) fn leave(&self) {
+        if self.is_stopped() {
+            self.left.changed();
+        }
+    }
+
+    /// Waits until `is_quiet`, which may change whenever a request has [ended](Self::leave), or the disk goes on.
+    pub(crate) async fn quiet(&self, is_quiet: impl Fn() -> bool) {
+        self.left.until(|| is_quiet() || !self.is_stopped()).await;
     }
 
     /// Whether this failure of a client's request pauses the disk, and is not reported to the client.
@@ -278,6 +312,12 @@ impl Pausing {
     /// failure keeps writes waiting.
     pub async fn pass_flush(&self) {
         self.until(|state| !state.stopped).await;
+    }
+
+    /// Waits until the disk is no longer stopped. Returns whether it goes on, and is not [at its end](Self::end).
+    pub(crate) async fn pass_stop(&self) -> bool {
+        self.until(|state| !state.stopped || state.ended).await;
+        !self.state.lock().stopped
     }
 
     /// Handles the failure of a client's request that was begun in `round`. Pauses the disk and waits, if the policy
@@ -458,8 +498,13 @@ mod tests {
             assert_eq!(pausing.state().waiting, 2);
         }
         assert_eq!(pausing.state().waiting, 0);
+        assert_eq!(pausing.pass_stop().now_or_never(), None);
+        pausing.end();
+        assert_eq!(pausing.pass_stop().now_or_never(), Some(false));
         pausing.resume();
-        assert!(pausing.is_plain() && pausing.pass(Direction::Read).now_or_never().is_some());
+        assert!(pausing.is_plain() && !pausing.is_stopped());
+        assert_eq!(pausing.pass_stop().now_or_never(), Some(true));
+        assert!(pausing.pass(Direction::Read).now_or_never().is_some());
         assert!(told.lock().is_empty());
     }
 }

@@ -7,6 +7,7 @@ mod budget;
 mod command_line;
 pub mod frontend;
 pub mod fuse;
+mod give_way;
 pub mod nbd;
 mod pool;
 pub mod registry;

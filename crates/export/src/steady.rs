@@ -1,5 +1,6 @@
 //! Requests to a disk that may pause: those that fail wait, and are tried again, as the disk's policy says.
 
+use crate::give_way::give_way;
 use crate::stop::Stop;
 use isobath_buf::Lender;
 use isobath_disk::pausing::{Held, Pausing};
@@ -12,8 +13,8 @@ use std::task::Poll;
 
 /// A device, and what ends the requests that a client has sent.
 ///
-/// While the disk is paused requests wait here. Once the end is requested none waits: those that have not been tried
-/// are, and those that failed fail.
+/// While the disk is paused requests wait here. Once the end is requested none waits: those that failed fail, and so do
+/// those that have not been tried if the operator has stopped the disk; otherwise they are tried.
 pub(crate) struct Steady<'a, D> {
     device: &'a D,
     ending: &'a Stop,
@@ -24,7 +25,7 @@ pub(crate) struct Steady<'a, D> {
 pub(crate) struct Failed {
     /// Why.
     pub(crate) error: DiskError,
-    /// The disk is paused, and the request would have been tried again if its frontend did not end.
+    /// The disk is paused, and the request would have been tried, or tried again, if its frontend did not end.
     pub(crate) held: bool,
 }
 
@@ -54,11 +55,26 @@ impl<'a, D: BlockDevice> Steady<'a, D> {
     }
 
     /// Waits while the disk is paused, and then for its limits. See [`BlockDevice::admit`].
-    pub(crate) async fn admit(&self, direction: Direction, bytes: u64) {
-        if let Some(pausing) = self.pausing() {
-            Box::pin(self.unless_ending(pausing.pass(direction))).await;
-        }
+    pub(crate) async fn admit(&self, direction: Direction, bytes: u64) -> Outcome<()> {
+        self.ready(direction).await?;
         self.device.admit(direction, bytes).await;
+        Ok(())
+    }
+
+    /// Waits while the disk is paused. Returns which attempt may be made now, for [`hold`](Self::hold).
+    pub(crate) async fn ready(&self, direction: Direction) -> Outcome<u64> {
+        match self.pausing() {
+            None => Ok(0),
+            Some(pausing) => Box::pin(self.pass(pausing, pausing.pass(direction))).await,
+        }
+    }
+
+    /// As [`ready`](Self::ready), with this wait.
+    async fn pass(&self, pausing: &Pausing, wait: impl Future<Output = ()>) -> Outcome<u64> {
+        if self.unless_ending(wait).await.is_none() && pausing.is_stopped() {
+            return Err(Failed { error: DiskError::Closed, held: true });
+        }
+        Ok(pausing.round())
     }
 
     /// See [`BlockDevice::read`].
@@ -71,19 +87,18 @@ impl<'a, D: BlockDevice> Steady<'a, D> {
 
     async fn read_again(&self, pausing: &Pausing, offset: u64, buf: IoBuf) -> Outcome<IoBuf> {
         let mut lender = Lender::new(buf);
-        let mut failed: Option<DiskError> = None;
         loop {
-            self.unless_ending(pausing.pass(Direction::Read)).await;
-            let round = pausing.round();
-            let Some(lent) = lender.to_be_filled() else {
-                // What is left of the last attempt may still fill the memory.
-                return Err(failed.unwrap_or(DiskError::Closed).into());
+            let round = self.pass(pausing, pausing.pass(Direction::Read)).await?;
+            let lent = loop {
+                match lender.to_be_filled() {
+                    Some(lent) => break lent,
+                    // What is left of the last attempt may still fill the memory.
+                    None => give_way().await,
+                }
             };
             match self.device.read(offset, lent).await {
                 Ok(filled) => return Ok(lender.take_back(filled)),
-                Err(error) => {
-                    failed = Some(self.hold(pausing, round, Direction::Read, error).await?);
-                }
+                Err(error) => self.hold(round, Direction::Read, error).await?,
             }
         }
     }
@@ -133,13 +148,10 @@ impl<'a, D: BlockDevice> Steady<'a, D> {
         attempt: impl Fn() -> F,
     ) -> Outcome<T> {
         loop {
-            self.unless_ending(pausing.pass(Direction::Write)).await;
-            let round = pausing.round();
+            let round = self.pass(pausing, pausing.pass(Direction::Write)).await?;
             match attempt().await {
                 Ok(done) => return Ok(done),
-                Err(error) => {
-                    self.hold(pausing, round, Direction::Write, error).await?;
-                }
+                Err(error) => self.hold(round, Direction::Write, error).await?,
             }
         }
     }
@@ -154,27 +166,25 @@ impl<'a, D: BlockDevice> Steady<'a, D> {
 
     async fn flush_again(&self, pausing: &Pausing) -> Outcome<()> {
         loop {
-            self.unless_ending(pausing.pass_flush()).await;
-            let round = pausing.round();
+            let round = self.pass(pausing, pausing.pass_flush()).await?;
             match self.device.flush().await {
                 Ok(()) => return Ok(()),
-                Err(error) => {
-                    self.hold(pausing, round, Direction::Write, error).await?;
-                }
+                Err(error) => self.hold(round, Direction::Write, error).await?,
             }
         }
     }
 
-    /// Waits until a request that failed is to be tried again, and gives its error back.
-    async fn hold(
+    /// Waits until a request that failed is to be tried again.
+    pub(crate) async fn hold(
         &self,
-        pausing: &Pausing,
         round: u64,
         direction: Direction,
         error: DiskError,
-    ) -> Outcome<DiskError> {
-        match self.unless_ending(pausing.hold(round, direction, &error)).await {
-            Some(Held::Again) => Ok(error),
+    ) -> Outcome<()> {
+        let Some(pausing) = self.pausing() else { return Err(error.into()) };
+        let wait = self.unless_ending(pausing.hold(round, direction, &error));
+        match Box::pin(wait).await {
+            Some(Held::Again) => Ok(()),
             Some(Held::Fails) => Err(error.into()),
             None => Err(Failed { error, held: true }),
         }

@@ -1,7 +1,7 @@
 //! Hosts for tests and measurements.
 //!
 //! [`any`] is one type for all hosts. The others wrap another [`Host`](isobath_storage::Host): they make operations
-//! fail ([`fault`]), record changes to files ([`recorder`]), or simulate the speed of a slower disk ([`slow`]). All of
+//! fail ([`fault`], [`space`]), record changes to files ([`recorder`]), or simulate the speed of a slower disk ([`slow`]). All of
 //! these are hooks in one [wrapping host](pass_through). The files of a [`careless`] one break what storage promises.
 //! [`conformance`] checks what every host must do.
 
@@ -12,6 +12,7 @@ pub mod fault;
 pub mod pass_through;
 pub mod recorder;
 pub mod slow;
+pub mod space;
 
 use std::future::poll_fn;
 use std::task::Poll;

@@ -12,20 +12,29 @@ use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
 
-/// A file system of 8 MiB, with an image of 4 MiB in it and a file that fills the rest.
+/// A small file system with an image in it, and a file that fills the rest.
 struct Full {
     directory: TempDir,
 }
 
 impl Full {
+    /// A file system of 8 MiB, and an image of 4 MiB.
     fn new() -> Self {
+        Self::of("8m", 4 * MIB)
+    }
+
+    fn of(space: &str, size: u64) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let mut mount = Command::new("mount");
-        mount.args(["-t", "tmpfs", "-o", "size=8m", "none"]).arg(directory.path());
-        assert_eq!(run(&mut mount).code(), 0, "this test mounts a file system, which needs root");
         let full = Self { directory };
-        qemu::create(&full.image(), "qcow2", 4 * MIB, "");
+        full.mount(&format!("size={space}"));
+        qemu::create(&full.image(), "qcow2", size, "");
         full
+    }
+
+    fn mount(&self, options: &str) {
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", options, "none"]).arg(self.path());
+        assert_eq!(run(&mut mount).code(), 0, "this test mounts a file system, which needs root");
     }
 
     fn path(&self) -> &Path {
@@ -56,11 +65,17 @@ impl Drop for Full {
 
 /// A server of a full file system's image, and a client of its control socket.
 fn serve(full: &Full, sockets: &Path, options: &[&str]) -> (Served, Client) {
+    let served = serve_before(full, sockets, options);
+    full.fill();
+    served
+}
+
+/// The same, before it is full.
+fn serve_before(full: &Full, sockets: &Path, options: &[&str]) -> (Served, Client) {
     let qmp = sockets.join("qmp.sock");
     let listen = format!("unix:{}", qmp.display());
     let options = [&["--qmp", &*listen], options].concat();
     let served = Served::start(&[full.image()], &options);
-    full.fill();
     (served, Client::connect(&Address::Unix(qmp)).unwrap())
 }
 
@@ -185,15 +200,63 @@ fn a_server_that_ends_waits_for_no_paused_request() {
     until_held(&mut client, 1);
     guest.ok("aio_write -P 1 0 1M");
     until_held(&mut client, 2);
-    // What a client has sent before it left waits, too.
+    // Nor does one of a client that has left.
     drop(gone);
-    until_held(&mut client, 2);
+    until_held(&mut client, 1);
     drop(client);
     // What failed has left nothing behind for which the image would need space now.
     let done = served.server.stop().ok();
     assert!(done.stderr.contains("No space left"), "{}", done.report());
     let text = guest.run("aio_flush");
     assert!(text.contains("failed"), "{text}");
+}
+
+#[test]
+fn what_a_client_sent_before_it_left_is_not_carried_out_after_what_others_send() {
+    let (full, sockets) = (Full::new(), tempfile::tempdir().unwrap());
+    let (served, mut client) = serve(&full, sockets.path(), &["--werror", "enospc"]);
+    let mut gone = QemuIo::open("raw", served.uri("disk"));
+    gone.ok("aio_write -P 0x41 0 1M");
+    until_held(&mut client, 1);
+    drop(gone);
+    until_held(&mut client, 0);
+    let mut guest = QemuIo::open("raw", served.uri("disk"));
+    guest.ok("aio_write -P 0x42 0 64k");
+    until_held(&mut client, 1);
+    // It fails once more, and then there is space.
+    client.execute("cont", json!({})).unwrap();
+    until_held(&mut client, 1);
+    full.make_room();
+    client.execute("cont", json!({})).unwrap();
+    for command in ["aio_flush", "flush", "read -P 0x42 0 64k", "read -P 0 64k 960k"] {
+        guest.ok(command);
+    }
+    drop((guest, client));
+    let _ = served.server.stop().ok();
+    let _ = qemu::io(&full.image(), "qcow2", &["read -P 0x42 0 64k"]).ok();
+}
+
+#[test]
+fn a_disk_that_fills_its_file_system_between_two_flushes_goes_on_once_there_is_space() {
+    // The table that the first write needs is made while much is free.
+    let (full, sockets) = (Full::of("128m", 1 << 30), tempfile::tempdir().unwrap());
+    let (served, mut client) = serve_before(&full, sockets.path(), &["--werror", "enospc"]);
+    let mut guest = QemuIo::open("raw", served.uri("disk"));
+    for piece in 0..10 {
+        guest.ok(&format!("aio_write -P {} {}M 16M", 1 + piece, 16 * piece));
+    }
+    let _ = event(&mut client, "STOP");
+    QemuIo::open("raw", served.uri("disk")).ok("flush");
+    full.mount("remount,size=256m");
+    client.execute("cont", json!({})).unwrap();
+    guest.ok("aio_flush");
+    guest.ok("flush");
+    for piece in 0..10 {
+        guest.ok(&format!("read -P {} {}M 16M", 1 + piece, 16 * piece));
+    }
+    drop((guest, client));
+    let _ = served.server.stop().ok();
+    let _ = qemu::img(args!["check", full.image()]).ok();
 }
 
 #[test]
@@ -225,8 +288,7 @@ fn without_a_policy_a_write_without_space_fails_at_once() {
 #[test]
 fn stop_keeps_all_requests_until_cont() {
     let (full, sockets) = (Full::new(), tempfile::tempdir().unwrap());
-    let (served, mut client) = serve(&full, sockets.path(), &[]);
-    full.make_room();
+    let (served, mut client) = serve_before(&full, sockets.path(), &[]);
     client.execute("stop", json!({})).unwrap();
     let _ = event(&mut client, "STOP");
     assert_eq!(status(&mut client), "paused");
@@ -240,6 +302,37 @@ fn stop_keeps_all_requests_until_cont() {
     let _ = event(&mut client, "RESUME");
     drop((guest, client));
     let _ = served.stop();
+}
+
+#[test]
+fn a_copy_that_is_made_while_all_is_stopped_has_what_was_written() {
+    let (full, sockets) = (Full::new(), tempfile::tempdir().unwrap());
+    let options = ["--metadata", "ordered"];
+    let (served, mut client) = serve_before(&full, sockets.path(), &options);
+    let mut guest = QemuIo::open("raw", served.uri("disk"));
+    guest.ok("write -P 7 0 64k");
+    client.execute("stop", json!({})).unwrap();
+    let copy = sockets.path().join("copy.qcow2");
+    fs::copy(full.image(), &copy).unwrap();
+    let _ = qemu::io(&copy, "qcow2", &["read -P 7 0 64k"]).ok();
+    client.execute("cont", json!({})).unwrap();
+    drop((guest, client));
+    let _ = served.stop();
+}
+
+#[test]
+fn what_waits_in_a_stopped_disk_does_not_change_it_when_the_server_ends() {
+    let (full, sockets) = (Full::new(), tempfile::tempdir().unwrap());
+    let (served, mut client) = serve_before(&full, sockets.path(), &[]);
+    client.execute("stop", json!({})).unwrap();
+    let mut guest = QemuIo::open("raw", served.uri("disk"));
+    guest.ok("aio_write -P 7 0 64k");
+    until_held(&mut client, 1);
+    drop(client);
+    let _ = served.server.stop().ok();
+    let text = guest.run("aio_flush");
+    assert!(text.contains("failed"), "{text}");
+    let _ = qemu::io(&full.image(), "qcow2", &["read -P 0 0 64k"]).ok();
 }
 
 #[test]

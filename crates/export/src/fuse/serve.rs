@@ -148,7 +148,7 @@ impl<D: BlockDevice> Service<'_, D> {
             self.channel.reply(unique, &[], &[]);
             return Ok(());
         }
-        self.steady().admit(Direction::Read, length as u64).await;
+        self.steady().admit(Direction::Read, length as u64).await?;
         let Pooled { data, spare } = self.pool.take(length);
         let data = self.steady().read(offset, data).await?;
         if data.len() != length {
@@ -166,7 +166,7 @@ impl<D: BlockDevice> Service<'_, D> {
         let Some(mut payload) = payload else { return Err(Refusal::Request(libc::EIO)) };
         let length = self.reach(offset, payload.data.len() as u64).await?;
         if length > 0 {
-            self.steady().admit(Direction::Write, length).await;
+            self.steady().admit(Direction::Write, length).await?;
             self.export.inode.touch();
             payload.cut(length as usize);
             let data = std::mem::replace(&mut payload.data, IoBuf::empty());
@@ -202,7 +202,7 @@ impl<D: BlockDevice> Service<'_, D> {
         };
         let length = end.min(self.size()).saturating_sub(offset);
         if length > 0 {
-            self.steady().admit(Direction::Write, length).await;
+            self.steady().admit(Direction::Write, length).await?;
             self.export.inode.touch();
             let flags = ZeroFlags { may_unmap, only_fast: false };
             self.steady().write_zeroes(offset, length, flags).await?;

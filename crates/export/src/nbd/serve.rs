@@ -7,9 +7,9 @@ use super::session::{Session, Ticket};
 use super::transport::Transport;
 use super::wire::NbdError;
 use crate::pool::{Pool, Pooled};
-use crate::steady::Steady;
+use crate::steady::{Failed, Steady};
 use isobath_disk::throttle::Direction;
-use isobath_disk::{BlockDevice, BlockStatus, DiskError};
+use isobath_disk::{BlockDevice, BlockStatus, DiskError, ZeroFlags};
 
 /// Bytes read at a time for `CACHE`.
 const CACHE_STEP: u32 = 1 << 20;
@@ -49,28 +49,18 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
                 return self.serve_block_status(ticket, offset, length, one).await;
             }
             Command::Write { offset, length, fua } => {
-                self.admit_change(length).await;
-                let result = self.serve_write(offset, payload).await;
+                let result = match self.admit_change(length).await {
+                    Ok(()) => self.serve_write(offset, payload).await,
+                    Err(error) => Err(error),
+                };
                 self.durable(fua, result).await
             }
             Command::Trim { offset, length, fua } => {
-                let result = if length == 0 {
-                    Ok(())
-                } else {
-                    self.admit_change(length).await;
-                    let done = self.steady().discard(offset, u64::from(length)).await;
-                    done.map_err(DiskError::from)
-                };
+                let result = self.serve_trim(offset, length).await;
                 self.durable(fua, result).await
             }
             Command::WriteZeroes { offset, length, flags, fua } => {
-                let result = if length == 0 {
-                    Ok(())
-                } else {
-                    self.admit_change(length).await;
-                    let done = self.steady().write_zeroes(offset, u64::from(length), flags).await;
-                    done.map_err(DiskError::from)
-                };
+                let result = self.serve_zero(offset, length, flags).await;
                 self.durable(fua, result).await
             }
             Command::Flush => self.steady().flush().await.map_err(DiskError::from),
@@ -83,16 +73,20 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
         }
     }
 
-    /// The disk, for requests that wait while it is paused, until the server or the export ends.
+    /// The disk, for requests that wait while it is paused, until the server, the export or the client ends.
+    ///
+    /// A client that has left may come back, and send what was not answered once more. It must not be carried out
+    /// again after that.
     fn steady(&self) -> Steady<'_, D> {
-        Steady::new(self.device, self.stop)
+        Steady::new(self.device, &self.ending)
     }
 
     /// Waits for the disk's limits, also when the client has left: what it has sent is carried out, and counts.
-    async fn admit_change(&self, length: u32) {
+    async fn admit_change(&self, length: u32) -> Result<(), DiskError> {
         if length > 0 {
-            self.steady().admit(Direction::Write, u64::from(length)).await;
+            self.steady().admit(Direction::Write, u64::from(length)).await?;
         }
+        Ok(())
     }
 
     async fn durable(&self, fua: bool, result: Result<(), DiskError>) -> Result<(), DiskError> {
@@ -110,29 +104,29 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
         }
         let read = async {
             let steady = self.steady();
-            steady.admit(Direction::Read, u64::from(length)).await;
+            steady.admit(Direction::Read, u64::from(length)).await?;
             let Pooled { data, spare } = self.pool.take(length as usize);
-            (steady.read(offset, data).await, spare)
+            Ok(Pooled { data: steady.read(offset, data).await?, spare })
         };
-        let Some((read, spare)) = self.while_wanted(read).await else {
+        let Some(read) = self.while_wanted(read).await else {
             return self.forget(ticket);
         };
         match read {
-            Ok(data) if data.len() == length as usize => {
-                let data = Some(Pooled { data, spare });
+            Ok(read) if read.data.len() == length as usize => {
+                let data = Some(read);
                 if self.agreement.structured {
                     self.reply(ticket, &reply::read_header(cookie, offset, length), data);
                 } else {
                     self.reply(ticket, &reply::simple(cookie, None), data);
                 }
             }
-            Ok(data) => {
-                let got = data.len();
+            Ok(read) => {
+                let got = read.data.len();
                 tracing::error!(offset, length, got, "a read returned the wrong length");
                 self.fail(ticket, NbdError::Io);
             }
-            Err(failed) => {
-                self.fail_device(ticket, Command::Read { offset, length }, &failed.error);
+            Err(Failed { error, .. }) => {
+                self.fail_device(ticket, Command::Read { offset, length }, &error);
             }
         }
     }
@@ -147,11 +141,34 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
         Ok(())
     }
 
+    async fn serve_trim(&self, offset: u64, length: u32) -> Result<(), DiskError> {
+        self.admit_change(length).await?;
+        if length > 0 {
+            self.steady().discard(offset, u64::from(length)).await?;
+        }
+        Ok(())
+    }
+
+    async fn serve_zero(
+        &self,
+        offset: u64,
+        length: u32,
+        flags: ZeroFlags,
+    ) -> Result<(), DiskError> {
+        self.admit_change(length).await?;
+        if length > 0 {
+            self.steady().write_zeroes(offset, u64::from(length), flags).await?;
+        }
+        Ok(())
+    }
+
     /// Reads the range and drops the data. Stopping early does no harm.
     async fn serve_cache(&self, mut offset: u64, mut length: u32) -> Result<(), DiskError> {
         if length > 0 {
             let steady = self.steady();
-            let _ = self.while_wanted(steady.admit(Direction::Read, u64::from(length))).await;
+            let admitted = steady.admit(Direction::Read, u64::from(length));
+            let Some(admitted) = self.while_wanted(admitted).await else { return Ok(()) };
+            admitted?;
         }
         while length > 0 && !self.stop.is_requested() && !self.is_unheard() {
             let step = length.min(CACHE_STEP);

@@ -9,6 +9,7 @@ use super::transport::Transport;
 use super::window::{NARROW, WINDOW, Window};
 use crate::budget::Share;
 use crate::frontend::Offered;
+use crate::give_way::give_way;
 use crate::pool::{Pool, Pooled};
 use crate::slots::Slots;
 use crate::stop::Stop;
@@ -167,6 +168,8 @@ pub(crate) struct Session<'a, D, T> {
     limit: InFlight,
     pub(crate) pool: &'a Pool,
     pub(crate) stop: &'a Stop,
+    /// Requested once the server stops, or nobody hears replies any longer: no request waits for a paused disk then.
+    pub(crate) ending: Stop,
     pub(crate) outbox: RefCell<Outbox>,
     requests: Cell<usize>,
     bytes: Cell<usize>,
@@ -184,21 +187,6 @@ pub(crate) struct Session<'a, D, T> {
     gone: Cell<bool>,
     /// Whether the client was seen to disconnect while requests may still be received that it sent before.
     hung_up: Cell<bool>,
-}
-
-/// Yields so that the requests just started are submitted to the kernel before the next receive. Those that complete at
-/// once, such as reads of cached data, are answered first, and by then more requests have arrived that can be received
-/// together.
-async fn give_way() {
-    let mut first = true;
-    poll_fn(|cx| {
-        if std::mem::take(&mut first) {
-            cx.waker().wake_by_ref();
-            return Poll::Pending;
-        }
-        Poll::Ready(())
-    })
-    .await;
 }
 
 /// A request in flight: what is needed for its reply.
@@ -226,6 +214,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
             limit,
             pool,
             stop: &entry.stop,
+            ending: Stop::default(),
             outbox: RefCell::new(Outbox::new()),
             requests: Cell::new(0),
             bytes: Cell::new(0),
@@ -261,6 +250,9 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                 drained = Some(self.device.drain());
             }
             let _ = watch.as_mut().poll(cx);
+            if stopped || self.is_unheard() {
+                self.ending.request();
+            }
             loop {
                 slots.borrow_mut().poll(cx);
                 let _ = writer.as_mut().poll(cx);
@@ -272,6 +264,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                 }
                 if self.is_unheard() && !std::mem::replace(&mut given_up, true) {
                     // That makes room for requests that wait to be received.
+                    self.ending.request();
                     slots.borrow_mut().poll_all(cx);
                     continue;
                 }
@@ -339,6 +332,9 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                 }
             }
             if busy() {
+                // The requests just started are submitted to the kernel before the next receive. Those that complete at
+                // once, such as reads of cached data, are answered first, and by then more requests have arrived that
+                // can be received together.
                 give_way().await;
             }
             match self.unless_stopped(window.fill(self.transport, size)).await {

@@ -159,8 +159,12 @@ where
             );
         }
         // Every available entry is used, in the list, or not yet taken. This gives the position, which a client that
-        // lost its last server does not know.
-        self.ring.set_next_available(used.wrapping_add(heads.len() as u16));
+        // lost its last server does not know. One that knows a later one has a new list, without those that a paused
+        // disk had left in the last: what came after them has ended.
+        let known = used.wrapping_add(heads.len() as u16);
+        if self.ring.next_available().wrapping_sub(known) > self.ring.size() {
+            self.ring.set_next_available(known);
+        }
         for head in heads {
             self.begin(head);
         }

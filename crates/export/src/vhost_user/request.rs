@@ -1,6 +1,6 @@
 //! Guest requests: parsing and executing them (virtio 1.2, section 5.2.6).
 
-use super::bounce::Bounces;
+use super::bounce::{Bounces, Taken};
 use super::chain::{Chain, Segment, total};
 use super::config::{MAX_RANGES, SECTOR};
 use super::memory::Memory;
@@ -290,7 +290,7 @@ impl<D: BlockDevice> Context<D> {
     async fn perform(&self, action: Action) -> Result<u32> {
         match action {
             Action::Read { offset, segment } => {
-                self.steady().admit(Direction::Read, segment.length as u64).await;
+                self.steady().admit(Direction::Read, segment.length as u64).await?;
                 self.steady().read(offset, self.buffer(segment)).await?;
                 Ok(u32::try_from(segment.length).unwrap_or(u32::MAX))
             }
@@ -300,7 +300,7 @@ impl<D: BlockDevice> Context<D> {
 
     async fn perform_other(&self, action: Other) -> Result<u32> {
         if let Some((direction, bytes)) = action.extent() {
-            self.steady().admit(direction, bytes).await;
+            self.steady().admit(direction, bytes).await?;
             self.check_memory()?;
         }
         match action {
@@ -371,10 +371,7 @@ impl<D: BlockDevice> Context<D> {
         let (mut at, mut left) = (offset, total(segments));
         while left > 0 {
             let step = left.min(COPY);
-            let _taken = self.bounces.take(Pool::footprint(step)).await;
-            let Pooled { data, spare } = self.pool.take(step);
-            self.check_memory()?;
-            let data = self.steady().read(at, data).await?;
+            let (_taken, Pooled { data, spare }) = self.read_step(at, step).await?;
             let mut from = data.get(..step).ok_or(DiskError::Closed)?;
             while let Some(piece) = pieces.next(from.len()) {
                 let (now, rest) = from.split_at(piece.length);
@@ -402,10 +399,40 @@ impl<D: BlockDevice> Context<D> {
         let (mut at, mut left) = (offset, total(segments));
         while left > 0 {
             let step = left.min(COPY);
-            let _taken = self.bounces.take(Pool::footprint(step)).await;
+            self.write_step(at, step, &mut pieces).await?;
+            at += step as u64;
+            left -= step;
+        }
+        Ok(())
+    }
+
+    /// Reads `step` bytes into memory of the pool. Nothing is taken while the disk is paused.
+    async fn read_step(&self, at: u64, step: usize) -> Result<(Taken<'_>, Pooled)> {
+        loop {
+            let round = self.steady().ready(Direction::Read).await?;
+            let taken = self.bounces.take(Pool::footprint(step)).await;
+            let Pooled { data, spare } = self.pool.take(step);
+            self.check_memory()?;
+            match self.device.read(at, data).await {
+                Ok(data) => return Ok((taken, Pooled { data, spare })),
+                Err(error) => {
+                    drop((taken, spare));
+                    self.steady().hold(round, Direction::Read, error).await?;
+                }
+            }
+        }
+    }
+
+    /// Writes the next `step` bytes of the guest's pieces. Nothing is taken while the disk is paused: they are copied
+    /// for each attempt.
+    async fn write_step(&self, at: u64, step: usize, pieces: &mut Pieces<'_>) -> Result<()> {
+        loop {
+            let round = self.steady().ready(Direction::Write).await?;
+            let mut following = pieces.clone();
+            let taken = self.bounces.take(Pool::footprint(step)).await;
             let Pooled { mut data, spare } = self.pool.take(step);
             let mut to = &mut data[..];
-            while let Some(piece) = pieces.next(to.len()) {
+            while let Some(piece) = following.next(to.len()) {
                 let (now, rest) = to.split_at_mut(piece.length);
                 let now: NonNull<u8> = NonNull::from(now).cast();
                 // SAFETY: as above.
@@ -414,12 +441,18 @@ impl<D: BlockDevice> Context<D> {
             }
             // The data may be zeroes that the guest never wrote.
             self.check_memory()?;
-            let data = self.steady().write(at, data).await?;
-            self.pool.put(Pooled { data, spare });
-            at += step as u64;
-            left -= step;
+            match self.device.write(at, data).await {
+                Ok(data) => {
+                    self.pool.put(Pooled { data, spare });
+                    *pieces = following;
+                    return Ok(());
+                }
+                Err(error) => {
+                    drop((taken, spare));
+                    self.steady().hold(round, Direction::Write, error).await?;
+                }
+            }
         }
-        Ok(())
     }
 
     /// Fails if a part of the guest's memory is missing.
@@ -495,6 +528,7 @@ async fn all<F: Future<Output = Result<()>>>(futures: impl Iterator<Item = F>) -
 }
 
 /// Splits segments into pieces.
+#[derive(Clone)]
 struct Pieces<'a> {
     segments: std::slice::Iter<'a, Segment>,
     now: Option<Segment>,

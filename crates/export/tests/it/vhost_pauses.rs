@@ -149,6 +149,33 @@ fn a_device_that_is_reset_forgets_what_a_paused_disk_has_held() {
     assert_eq!(served.device.bytes(0, 512), [3; 512]);
 }
 
+/// Sends a request for a sector, from other descriptors than the one that is held.
+fn write_elsewhere(raw: &Raw, sector: u64) {
+    assert_eq!(raw.transfer(0, 1, sector, &[9; 512]).0, 0);
+}
+
+#[test]
+fn a_queue_with_a_new_list_does_not_carry_out_what_has_ended_once_more() {
+    let served = failing(Direction::Write);
+    let (raw, body, list) = listed(&served);
+    send(&raw, Direction::Write);
+    until_held(&served.device, 1);
+    // The disk goes on beside the request that is left, as if it had gone on to wait for something else.
+    assert_eq!(raw.stop_queue(0), 1);
+    assert!(is_listed(&list));
+    go_on(&served.device);
+    // Another list, from which that request is missing: it is never answered, and none is answered twice.
+    let ask = [vec![0; 16], vec![1, 0, 16, 0]].concat();
+    raw.tell(31, &ask);
+    let (_, new) = receive_with_file(&raw.socket, 31);
+    let new = File::from(new);
+    assert!(raw.is_done(32, &body, &[&new]));
+    raw.start_queue(0, 1);
+    write_elsewhere(&raw, 64);
+    assert_eq!((raw.used_index(0), status(&raw)), (1, 0xee));
+    assert_eq!(served.device.bytes(0, 512), [3; 512]);
+}
+
 #[test]
 fn without_a_list_a_held_request_fails_when_its_queue_stops() {
     let served = failing(Direction::Write);

@@ -19,9 +19,6 @@ const STEPS: Range<u64> = 1 << 20..16 << 20;
 const MOST_BETWEEN: u64 = 4 << 20;
 /// The number of commits for which a step should last, at least and at most.
 const LASTS: Range<u32> = 256..4096;
-/// With less free space than this, in bytes, nothing is prepared or deferred, so that a lack of space is reported to
-/// the writer at once.
-const SHORT: u64 = 64 << 20;
 /// Bytes of zeroes written at once.
 const PIECE: u64 = 1 << 20;
 
@@ -63,11 +60,6 @@ impl Growth {
 }
 
 impl<S: Storage> Allocator<S> {
-    /// Whether the host has so little free space that what is deferred might find none.
-    pub fn is_short_of_space(&self) -> bool {
-        self.layer.storage().free_space().is_some_and(|free| free < SHORT)
-    }
-
     /// Notes that this many bytes past everything used before are now in use, written in place.
     pub fn note_growth(&self, bytes: u64) {
         self.grown.fetch_add(bytes, Ordering::Relaxed);

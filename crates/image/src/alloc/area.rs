@@ -122,6 +122,7 @@ impl<S: Storage> Allocator<S> {
             // Its refcount block goes elsewhere.
             let home = self.find_free(&mut state).await?;
             if !self.has_block(&state, index)? {
+                self.take_space(&state, home..home + 1).await?;
                 self.create_block(&mut state, index, home)?;
                 self.count_own(&mut state, home)?;
             }

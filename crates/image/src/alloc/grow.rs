@@ -5,7 +5,7 @@
 //! all its own clusters: others that only the new one counted are not referenced either.
 
 use super::block::Block;
-use super::{AllocState, Allocator, Run};
+use super::{AllocState, Allocator, Run, write_zeroes};
 use crate::sabotage::{self, Sabotage};
 use crate::{Result, violated};
 use isobath_qcow2::geometry::MAX_REFCOUNT_TABLE_BYTES;
@@ -45,10 +45,26 @@ impl<S: Storage> Allocator<S> {
             }
         }
         self.need_room(state, cluster + 1).await?;
+        self.take_space(state, cluster..cluster + 1).await?;
         self.create_block(state, index, cluster)?;
         self.count_own(state, cluster)?;
         state.never_used = state.never_used.max(cluster + 1);
         Ok(())
+    }
+
+    /// Makes the host give free clusters their space, which a structure is about to take: a commit that found none for
+    /// it would be final, while the request that needs it now can be repeated. Space that was prepared is there.
+    pub(super) async fn take_space(&self, state: &AllocState, clusters: Range<u64>) -> Result<()> {
+        self.refuse_tables(clusters.clone())?;
+        let prepared = &state.prepared;
+        if clusters.is_empty() || prepared.start <= clusters.start && clusters.end <= prepared.end {
+            return Ok(());
+        }
+        let count = clusters.end - clusters.start;
+        let start = HostCluster::new(clusters.start);
+        let start = self.start_of(Run { start, count, zeroed: false, beyond: false })?.get();
+        let end = start + count * self.geometry.cluster_size();
+        write_zeroes(&**self.layer.storage(), start..end).await
     }
 
     /// Takes `count` adjacent clusters past everything ever used. The refcount blocks that they need follow them, since
@@ -65,6 +81,7 @@ impl<S: Storage> Allocator<S> {
                 self.grow_table(state, homes.end).await?;
                 continue;
             }
+            self.take_space(state, homes).await?;
             return self.take_with_blocks(state, start, count, missing);
         }
     }
@@ -85,6 +102,7 @@ impl<S: Storage> Allocator<S> {
                 self.grow_table(&mut state, homes.end).await?;
                 continue;
             }
+            self.take_space(&state, homes.clone()).await?;
             for (index, home) in missing.into_iter().zip(homes.clone()) {
                 self.create_block(&mut state, index, home)?;
             }
@@ -200,7 +218,7 @@ impl<S: Storage> Allocator<S> {
         if missing.last().is_some_and(|last| *last >= length) {
             return Err(self.full("its refcount table cannot grow any more".into()));
         }
-        self.refuse_tables(start..start + clusters + missing.len() as u64)?;
+        self.take_space(state, start..start + clusters + missing.len() as u64).await?;
         // From here on the table in memory is longer, and nothing may return early.
         state.table.resize(length as usize, RefcountTableEntry::unallocated());
         let run = self.take_with_blocks(state, start, clusters, missing)?;

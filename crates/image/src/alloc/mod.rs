@@ -53,6 +53,11 @@ pub struct Run {
 }
 
 impl Run {
+    /// Whether the host has given the run its space: zeroes were written there.
+    pub fn has_space(&self) -> bool {
+        self.zeroed && !self.beyond
+    }
+
     /// The clusters.
     pub fn clusters(&self) -> impl Iterator<Item = HostCluster> + use<> {
         (self.start.get()..self.start.get() + self.count).map(HostCluster::new)

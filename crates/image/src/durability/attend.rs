@@ -6,6 +6,10 @@ use crate::Result;
 use isobath_storage::Storage;
 use std::sync::atomic::Ordering;
 
+/// With less free space than this, in bytes, nothing is prepared or deferred, so that a lack of space is reported to
+/// the writer at once.
+const SHORT: u64 = 64 << 20;
+
 struct Attendant<'a>(&'a Upkeep);
 
 impl Drop for Attendant<'_> {
@@ -17,7 +21,8 @@ impl Drop for Attendant<'_> {
 impl<S: Storage> Metadata<S> {
     /// Called after each commit: makes the file grow ahead of need, as long as the host has space.
     pub(super) async fn grow_ahead(&self) -> Result<()> {
-        self.upkeep.short.store(self.alloc.is_short_of_space(), Ordering::Relaxed);
+        let free = self.layer.storage().free_space();
+        self.upkeep.short.store(free.is_some_and(|free| free < SHORT), Ordering::Relaxed);
         if self.upkeep.ended.load(Ordering::SeqCst) || !self.upkeep.has_room() {
             return Ok(());
         }

@@ -147,7 +147,7 @@ impl<S: Storage> Tables<S> {
         let offset = alloc.offset_of(run.start)?;
         let entry = L1Entry::new(offset, true, &self.geometry)
             .map_err(|error| self.layer.format_error(error))?;
-        if alloc.is_short_of_space() {
+        if !run.has_space() {
             // A commit that found no space for the table would be final. This request can be repeated.
             let storage = self.layer.storage();
             storage.write_at(offset.get(), IoBuf::copy_of(&bytes)).await?;

@@ -203,6 +203,7 @@ impl<H: Host + Clone> Monitor<H> {
         let reason = if self.quit.get() { "host-qmp-quit" } else { "host-signal" };
         self.events.emit("SHUTDOWN", json!({"guest": false, "reason": reason}));
         self.let_pass();
+        self.end_pauses();
         let _order = self.order.lock().await;
         self.end_jobs().await;
         self.close_exports().await;
@@ -259,10 +260,7 @@ impl<H: Host + Clone> Monitor<H> {
             "blockdev-del" => self.blockdev_del(&arguments).await,
             "block_set_io_throttle" => self.set_io_throttle(&arguments),
             "x-isobath-set-on-failure" => self.set_on_failure(&arguments),
-            "stop" => {
-                self.stop().await;
-                Ok(())
-            }
+            "stop" => self.stop().await,
             "cont" => {
                 self.resume();
                 Ok(())

@@ -60,16 +60,31 @@ impl<H: Host + Clone> Monitor<H> {
         Ok(())
     }
 
-    /// Keeps the requests of all disks' clients waiting, and waits for those in flight.
-    pub(super) async fn stop(&self) {
+    /// Keeps the requests of all disks' clients waiting, waits for those in flight, and makes what they wrote durable.
+    pub(super) async fn stop(&self) -> Result<()> {
         self.stopped.set(true);
         let drives = self.drives();
         for drive in &drives {
             drive.disk().pausing().stop();
         }
         self.tell_that_it_stopped();
+        let mut failures = Vec::new();
         for drive in &drives {
-            drive.disk().settle().await;
+            if let Err(error) = drive.disk().settle().await {
+                failures.push(format!("{}: {error}", self.name_of(drive)));
+            }
+        }
+        if failures.is_empty() {
+            return Ok(());
+        }
+        let failures = failures.join("; ");
+        Err(QmpError::new(format_args!("All is stopped, but not all is durable: {failures}")))
+    }
+
+    /// Ends the waits of requests that a stopped disk keeps.
+    pub(super) fn end_pauses(&self) {
+        for drive in self.drives() {
+            drive.disk().pausing().end();
         }
     }
 

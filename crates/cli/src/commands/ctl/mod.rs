@@ -77,7 +77,8 @@ enum Command {
     Chain(Chain),
     Stats(Stats),
     Status(Status),
-    /// Stop all disks: no request of a client is carried out until 'cont', those in flight are waited for
+    /// Stop all disks: requests in flight are waited for, what was acknowledged is made durable, and no request of a
+    /// client is carried out until 'cont'
     Stop,
     /// Let all disks go on: those that 'stop' has stopped, and those that a failure has paused (serve --werror); the
     /// requests that wait are carried out, those that failed once more
