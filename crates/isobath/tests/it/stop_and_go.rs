@@ -95,7 +95,7 @@ fn a_stop_waits_for_what_is_in_flight_and_makes_it_durable() {
     block_on(disk.close()).unwrap();
 }
 
-/// Stops a disk on which a snapshot is so far, and a write that came after it. Whether the snapshot had not ended before.
+/// Stops a disk while a snapshot is made, and a write came after it. Whether the snapshot had not ended before.
 fn stop_beside_a_snapshot(turns: u64) -> bool {
     let memory = MemoryHost::new();
     let disk = disk(&memory);
