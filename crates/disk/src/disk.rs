@@ -309,7 +309,7 @@ impl<H: Host> Disk<H> {
     /// If the storage fails in a way that flushes will report too.
     pub async fn upkeep(&self) -> Result<()> {
         match &self.writer {
-            Some(writer) => in_order(writer.attend(&self.readers)).await,
+            Some(writer) => in_order(writer.attend(&self.readers, || true)).await,
             None => Ok(()),
         }
     }

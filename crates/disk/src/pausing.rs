@@ -3,13 +3,18 @@
 //! A disk that is paused in a direction carries out no new requests of that direction. Those that failed, and those
 //! that came later, wait until the operator lets the disk [continue](Pausing::resume), and are then carried out. They
 //! wait before the disk: outside the gate, with no lock, and not counted as in flight. Frontends do the waiting, since
-//! only they know when a client or a server ends; jobs and queries never wait here. A disk that the operator has
-//! stopped itself keeps those that a frontend let pass at that moment.
+//! only they know when a client or a server ends; jobs and queries never wait here.
+//!
+//! Whoever stops the disk waits for the requests that have [entered](Pausing::enter). A request is counted, and then
+//! looks whether the disk is stopped; a stop is noted, and then looks whether requests are counted. So each for which
+//! the stop does not wait sees it.
 
 use crate::clock::Clock;
 use crate::throttle::Direction;
 use isobath_image::DiskError;
-use isobath_sync::atomic::{AtomicBool, Ordering};
+use isobath_image::per_thread::PerThread;
+use isobath_image::violated;
+use isobath_sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use isobath_sync::{Condition, Mutex};
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -127,8 +132,6 @@ struct State {
     policies: Policies,
     failures: [Option<Pause>; 2],
     stopped: bool,
-    /// No more requests are carried out while it is stopped.
-    ended: bool,
     waiting: usize,
     /// How often it has continued. A failure of an attempt that began before does not pause it again.
     round: u64,
@@ -166,11 +169,13 @@ impl State {
 pub struct Pausing {
     /// Whether requests need nothing from the state: all that they look at unless a policy or a pause is set.
     plain: AtomicBool,
-    /// Whether the operator has stopped the disk. Requests look at it once they are counted as in flight.
+    /// Whether the operator has stopped the disk.
     stopped: AtomicBool,
+    /// Clients' requests that are being carried out.
+    inside: PerThread<AtomicUsize>,
     state: Mutex<State>,
     changed: Condition,
-    /// Signals that a request has ended while the disk is stopped.
+    /// Signals that a request has left while the disk is stopped.
     left: Condition,
     listener: OnceLock<PauseListener>,
     clock: Arc<dyn Clock>,
@@ -179,6 +184,23 @@ pub struct Pausing {
 impl fmt::Debug for Pausing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Pausing").field("state", &self.state()).finish_non_exhaustive()
+    }
+}
+
+/// A client's request that is being carried out.
+pub struct Inside<'a> {
+    pausing: &'a Pausing,
+    counted: &'a AtomicUsize,
+}
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        if self.counted.fetch_sub(1, Ordering::SeqCst) == 0 {
+            violated("a request that leaves a disk has entered it");
+        }
+        if self.pausing.is_stopped() {
+            self.pausing.left.changed();
+        }
     }
 }
 
@@ -197,6 +219,7 @@ impl Pausing {
         Self {
             plain: AtomicBool::new(true),
             stopped: AtomicBool::new(false),
+            inside: PerThread::default(),
             state: Mutex::default(),
             changed: Condition::default(),
             left: Condition::default(),
@@ -256,11 +279,6 @@ impl Pausing {
         self.stopped.load(Ordering::SeqCst)
     }
 
-    /// The server ends: requests that wait in a stopped disk fail.
-    pub fn end(&self) {
-        self.change(|state| state.ended = true);
-    }
-
     /// Lets all requests that wait be carried out.
     pub fn resume(&self) {
         self.change(|state| {
@@ -281,16 +299,23 @@ impl Pausing {
         self.left.changed();
     }
 
-    /// A request has ended.
-    pub(crate) fn leave(&self) {
-        if self.is_stopped() {
-            self.left.changed();
-        }
+    /// Counts a client's request as being carried out, unless its policy or a pause concerns it.
+    #[inline]
+    pub fn enter(&self) -> Option<Inside<'_>> {
+        let inside = self.count();
+        self.is_plain().then_some(inside)
     }
 
-    /// Waits until `is_quiet`, which may change whenever a request has [ended](Self::leave), or the disk goes on.
-    pub(crate) async fn quiet(&self, is_quiet: impl Fn() -> bool) {
-        self.left.until(|| is_quiet() || !self.is_stopped()).await;
+    fn count(&self) -> Inside<'_> {
+        let (_, counted) = self.inside.mine();
+        counted.fetch_add(1, Ordering::SeqCst);
+        Inside { pausing: self, counted }
+    }
+
+    /// Waits until no client's request is being carried out, on a disk that is stopped, or until it goes on.
+    pub(crate) async fn quiet(&self) {
+        let empty = || self.inside.all().all(|inside| inside.load(Ordering::SeqCst) == 0);
+        self.left.until(|| empty() || !self.is_stopped()).await;
     }
 
     /// Whether this failure of a client's request pauses the disk, and is not reported to the client.
@@ -304,20 +329,29 @@ impl Pausing {
     }
 
     /// Waits while requests of this direction are kept waiting.
-    pub async fn pass(&self, direction: Direction) {
-        self.until(|state| state.passes(direction)).await;
+    pub async fn pass(&self, direction: Direction) -> Inside<'_> {
+        self.enter_once(|state| state.passes(direction)).await
     }
 
     /// Waits while the operator has stopped the disk: a flush, which concerns only what has completed, passes while a
     /// failure keeps writes waiting.
-    pub async fn pass_flush(&self) {
-        self.until(|state| !state.stopped).await;
+    pub async fn pass_flush(&self) -> Inside<'_> {
+        self.enter_once(|state| !state.stopped).await
     }
 
-    /// Waits until the disk is no longer stopped. Returns whether it goes on, and is not [at its end](Self::end).
-    pub(crate) async fn pass_stop(&self) -> bool {
-        self.until(|state| !state.stopped || state.ended).await;
-        !self.state.lock().stopped
+    async fn enter_once(&self, passes: impl Fn(&State) -> bool) -> Inside<'_> {
+        loop {
+            self.until(&passes).await;
+            if let Some(inside) = self.enter_unless_stopped() {
+                return inside;
+            }
+        }
+    }
+
+    /// Counts a request as being carried out, whatever has failed, unless the operator has stopped the disk.
+    pub fn enter_unless_stopped(&self) -> Option<Inside<'_>> {
+        let inside = self.count();
+        (!self.is_stopped()).then_some(inside)
     }
 
     /// Handles the failure of a client's request that was begun in `round`. Pauses the disk and waits, if the policy
@@ -498,13 +532,40 @@ mod tests {
             assert_eq!(pausing.state().waiting, 2);
         }
         assert_eq!(pausing.state().waiting, 0);
-        assert_eq!(pausing.pass_stop().now_or_never(), None);
-        pausing.end();
-        assert_eq!(pausing.pass_stop().now_or_never(), Some(false));
+        assert!(pausing.enter().is_none() && pausing.enter_unless_stopped().is_none());
+        assert!(pausing.quiet().now_or_never().is_some());
         pausing.resume();
-        assert!(pausing.is_plain() && !pausing.is_stopped());
-        assert_eq!(pausing.pass_stop().now_or_never(), Some(true));
-        assert!(pausing.pass(Direction::Read).now_or_never().is_some());
+        assert!(pausing.is_plain() && pausing.pass(Direction::Read).now_or_never().is_some());
         assert!(told.lock().is_empty());
+    }
+
+    #[test]
+    fn a_stop_waits_for_requests_that_are_being_carried_out() {
+        let (pausing, _) = pausing(OnFailure::Report, OnFailure::Stop);
+        assert!(pausing.enter().is_none(), "its policy concerns it");
+        let write = pausing.pass(Direction::Write).now_or_never().unwrap();
+        let flush = pausing.pass_flush().now_or_never().unwrap();
+        pausing.stop();
+        let mut quiet = pin!(pausing.quiet());
+        assert!(quiet.as_mut().now_or_never().is_none());
+        drop(write);
+        assert!(quiet.as_mut().now_or_never().is_none());
+        drop(flush);
+        assert!(quiet.now_or_never().is_some());
+        // One that goes on meanwhile waits for nobody.
+        pausing.resume();
+        let _write = pausing.pass(Direction::Write).now_or_never().unwrap();
+        pausing.stop();
+        let mut quiet = pin!(pausing.quiet());
+        assert!(quiet.as_mut().now_or_never().is_none());
+        pausing.resume();
+        assert!(quiet.now_or_never().is_some());
+    }
+
+    #[test]
+    #[should_panic(expected = "a request that leaves a disk has entered it")]
+    fn nobody_leaves_who_has_not_entered() {
+        let (pausing, _) = pausing(OnFailure::Report, OnFailure::Report);
+        drop(Inside { pausing: &pausing, counted: &AtomicUsize::new(0) });
     }
 }

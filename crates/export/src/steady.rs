@@ -3,7 +3,7 @@
 use crate::give_way::give_way;
 use crate::stop::Stop;
 use isobath_buf::Lender;
-use isobath_disk::pausing::{Held, Pausing};
+use isobath_disk::pausing::{Held, Inside, Pausing};
 use isobath_disk::throttle::Direction;
 use isobath_disk::{BlockDevice, DiskError, Result, ZeroFlags};
 use isobath_storage::IoBuf;
@@ -43,52 +43,70 @@ impl From<Failed> for DiskError {
 
 type Outcome<T> = std::result::Result<T, Failed>;
 
+/// An attempt that may be made now, and which one it is.
+pub(crate) struct Attempt<'a> {
+    /// `None` on a device that never pauses.
+    _inside: Option<Inside<'a>>,
+    round: u64,
+}
+
 impl<'a, D: BlockDevice> Steady<'a, D> {
     pub(crate) fn new(device: &'a D, ending: &'a Stop) -> Self {
         Self { device, ending }
     }
 
-    /// What may keep requests waiting; `None` as long as nothing can.
+    /// What may keep requests waiting; `None` as long as nothing can. The other is kept while a request is carried out.
     #[inline]
-    fn pausing(&self) -> Option<&'a Pausing> {
-        self.device.pausing().filter(|pausing| !pausing.is_plain())
+    fn pausing(&self) -> (Option<&'a Pausing>, Option<Inside<'a>>) {
+        match self.device.pausing() {
+            None => (None, None),
+            Some(pausing) => match pausing.enter() {
+                None => (Some(pausing), None),
+                inside => (None, inside),
+            },
+        }
     }
 
     /// Waits while the disk is paused, and then for its limits. See [`BlockDevice::admit`].
     pub(crate) async fn admit(&self, direction: Direction, bytes: u64) -> Outcome<()> {
-        self.ready(direction).await?;
+        drop(self.ready(direction).await?);
         self.device.admit(direction, bytes).await;
         Ok(())
     }
 
-    /// Waits while the disk is paused. Returns which attempt may be made now, for [`hold`](Self::hold).
-    pub(crate) async fn ready(&self, direction: Direction) -> Outcome<u64> {
+    /// Waits while the disk is paused, until an attempt may be made. If it fails, see [`hold`](Self::hold).
+    pub(crate) async fn ready(&self, direction: Direction) -> Outcome<Attempt<'a>> {
         match self.pausing() {
-            None => Ok(0),
-            Some(pausing) => Box::pin(self.pass(pausing, pausing.pass(direction))).await,
+            (None, _inside) => Ok(Attempt { _inside, round: 0 }),
+            (Some(pausing), _) => Box::pin(self.pass(pausing, pausing.pass(direction))).await,
         }
     }
 
     /// As [`ready`](Self::ready), with this wait.
-    async fn pass(&self, pausing: &Pausing, wait: impl Future<Output = ()>) -> Outcome<u64> {
-        if self.unless_ending(wait).await.is_none() && pausing.is_stopped() {
-            return Err(Failed { error: DiskError::Closed, held: true });
+    async fn pass(
+        &self,
+        pausing: &'a Pausing,
+        wait: impl Future<Output = Inside<'a>>,
+    ) -> Outcome<Attempt<'a>> {
+        let inside = self.unless_ending(wait).await.or_else(|| pausing.enter_unless_stopped());
+        match inside {
+            Some(inside) => Ok(Attempt { _inside: Some(inside), round: pausing.round() }),
+            None => Err(Failed { error: DiskError::Closed, held: true }),
         }
-        Ok(pausing.round())
     }
 
     /// See [`BlockDevice::read`].
     pub(crate) async fn read(&self, offset: u64, buf: IoBuf) -> Outcome<IoBuf> {
         match self.pausing() {
-            None => Ok(self.device.read(offset, buf).await?),
-            Some(pausing) => Box::pin(self.read_again(pausing, offset, buf)).await,
+            (None, _inside) => Ok(self.device.read(offset, buf).await?),
+            (Some(pausing), _) => Box::pin(self.read_again(pausing, offset, buf)).await,
         }
     }
 
-    async fn read_again(&self, pausing: &Pausing, offset: u64, buf: IoBuf) -> Outcome<IoBuf> {
+    async fn read_again(&self, pausing: &'a Pausing, offset: u64, buf: IoBuf) -> Outcome<IoBuf> {
         let mut lender = Lender::new(buf);
         loop {
-            let round = self.pass(pausing, pausing.pass(Direction::Read)).await?;
+            let attempt = self.pass(pausing, pausing.pass(Direction::Read)).await?;
             let lent = loop {
                 match lender.to_be_filled() {
                     Some(lent) => break lent,
@@ -98,7 +116,7 @@ impl<'a, D: BlockDevice> Steady<'a, D> {
             };
             match self.device.read(offset, lent).await {
                 Ok(filled) => return Ok(lender.take_back(filled)),
-                Err(error) => self.hold(round, Direction::Read, error).await?,
+                Err(error) => self.hold(attempt, Direction::Read, error).await?,
             }
         }
     }
@@ -106,12 +124,12 @@ impl<'a, D: BlockDevice> Steady<'a, D> {
     /// See [`BlockDevice::write`].
     pub(crate) async fn write(&self, offset: u64, buf: IoBuf) -> Outcome<IoBuf> {
         match self.pausing() {
-            None => Ok(self.device.write(offset, buf).await?),
-            Some(pausing) => Box::pin(self.write_again(pausing, offset, buf)).await,
+            (None, _inside) => Ok(self.device.write(offset, buf).await?),
+            (Some(pausing), _) => Box::pin(self.write_again(pausing, offset, buf)).await,
         }
     }
 
-    async fn write_again(&self, pausing: &Pausing, offset: u64, buf: IoBuf) -> Outcome<IoBuf> {
+    async fn write_again(&self, pausing: &'a Pausing, offset: u64, buf: IoBuf) -> Outcome<IoBuf> {
         let lender = Lender::new(buf);
         let written =
             self.change_again(pausing, || self.device.write(offset, lender.to_be_read())).await?;
@@ -127,8 +145,8 @@ impl<'a, D: BlockDevice> Steady<'a, D> {
     ) -> Outcome<()> {
         let zero = || self.device.write_zeroes(offset, length, flags);
         match self.pausing() {
-            None => Ok(zero().await?),
-            Some(pausing) => Box::pin(self.change_again(pausing, zero)).await,
+            (None, _inside) => Ok(zero().await?),
+            (Some(pausing), _) => Box::pin(self.change_again(pausing, zero)).await,
         }
     }
 
@@ -136,22 +154,22 @@ impl<'a, D: BlockDevice> Steady<'a, D> {
     pub(crate) async fn discard(&self, offset: u64, length: u64) -> Outcome<()> {
         let discard = || self.device.discard(offset, length);
         match self.pausing() {
-            None => Ok(discard().await?),
-            Some(pausing) => Box::pin(self.change_again(pausing, discard)).await,
+            (None, _inside) => Ok(discard().await?),
+            (Some(pausing), _) => Box::pin(self.change_again(pausing, discard)).await,
         }
     }
 
     /// Carries out a change until it succeeds, or is to fail. The same change made twice is the same as made once.
     async fn change_again<T, F: Future<Output = Result<T>>>(
         &self,
-        pausing: &Pausing,
-        attempt: impl Fn() -> F,
+        pausing: &'a Pausing,
+        change: impl Fn() -> F,
     ) -> Outcome<T> {
         loop {
-            let round = self.pass(pausing, pausing.pass(Direction::Write)).await?;
-            match attempt().await {
+            let attempt = self.pass(pausing, pausing.pass(Direction::Write)).await?;
+            match change().await {
                 Ok(done) => return Ok(done),
-                Err(error) => self.hold(round, Direction::Write, error).await?,
+                Err(error) => self.hold(attempt, Direction::Write, error).await?,
             }
         }
     }
@@ -159,17 +177,17 @@ impl<'a, D: BlockDevice> Steady<'a, D> {
     /// See [`BlockDevice::flush`].
     pub(crate) async fn flush(&self) -> Outcome<()> {
         match self.pausing() {
-            None => Ok(self.device.flush().await?),
-            Some(pausing) => Box::pin(self.flush_again(pausing)).await,
+            (None, _inside) => Ok(self.device.flush().await?),
+            (Some(pausing), _) => Box::pin(self.flush_again(pausing)).await,
         }
     }
 
-    async fn flush_again(&self, pausing: &Pausing) -> Outcome<()> {
+    async fn flush_again(&self, pausing: &'a Pausing) -> Outcome<()> {
         loop {
-            let round = self.pass(pausing, pausing.pass_flush()).await?;
+            let attempt = self.pass(pausing, pausing.pass_flush()).await?;
             match self.device.flush().await {
                 Ok(()) => return Ok(()),
-                Err(error) => self.hold(round, Direction::Write, error).await?,
+                Err(error) => self.hold(attempt, Direction::Write, error).await?,
             }
         }
     }
@@ -177,11 +195,13 @@ impl<'a, D: BlockDevice> Steady<'a, D> {
     /// Waits until a request that failed is to be tried again.
     pub(crate) async fn hold(
         &self,
-        round: u64,
+        attempt: Attempt<'a>,
         direction: Direction,
         error: DiskError,
     ) -> Outcome<()> {
-        let Some(pausing) = self.pausing() else { return Err(error.into()) };
+        let Attempt { _inside: inside, round } = attempt;
+        drop(inside);
+        let Some(pausing) = self.device.pausing() else { return Err(error.into()) };
         let wait = self.unless_ending(pausing.hold(round, direction, &error));
         match Box::pin(wait).await {
             Some(Held::Again) => Ok(()),

@@ -167,15 +167,15 @@ impl Drop for Copying<'_> {
 impl Counts {
     pub(super) fn begin(&self, kind: Kind, bytes: u64, now: Duration) -> InFlight<'_> {
         let (_, here) = self.threads.mine();
-        here.in_flight.fetch_add(1, Ordering::SeqCst);
+        here.in_flight.fetch_add(1, Ordering::Relaxed);
         here.last_activity.store(now.as_nanos() as u64, Ordering::Relaxed);
         let alone = self.copies.load(Ordering::Relaxed) == 0;
         let begun = alone.then(|| self.begun.load(Ordering::Relaxed));
         InFlight { counts: self, here, kind, bytes, start: now, begun }
     }
 
-    pub(super) fn in_flight(&self) -> u32 {
-        self.threads.all().map(|thread| thread.in_flight.load(Ordering::SeqCst)).sum()
+    fn in_flight(&self) -> u32 {
+        self.threads.all().map(|thread| thread.in_flight.load(Ordering::Relaxed)).sum()
     }
 
     fn last_activity(&self) -> Duration {
@@ -265,7 +265,7 @@ impl InFlight<'_> {
 
 impl Drop for InFlight<'_> {
     fn drop(&mut self) {
-        if self.here.in_flight.fetch_sub(1, Ordering::SeqCst) == 0 {
+        if self.here.in_flight.fetch_sub(1, Ordering::Relaxed) == 0 {
             violated("a request that ends is in flight");
         }
     }

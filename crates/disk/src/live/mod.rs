@@ -11,7 +11,6 @@ mod failure;
 mod gate;
 pub mod graph;
 mod snapshot;
-mod stopping;
 mod tracked;
 
 pub use claim::{Claim, Occupant};
@@ -48,7 +47,6 @@ use std::path::Path;
 use std::pin::pin;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
-use stopping::{Entered, Stopping};
 use tracked::Tracked;
 
 /// Bytes of a zero-write or discard between two chances for a change of the chain, since such requests may take long.
@@ -76,7 +74,8 @@ pub struct LiveDisk<H: Host> {
     failures: Failures,
     throttle: Throttle,
     pausing: Pausing,
-    stopping: Stopping,
+    /// Held while embedded mappings are brought into their final form.
+    tidying: isobath_sync::AsyncMutex<()>,
     /// Completed writes must survive a kill of the process from now on.
     woken: Event,
 }
@@ -100,7 +99,7 @@ impl<H: Host> LiveDisk<H> {
             graph: isobath_sync::AsyncMutex::ranked((), lock_order::GRAPH),
             counts: Counts::default(),
             pausing: Pausing::new(Arc::clone(&clock)),
-            stopping: Stopping::default(),
+            tidying: isobath_sync::AsyncMutex::default(),
             clock,
             tracked: Tracked::default(),
             claims: Claims::default(),
@@ -170,6 +169,23 @@ impl<H: Host> LiveDisk<H> {
     /// [`write`](Self::write) and the others fail, also for jobs.
     pub fn pausing(&self) -> &Pausing {
         &self.pausing
+    }
+
+    /// Waits until what clients have in flight on a disk that has been [stopped](Pausing::stop) has ended, and makes it
+    /// durable. From then on nothing changes the image until the disk goes on, except jobs, snapshots, and changes of
+    /// its size.
+    ///
+    /// # Errors
+    /// As for [`flush`](Self::flush).
+    pub async fn settle(&self) -> Result<()> {
+        self.pausing.quiet().await;
+        let writer = self.current.load().writer.clone();
+        if let Some(writer) = writer {
+            // Work that begins later sees that the disk is stopped.
+            writer.finish_upkeep().await;
+        }
+        drop(self.tidying.lock().await);
+        self.flush().await
     }
 
     /// Reports requests that fail because of the storage to `listener`, at most one per second, except failures that
@@ -249,7 +265,7 @@ impl<H: Host> LiveDisk<H> {
             let attended = async {
                 // Dropped with this.
                 let writer = writer;
-                writer.attend(&readers).await
+                writer.attend(&readers, || !self.pausing.is_stopped()).await
             };
             let work = join(in_order(attended), in_order(self.tidy_when_quiet(&known, &readers)));
             let (attended, tidied) = match select(pin!(work), pin!(self.watch(&known))).await {
@@ -278,7 +294,9 @@ impl<H: Host> LiveDisk<H> {
                     return Ok(());
                 }
                 let quiet = now > QUIET && self.counts.quiet_since(now.saturating_sub(QUIET));
-                if quiet && writer.extract_some(true, readers).await? {
+                let _tidying = self.tidying.lock().await;
+                let may = quiet && !self.pausing.is_stopped();
+                if may && writer.extract_some(true, readers).await? {
                     continue;
                 }
             }
@@ -311,12 +329,14 @@ impl<H: Host> LiveDisk<H> {
         self.tracked.remove(map);
     }
 
-    /// Runs a request, never during a change of the chain.
+    /// Runs a request: counted, and never during a change of the chain.
     async fn request<T, F: Future<Output = Result<T>>>(
         &self,
-        request: Entered<'_>,
+        kind: Kind,
+        bytes: u64,
         run: impl FnOnce(Arc<Disk<H>>) -> F,
     ) -> Result<T> {
+        let request = self.counts.begin(kind, bytes, self.clock.now());
         let result = {
             let work = async {
                 let _pass = self.gate.enter().await;
@@ -326,7 +346,7 @@ impl<H: Host> LiveDisk<H> {
         };
         let now = self.clock.now();
         if let Err(error) = &result {
-            self.tell_failure(request.kind(), error, now);
+            self.tell_failure(kind, error, now);
         }
         request.end(result.is_ok(), now);
         result
@@ -343,12 +363,13 @@ impl<H: Host> LiveDisk<H> {
     /// Runs a change of the disk's contents, which is [tracked](Self::track).
     async fn change<T, F: Future<Output = Result<T>>>(
         &self,
-        request: Entered<'_>,
-        (offset, length): (u64, u64),
+        kind: Kind,
+        range: (u64, u64),
         run: impl FnOnce(Arc<Disk<H>>) -> F,
     ) -> Result<T> {
+        let (offset, length) = range;
         let tracked = &self.tracked;
-        self.request(request, |disk| async move {
+        self.request(kind, length, |disk| async move {
             let result = run(disk).await;
             // Even after a failure, which may have changed something. This must happen before the gate is left, because
             // a change of the chain relies on it.
@@ -371,12 +392,10 @@ impl<H: Host> LiveDisk<H> {
             disk.check_range(offset, length)?;
             disk.name().to_owned()
         };
-        let _entered = self.enter_in_steps().await?;
         let mut done = Parts::of(offset..offset + length, &name);
         for (at, length) in steps(offset, length, STEP) {
             done.add(at, length)?;
-            let step = self.count(Kind::Unmap, length);
-            self.change(step, (at, length), |disk| run(disk, at, length)).await?;
+            self.change(Kind::Unmap, (at, length), |disk| run(disk, at, length)).await?;
         }
         done.end()
     }
@@ -439,8 +458,8 @@ impl<H: Host> LiveDisk<H> {
     /// # Errors
     /// If the range reaches past the end of the disk, the storage fails, or the tables are not valid there.
     pub async fn read(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
-        let request = self.enter(Kind::Read, buf.len() as u64).await?;
-        self.request(request, |disk| async move { disk.read(offset, buf).await }).await
+        let length = buf.len() as u64;
+        self.request(Kind::Read, length, |disk| async move { disk.read(offset, buf).await }).await
     }
 
     /// Writes `buf` at `offset`, and returns the buffer. It is durable after a [`flush`](Self::flush).
@@ -450,8 +469,7 @@ impl<H: Host> LiveDisk<H> {
     /// storage fails, or the tables turn out to be inconsistent.
     pub async fn write(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         let range = (offset, buf.len() as u64);
-        let request = self.enter(Kind::Write, range.1).await?;
-        self.change(request, range, |disk| async move { disk.write(offset, buf).await }).await
+        self.change(Kind::Write, range, |disk| async move { disk.write(offset, buf).await }).await
     }
 
     /// Writes one cluster, compressed if that makes it smaller, as [`Disk::write_compressed`] does.
@@ -460,10 +478,9 @@ impl<H: Host> LiveDisk<H> {
     /// As there.
     pub async fn write_compressed(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         let range = (offset, buf.len() as u64);
-        let request = self.enter(Kind::Write, range.1).await?;
         let write =
             |disk: Arc<Disk<H>>| async move { Box::pin(disk.write_compressed(offset, buf)).await };
-        self.change(request, range, write).await
+        self.change(Kind::Write, range, write).await
     }
 
     /// Makes a range read as zeroes.
@@ -493,18 +510,8 @@ impl<H: Host> LiveDisk<H> {
     /// # Errors
     /// If the storage fails: it is then unknown what is durable, and the disk accepts no more writes.
     pub async fn flush(&self) -> Result<()> {
-        let request = self.enter(Kind::Flush, 0).await?;
-        let result = self.flush_now().await;
-        let now = self.clock.now();
-        if let Err(error) = &result {
-            self.tell_failure(Kind::Flush, error, now);
-        }
-        request.end(result.is_ok(), now);
-        result
-    }
-
-    async fn flush_now(&self) -> Result<()> {
-        loop {
+        let request = self.counts.begin(Kind::Flush, 0, self.clock.now());
+        let result = loop {
             // Not inside the gate, because a sync may take long. Everything completed before went to this disk, or to
             // one whose writes this one makes durable as well.
             let (disk, flushing) = {
@@ -513,9 +520,15 @@ impl<H: Host> LiveDisk<H> {
             };
             match Box::pin(in_order(flushing.run())).await {
                 Err(DiskError::Closed) if disk.as_ptr() != Arc::as_ptr(&self.current.load()) => {}
-                done => return done,
+                done => break done,
             }
+        };
+        let now = self.clock.now();
+        if let Err(error) = &result {
+            self.tell_failure(Kind::Flush, error, now);
         }
+        request.end(result.is_ok(), now);
+        result
     }
 
     /// Describes the range in runs, in order and without gaps, at most `max_runs` of them; the runs

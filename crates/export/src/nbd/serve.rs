@@ -73,10 +73,11 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
         }
     }
 
-    /// The disk, for requests that wait while it is paused, until the server, the export or the client ends.
+    /// The disk, for requests that wait while it is paused, until the server or the export ends, or the client sends no
+    /// more.
     ///
-    /// A client that has left may come back, and send what was not answered once more. It must not be carried out
-    /// again after that.
+    /// A client that has left may come back, and send what was not answered once more. It must not be carried out again
+    /// after that. One that has only closed its side gets an error.
     fn steady(&self) -> Steady<'_, D> {
         Steady::new(self.device, &self.ending)
     }

@@ -168,7 +168,8 @@ pub(crate) struct Session<'a, D, T> {
     limit: InFlight,
     pub(crate) pool: &'a Pool,
     pub(crate) stop: &'a Stop,
-    /// Requested once the server stops, or nobody hears replies any longer: no request waits for a paused disk then.
+    /// Requested once the server stops, or the client sends no more, or hears no replies: no request waits for a paused
+    /// disk then.
     pub(crate) ending: Stop,
     pub(crate) outbox: RefCell<Outbox>,
     requests: Cell<usize>,
@@ -250,7 +251,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                 drained = Some(self.device.drain());
             }
             let _ = watch.as_mut().poll(cx);
-            if stopped || self.is_unheard() {
+            if stopped || ended.is_some() || self.is_unheard() {
                 self.ending.request();
             }
             loop {
@@ -261,6 +262,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                 {
                     self.note_end(&end);
                     ended = Some(end);
+                    self.ending.request();
                 }
                 if self.is_unheard() && !std::mem::replace(&mut given_up, true) {
                     // That makes room for requests that wait to be received.

@@ -44,6 +44,8 @@ pub(crate) struct Setup<D> {
     pub(crate) bounces: Arc<Bounces>,
     pub(crate) ring: Ring,
     pub(crate) in_flight: Option<InFlight>,
+    /// The ring's base is where this session has stopped the queue.
+    pub(crate) continues: bool,
     pub(crate) kick: OwnedFd,
     pub(crate) call: Arc<Notifier>,
     pub(crate) error: Arc<Notifier>,
@@ -94,7 +96,7 @@ pub(crate) async fn run<D: BlockDevice>(setup: Setup<D>) -> u16 {
         losses: None,
         lost: setup.lost,
     };
-    queue.recover();
+    queue.recover(setup.continues);
     let mut stopped = pin!(setup.stop.requested());
     poll_fn(|cx| {
         let stopping = stopped.as_mut().poll(cx).is_ready();
@@ -138,7 +140,7 @@ where
     S: Fn(Rc<Context<D>>, Job) -> F,
 {
     /// Starts the requests that the last server left in flight, and continues where it stopped.
-    fn recover(&mut self) {
+    fn recover(&mut self, continues: bool) {
         let used = self.ring.used_index();
         self.look_for_losses();
         let Some(list) = self.list.as_mut().filter(|_| !self.memory_lost) else { return };
@@ -159,11 +161,10 @@ where
             );
         }
         // Every available entry is used, in the list, or not yet taken. This gives the position, which a client that
-        // lost its last server does not know. One that knows a later one has a new list, without those that a paused
-        // disk had left in the last: what came after them has ended.
-        let known = used.wrapping_add(heads.len() as u16);
-        if self.ring.next_available().wrapping_sub(known) > self.ring.size() {
-            self.ring.set_next_available(known);
+        // lost its last server does not know. Where this session stopped the queue, all before is used, or was left in
+        // the list; if that is empty now it is another, and what was left is given up.
+        if !(continues && heads.is_empty()) {
+            self.ring.set_next_available(used.wrapping_add(heads.len() as u16));
         }
         for head in heads {
             self.begin(head);

@@ -409,7 +409,7 @@ impl<D: BlockDevice> Context<D> {
     /// Reads `step` bytes into memory of the pool. Nothing is taken while the disk is paused.
     async fn read_step(&self, at: u64, step: usize) -> Result<(Taken<'_>, Pooled)> {
         loop {
-            let round = self.steady().ready(Direction::Read).await?;
+            let attempt = self.steady().ready(Direction::Read).await?;
             let taken = self.bounces.take(Pool::footprint(step)).await;
             let Pooled { data, spare } = self.pool.take(step);
             self.check_memory()?;
@@ -417,7 +417,7 @@ impl<D: BlockDevice> Context<D> {
                 Ok(data) => return Ok((taken, Pooled { data, spare })),
                 Err(error) => {
                     drop((taken, spare));
-                    self.steady().hold(round, Direction::Read, error).await?;
+                    self.steady().hold(attempt, Direction::Read, error).await?;
                 }
             }
         }
@@ -427,7 +427,7 @@ impl<D: BlockDevice> Context<D> {
     /// for each attempt.
     async fn write_step(&self, at: u64, step: usize, pieces: &mut Pieces<'_>) -> Result<()> {
         loop {
-            let round = self.steady().ready(Direction::Write).await?;
+            let attempt = self.steady().ready(Direction::Write).await?;
             let mut following = pieces.clone();
             let taken = self.bounces.take(Pool::footprint(step)).await;
             let Pooled { mut data, spare } = self.pool.take(step);
@@ -449,7 +449,7 @@ impl<D: BlockDevice> Context<D> {
                 }
                 Err(error) => {
                     drop((taken, spare));
-                    self.steady().hold(round, Direction::Write, error).await?;
+                    self.steady().hold(attempt, Direction::Write, error).await?;
                 }
             }
         }

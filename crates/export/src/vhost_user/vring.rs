@@ -39,6 +39,8 @@ pub(crate) struct Vring {
     pub(crate) addresses: Addresses,
     /// Index of the next available entry.
     pub(crate) base: u16,
+    /// What it was when the queue was last stopped.
+    stopped_at: Option<u16>,
     /// The queue is started once this is set.
     pub(crate) kick: Option<OwnedFd>,
     pub(crate) call: Arc<Notifier>,
@@ -62,6 +64,7 @@ impl Vring {
             size: 0,
             addresses: Addresses::default(),
             base: 0,
+            stopped_at: None,
             kick: None,
             call: Arc::default(),
             error: Arc::default(),
@@ -99,6 +102,7 @@ impl Vring {
             bounces: common.bounces.clone(),
             ring,
             in_flight,
+            continues: self.stopped_at == Some(self.base),
             kick: kick.try_clone()?,
             call: self.call.clone(),
             error: self.error.clone(),
@@ -130,7 +134,10 @@ impl Vring {
         // The client waits too.
         let _drained = (running.drain)();
         match running.ended.await {
-            Ok(base) => self.base = base,
+            Ok(base) => {
+                self.base = base;
+                self.stopped_at = Some(base);
+            }
             Err(error) => {
                 tracing::error!(queue = self.index, %error, "a queue terminated unexpectedly");
             }

@@ -176,6 +176,23 @@ fn a_queue_with_a_new_list_does_not_carry_out_what_has_ended_once_more() {
     assert_eq!(served.device.bytes(0, 512), [3; 512]);
 }
 
+/// As Cloud Hypervisor does, which sends the driver's index of available requests.
+#[test]
+fn requests_that_no_server_has_taken_are_served_whatever_position_the_client_gives() {
+    let mut served = VhostServed::new(Arc::new(MemoryDisk::new(1 << 20)), Options::default(), 1);
+    let (raw, body, list) = listed(&served);
+    served.stop();
+    send(&raw, Direction::Write);
+    served.restart(Options::default());
+    let raw = Raw { socket: UnixStream::connect(&served.socket).unwrap(), ..raw };
+    raw.agree(FEATURES);
+    assert!(raw.is_done(32, &body, &[&list]));
+    raw.start_queue(0, 1);
+    raw.wait_used(0, 1);
+    assert_eq!((raw.used(0, 0).0, status(&raw)), (u32::from(HEAD), 0));
+    assert_eq!(served.device.bytes(0, 512), [7; 512]);
+}
+
 #[test]
 fn without_a_list_a_held_request_fails_when_its_queue_stops() {
     let served = failing(Direction::Write);

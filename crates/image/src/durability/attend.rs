@@ -50,9 +50,13 @@ impl<S: Storage> Metadata<S> {
         Ok(())
     }
 
-    /// Does background work until [`end_upkeep`](Self::end_upkeep). `extract` makes some embedded lead blocks plain; it
-    /// returns `false` if there were none.
-    pub async fn attend(&self, extract: impl AsyncFn() -> Result<bool>) -> Result<()> {
+    /// Does background work until [`end_upkeep`](Self::end_upkeep), whenever it `may`. `extract` makes some embedded
+    /// lead blocks plain; it returns `false` if there were none.
+    pub async fn attend(
+        &self,
+        may: impl Fn() -> bool,
+        extract: impl AsyncFn() -> Result<bool>,
+    ) -> Result<()> {
         let upkeep = &self.upkeep;
         upkeep.attendants.fetch_add(1, Ordering::SeqCst);
         let _attendant = Attendant(upkeep);
@@ -63,25 +67,36 @@ impl<S: Storage> Metadata<S> {
                 if upkeep.ended.load(Ordering::SeqCst) {
                     return Ok(());
                 }
-                let bytes = upkeep.wanted.swap(0, Ordering::SeqCst);
-                let clusters = upkeep.zone_wanted.swap(0, Ordering::SeqCst);
-                if bytes > 0 || clusters > 0 {
-                    self.prepare(bytes, clusters).await?;
-                    continue;
-                }
-                // A zone without embedded lead blocks ends with the next record, or once writes in it are completed.
-                if self.zones.are_short() && extract().await? {
+                if may() && self.work(&extract).await? {
                     continue;
                 }
             }
+            // The next commit asks again for what must not be done now.
             changed.await;
         }
+    }
+
+    /// Does a piece of background work; returns `false` if there is none.
+    async fn work(&self, extract: &impl AsyncFn() -> Result<bool>) -> Result<bool> {
+        let bytes = self.upkeep.wanted.swap(0, Ordering::SeqCst);
+        let clusters = self.upkeep.zone_wanted.swap(0, Ordering::SeqCst);
+        if bytes > 0 || clusters > 0 {
+            self.prepare(bytes, clusters).await?;
+            return Ok(true);
+        }
+        // A zone without embedded lead blocks ends with the next record, or once writes in it are completed.
+        Ok(self.zones.are_short() && extract().await?)
+    }
+
+    /// Waits for background work in progress.
+    pub async fn finish_upkeep(&self) {
+        drop(self.upkeep.busy.lock().await);
     }
 
     /// Ends background work, and waits for work in progress.
     pub async fn end_upkeep(&self) {
         self.upkeep.ended.store(true, Ordering::SeqCst);
         self.upkeep.changed.notify(usize::MAX);
-        drop(self.upkeep.busy.lock().await);
+        self.finish_upkeep().await;
     }
 }

@@ -284,10 +284,17 @@ impl<S: Storage> Writer<S> {
         Ok(())
     }
 
-    /// Does background work until the writer is closed.
-    pub async fn attend(&self, readers: &Readers) -> Result<()> {
+    /// Does background work, whenever it `may`, until the writer is closed.
+    pub async fn attend(&self, readers: &Readers, may: impl Fn() -> bool) -> Result<()> {
         let Some(qcow2) = &self.qcow2 else { return Ok(()) };
-        qcow2.metadata.attend(async || self.extract_some(false, readers).await).await
+        qcow2.metadata.attend(may, async || self.extract_some(false, readers).await).await
+    }
+
+    /// Waits for the piece of background work in progress.
+    pub async fn finish_upkeep(&self) {
+        if let Some(qcow2) = &self.qcow2 {
+            qcow2.metadata.finish_upkeep().await;
+        }
     }
 
     /// Commits, and writes what a commit leaves to the next one.

@@ -203,7 +203,6 @@ impl<H: Host + Clone> Monitor<H> {
         let reason = if self.quit.get() { "host-qmp-quit" } else { "host-signal" };
         self.events.emit("SHUTDOWN", json!({"guest": false, "reason": reason}));
         self.let_pass();
-        self.end_pauses();
         let _order = self.order.lock().await;
         self.end_jobs().await;
         self.close_exports().await;

@@ -81,13 +81,6 @@ impl<H: Host + Clone> Monitor<H> {
         Err(QmpError::new(format_args!("All is stopped, but not all is durable: {failures}")))
     }
 
-    /// Ends the waits of requests that a stopped disk keeps.
-    pub(super) fn end_pauses(&self) {
-        for drive in self.drives() {
-            drive.disk().pausing().end();
-        }
-    }
-
     /// Lets the requests of all disks be carried out, those that failed once more.
     pub(super) fn resume(&self) {
         self.pass_on();
