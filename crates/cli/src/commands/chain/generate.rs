@@ -213,7 +213,7 @@ async fn index(active: &Path, signals: &mut Signals) -> Result<(), Failure> {
     let work = async {
         let options = OpenOptions::new().writable(true);
         let disk = Disk::open(images().clone(), active, &options).await?;
-        disk.write_index(|_| {}).await?;
+        Box::pin(disk.write_index(|_| {})).await?;
         Ok(disk.close().await?)
     };
     let written = workers::unless_signal(Box::pin(work), signals).await;
