@@ -13,6 +13,7 @@ use isobath_qcow2::index::IndexExtension;
 use isobath_qcow2::{CompressionType, FormatError, HostOffset, NewImage, Plan};
 use isobath_storage::{
     FileId, Host, IoBuf, Layout, Locking, OpenMode, Storage, StorageError, StorageExt, ZeroMode,
+    shown,
 };
 use std::io;
 use std::path::{Path, PathBuf};
@@ -500,15 +501,22 @@ impl<H: Host> Created<'_, H> {
         Ok(())
     }
 
-    /// Deletes its files, if they still have their names. Devices stay.
+    /// Deletes its files, if they still have their names. Devices stay, and so does what another program has put in a
+    /// file's place.
     pub async fn remove(self) {
-        let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
         for Kept { name, file, .. } in &self.files {
-            let found = self.host.open(name, look).await;
-            if found.is_ok_and(|found| found.id() == file.id() && found.extends_with_zeroes())
-                && let Err(error) = self.host.remove(name).await
-            {
-                tracing::warn!("{error}");
+            if !file.extends_with_zeroes() {
+                continue;
+            }
+            match self.host.remove_file(name, file).await {
+                Ok(true) => {}
+                Ok(false) => {
+                    let name = shown(name);
+                    tracing::warn!(
+                        "'{name}' stays as it is: another program has changed what it names"
+                    );
+                }
+                Err(error) => tracing::warn!("{error}"),
             }
         }
     }
@@ -690,7 +698,60 @@ mod tests {
     use super::*;
     use futures_executor::block_on;
     use isobath_qcow2::NewImage;
-    use isobath_storage::memory::MemoryHost;
+    use isobath_storage::memory::{MemoryFile, MemoryHost};
+
+    /// A host on which another program replaces a file before it is removed, but after the last look at it.
+    struct Exchanged(MemoryHost);
+
+    impl Exchanged {
+        async fn exchange(&self, name: &Path) {
+            let _ = self.0.remove(name).await;
+            self.0.insert(name, b"another's");
+        }
+    }
+
+    impl Host for Exchanged {
+        type File = MemoryFile;
+
+        async fn open(&self, name: &Path, mode: OpenMode) -> isobath_storage::Result<MemoryFile> {
+            let found = self.0.open(name, mode).await?;
+            self.exchange(name).await;
+            Ok(found)
+        }
+
+        async fn create(&self, name: &Path, mode: OpenMode) -> isobath_storage::Result<MemoryFile> {
+            self.0.create(name, mode).await
+        }
+
+        async fn remove(&self, name: &Path) -> isobath_storage::Result<()> {
+            self.0.remove(name).await
+        }
+
+        async fn remove_file(
+            &self,
+            name: &Path,
+            file: &MemoryFile,
+        ) -> isobath_storage::Result<bool> {
+            self.exchange(name).await;
+            self.0.remove_file(name, file).await
+        }
+    }
+
+    #[test]
+    fn what_takes_the_place_of_a_new_image_is_not_removed_with_it() {
+        let (host, name) = (Exchanged(MemoryHost::new()), Path::new("image"));
+        let created = block_on(create_held(&host, name, &NewDisk::new(1 << 20))).unwrap();
+        block_on(created.remove());
+        assert_eq!(host.0.contents(name).unwrap(), b"another's");
+    }
+
+    #[test]
+    fn a_new_image_is_removed_by_its_name() {
+        let (host, name) = (MemoryHost::new(), Path::new("image"));
+        let created = block_on(create_held(&host, name, &NewDisk::new(1 << 20))).unwrap();
+        block_on(created.remove());
+        assert_eq!(host.names(), [] as [PathBuf; 0]);
+    }
 
     #[test]
     fn an_encryption_header_is_as_long_as_was_planned() {

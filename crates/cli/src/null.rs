@@ -141,6 +141,10 @@ impl Host for NullHost {
     async fn remove(&self, name: &Path) -> Result<()> {
         Err(unsupported(Operation::Remove, name))
     }
+
+    async fn remove_file(&self, name: &Path, _file: &NullFile) -> Result<bool> {
+        Err(unsupported(Operation::Remove, name))
+    }
 }
 
 impl NullFile {

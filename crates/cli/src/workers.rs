@@ -113,6 +113,24 @@ pub(crate) async fn until_signal<T>(
     stop: impl Fn(i32),
 ) -> T {
     let mut work = pin!(work);
+    match unless_signal(work.as_mut(), signals).await {
+        Ok(output) => output,
+        Err(signal) => {
+            stop(signal);
+            work.await
+        }
+    }
+}
+
+/// Waits for `work`, or for a signal.
+///
+/// # Errors
+/// The signal, if it comes first.
+pub(crate) async fn unless_signal<T>(
+    work: impl Future<Output = T>,
+    signals: &mut Signals,
+) -> Result<T, i32> {
+    let mut work = pin!(work);
     let signal = {
         let mut next = pin!(signals.recv());
         let first = poll_fn(|context| match work.as_mut().poll(context) {
@@ -120,12 +138,13 @@ pub(crate) async fn until_signal<T>(
             Poll::Pending => next.as_mut().poll(context).map(Err),
         });
         match first.await {
-            Ok(output) => return output,
+            Ok(output) => return Ok(output),
             Err(signal) => signal,
         }
     };
-    if let Ok(signal) = signal {
-        stop(signal);
+    match signal {
+        Ok(signal) => Err(signal),
+        // Without signals there is nothing else to wait for.
+        Err(_) => Ok(work.await),
     }
-    work.await
 }

@@ -16,7 +16,7 @@ mod ownership;
 mod shape;
 pub mod trace;
 
-pub use chain::generate;
+pub use chain::{Generated, generate, generate_held};
 pub use data::{Data, PATTERN_BYTES, pattern};
 pub use error::GenerateError;
 pub use ownership::{Distribution, Fill, Ownership};

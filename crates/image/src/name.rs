@@ -181,6 +181,10 @@ mod tests {
             self.0.remove(name).await
         }
 
+        async fn remove_file(&self, name: &Path, file: &Self::File) -> Opened<bool> {
+            self.0.remove_file(name, file).await
+        }
+
         fn protocol_name(&self, name: &str) -> bool {
             name.starts_with("nbd:")
         }

@@ -183,6 +183,10 @@ impl Host for NbdHost {
         Err(StorageError::new(Operation::Remove, name, cause))
     }
 
+    async fn remove_file(&self, name: &Path, _file: &NbdFile) -> Result<bool> {
+        self.remove(name).await.map(|()| true)
+    }
+
     /// The name as QEMU shows it.
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
         parse(Operation::Query, name).map(|name| name.to_string().into())

@@ -9,6 +9,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A file's device and inode number.
 pub type Identity = (u64, u64);
@@ -144,6 +145,63 @@ impl Place {
         }
     }
 
+    /// Removes this file's name, as [`remove`](Self::remove), and no file that another program puts here meanwhile: it
+    /// is compared under a name of its own, and moved back if it is another. Returns whether it was here. For files
+    /// whose contents matter.
+    ///
+    /// Where the file system cannot move a file without replacing another, or is full, this is `remove`. If the process
+    /// is killed in between, the file has the other name, `.isobath-removed-` with numbers.
+    ///
+    /// # Errors
+    /// As `renameat(2)` and `unlinkat(2)`; another file was moved and cannot be moved back, in which case the error
+    /// says where it is.
+    pub fn remove_aside(&self, file: Identity) -> io::Result<bool> {
+        self.remove_aside_after(file, || {})
+    }
+
+    /// Calls `meanwhile` where another program may act.
+    fn remove_aside_after(&self, file: Identity, meanwhile: impl FnOnce()) -> io::Result<bool> {
+        match self.stat() {
+            Ok(found) if identity(&found) == file => {}
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => return Ok(false),
+        }
+        meanwhile();
+        let aside = match self.move_aside() {
+            Ok(aside) => aside,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            Err(_) => return self.remove(file),
+        };
+        if aside.remove(file)? {
+            return Ok(true);
+        }
+        match aside.move_to(self) {
+            Ok(()) => Ok(false),
+            // Whoever has it took it.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(error) => {
+                let aside = Path::new(&aside.name).display();
+                let text =
+                    format!("another program has replaced it by what is now '{aside}': {error}");
+                Err(io::Error::new(error.kind(), text))
+            }
+        }
+    }
+
+    /// Gives what is here a name that nothing else has.
+    fn move_aside(&self) -> io::Result<Self> {
+        /// Numbers the names of this process.
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        loop {
+            let (process, number) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+            let aside = self.beside(format!(".isobath-removed-{process}-{number}").as_ref());
+            match self.move_to(&aside) {
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                moved => return moved.map(|()| aside),
+            }
+        }
+    }
+
     /// Removes the directory that is here, if it is empty.
     ///
     /// # Errors
@@ -273,6 +331,46 @@ mod tests {
         assert!(place.path().is_symlink());
         let taken = place.beside(OsStr::new("away")).move_to(&place).unwrap_err();
         assert_eq!(taken.kind(), io::ErrorKind::AlreadyExists);
+    }
+
+    #[test]
+    fn what_takes_the_place_of_a_file_while_it_is_removed_stays() {
+        let root = tempfile::tempdir().unwrap();
+        let place = Place::of(&root.path().join("file")).unwrap();
+        let names = || {
+            let entries = fs::read_dir(root.path()).unwrap();
+            let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
+            names.sort();
+            names
+        };
+        let held = place.create_new(0o600).unwrap();
+        let id = identity_of(&held).unwrap();
+        let exchange = || {
+            fs::rename(place.path(), root.path().join("moved")).unwrap();
+            fs::write(place.path(), "another's").unwrap();
+        };
+        assert!(!place.remove_aside_after(id, exchange).unwrap());
+        assert_eq!(fs::read(place.path()).unwrap(), b"another's");
+        assert_eq!(names(), ["file", "moved"]);
+        assert!(!place.remove_aside(id).unwrap());
+
+        let moved = place.beside(OsStr::new("moved"));
+        let gone = || fs::rename(moved.path(), root.path().join("again")).unwrap();
+        assert!(!moved.remove_aside_after(id, gone).unwrap());
+        let again = place.beside(OsStr::new("again"));
+        assert!(again.remove_aside(id).unwrap() && !again.remove_aside(id).unwrap());
+        assert_eq!(names(), ["file"]);
+    }
+
+    #[test]
+    fn a_name_that_is_taken_is_not_used_to_remove_a_file() {
+        let root = tempfile::tempdir().unwrap();
+        let place = Place::of(&root.path().join("file")).unwrap();
+        let id = identity_of(place.create_new(0o600).unwrap()).unwrap();
+        let aside = place.move_aside().unwrap();
+        let taken = place.create_new(0o600).unwrap();
+        assert_ne!(place.move_aside().unwrap().path(), aside.path());
+        assert!(aside.holds(id) && identity_of(&taken).unwrap() != id);
     }
 
     #[test]

@@ -17,7 +17,7 @@ use super::sys;
 use arc_swap::ArcSwap;
 use isobath_ring::place::{self, Identity, Place};
 use isobath_storage::error::{Operation, StorageError};
-use isobath_storage::{FileId, Host, OpenMode, Result, is_descriptor_set};
+use isobath_storage::{FileId, Host, OpenMode, Result, StorageExt, is_descriptor_set};
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -59,13 +59,20 @@ impl Host for FileHost {
     }
 
     async fn remove(&self, name: &Path) -> Result<()> {
-        if is_descriptor_set(name) {
-            let text = "it was handed in as a descriptor, so that its name is not known";
-            let source = io::Error::new(io::ErrorKind::Unsupported, text);
-            return Err(StorageError::new(Operation::Remove, name, source));
-        }
-        let removed = fs::remove_file(name);
+        let removed = check_removable(name).and_then(|()| fs::remove_file(name));
         removed.map_err(|error| StorageError::new(Operation::Remove, name, error))
+    }
+
+    async fn remove_file(&self, name: &Path, file: &FileStorage) -> Result<bool> {
+        let FileId { device, inode } = file.id();
+        let removed = check_removable(name)
+            .and_then(|()| Place::of(name))
+            .and_then(|place| place.remove_aside((device, inode)));
+        match removed {
+            // The directory is gone.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            removed => removed.map_err(|error| StorageError::new(Operation::Remove, name, error)),
+        }
     }
 
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
@@ -104,6 +111,10 @@ impl Host for LimitedHost {
         FileHost.remove(name).await
     }
 
+    async fn remove_file(&self, name: &Path, file: &FileStorage) -> Result<bool> {
+        FileHost.remove_file(name, file).await
+    }
+
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
         FileHost.canonical(name)
     }
@@ -111,6 +122,15 @@ impl Host for LimitedHost {
     fn find(&self, name: &Path) -> Result<Option<FileId>> {
         FileHost.find(name)
     }
+}
+
+/// Refuses names that cannot be removed.
+fn check_removable(name: &Path) -> io::Result<()> {
+    if is_descriptor_set(name) {
+        let text = "it was handed in as a descriptor, so that its name is not known";
+        return Err(io::Error::new(io::ErrorKind::Unsupported, text));
+    }
+    Ok(())
 }
 
 async fn open(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Result<FileStorage> {

@@ -37,6 +37,7 @@ trait DynHost: Send + Sync {
     fn open<'a>(&'a self, name: &'a Path, mode: OpenMode) -> BoxFuture<'a, Result<AnyFile>>;
     fn create<'a>(&'a self, name: &'a Path, mode: OpenMode) -> BoxFuture<'a, Result<AnyFile>>;
     fn remove<'a>(&'a self, name: &'a Path) -> BoxFuture<'a, Result<()>>;
+    fn remove_file<'a>(&'a self, name: &'a Path, file: &'a AnyFile) -> BoxFuture<'a, Result<bool>>;
     fn canonical(&self, name: &Path) -> Result<PathBuf>;
     fn find(&self, name: &Path) -> Result<Option<FileId>>;
     fn protocol_name(&self, name: &str) -> bool;
@@ -54,6 +55,16 @@ impl<H: Host> DynHost for Typed<H> {
 
     fn remove<'a>(&'a self, name: &'a Path) -> BoxFuture<'a, Result<()>> {
         Box::pin(self.0.remove(name))
+    }
+
+    fn remove_file<'a>(&'a self, name: &'a Path, file: &'a AnyFile) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(async move {
+            match file.0.as_any().downcast_ref::<Typed<H::File>>() {
+                Some(file) => self.0.remove_file(name, &file.0).await,
+                // A file of another host.
+                None => Ok(false),
+            }
+        })
     }
 
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
@@ -86,6 +97,10 @@ impl Host for AnyHost {
 
     async fn remove(&self, name: &Path) -> Result<()> {
         self.0.remove(name).await
+    }
+
+    async fn remove_file(&self, name: &Path, file: &AnyFile) -> Result<bool> {
+        self.0.remove_file(name, file).await
     }
 
     fn canonical(&self, name: &Path) -> Result<PathBuf> {

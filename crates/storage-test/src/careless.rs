@@ -85,6 +85,10 @@ impl<H: Host> Host for CarelessHost<H> {
         self.inner.remove(name).await
     }
 
+    async fn remove_file(&self, name: &Path, file: &Self::File) -> Result<bool> {
+        self.inner.remove_file(name, &file.inner).await
+    }
+
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
         self.inner.canonical(name)
     }

@@ -54,6 +54,7 @@ pub async fn check<H: Host>(host: &H, directory: &Path, direct: bool) {
     assert!(file.set_len(1).await.is_err());
     assert_eq!(file.len().await.unwrap(), before);
     drop(file);
+    removing(host, &name, writable).await;
     host.remove(&name).await.unwrap();
     assert_eq!(host.open(&name, read_only).await.err().unwrap().kind(), ErrorKind::NotFound);
     assert_eq!(host.remove(&name).await.err().unwrap().kind(), ErrorKind::NotFound);
@@ -94,6 +95,18 @@ async fn opening<H: Host>(host: &H, name: &Path, writable: OpenMode, read_only: 
     let file = host.create(name, writable).await.unwrap();
     assert_eq!(file.len().await.unwrap(), 0, "creating truncates");
     file.flush().await.unwrap();
+}
+
+/// A name is removed as that of an open file only while it is.
+async fn removing<H: Host>(host: &H, name: &Path, writable: OpenMode) {
+    let other = name.with_file_name("other");
+    let file = host.create(&other, writable).await.unwrap();
+    assert!(!host.remove_file(name, &file).await.unwrap());
+    assert!(host.remove_file(&other, &file).await.unwrap());
+    assert!(!host.remove_file(&other, &file).await.unwrap());
+    let successor = host.create(&other, writable).await.unwrap();
+    assert!(!host.remove_file(&other, &file).await.unwrap());
+    assert!(host.remove_file(&other, &successor).await.unwrap());
 }
 
 async fn lengths(file: &impl Storage) {

@@ -14,7 +14,7 @@ pub enum HostCall {
     Open,
     /// [`Host::create`].
     Create,
-    /// [`Host::remove`].
+    /// [`Host::remove`] and [`Host::remove_file`].
     Remove,
 }
 
@@ -164,6 +164,13 @@ impl<H: Host, K: HostHooks> Host for PassThrough<H, K> {
         self.inner.remove(name).await?;
         self.hooks.end(HostCall::Remove, name, begun);
         Ok(())
+    }
+
+    async fn remove_file(&self, name: &Path, file: &Self::File) -> Result<bool> {
+        let begun = self.hooks.begin(HostCall::Remove, name).await?;
+        let removed = self.inner.remove_file(name, &file.inner).await?;
+        self.hooks.end(HostCall::Remove, name, begun);
+        Ok(removed)
     }
 
     fn canonical(&self, name: &Path) -> Result<PathBuf> {

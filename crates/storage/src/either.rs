@@ -75,6 +75,14 @@ impl<A: Host, B: Host> Host for EitherHost<A, B> {
         }
     }
 
+    async fn remove_file(&self, name: &Path, file: &Self::File) -> Result<bool> {
+        match ((self.rule)(name), file) {
+            (Side::First, EitherFile::First(file)) => self.first.remove_file(name, file).await,
+            (Side::Second, EitherFile::Second(file)) => self.second.remove_file(name, file).await,
+            _ => Ok(false),
+        }
+    }
+
     /// # Errors
     /// Those of the name's host; or the file's canonical name belongs to the other host.
     fn canonical(&self, name: &Path) -> Result<PathBuf> {

@@ -318,6 +318,13 @@ pub trait Host: Send + Sync + 'static {
     /// Removes a file.
     fn remove(&self, name: &Path) -> impl Future<Output = Result<()>>;
 
+    /// Removes the name of an open file, and returns whether that was its name. What another program has put there, or
+    /// puts there meanwhile, stays. A link is not followed.
+    ///
+    /// # Errors
+    /// It cannot be removed.
+    fn remove_file(&self, name: &Path, file: &Self::File) -> impl Future<Output = Result<bool>>;
+
     /// The name of a file with every link in it followed, to determine where it really is.
     ///
     /// # Errors

@@ -385,6 +385,12 @@ impl Host for MemoryHost {
         let removed = self.directory.lock().files.remove(name);
         removed.map(drop).ok_or_else(|| missing(Operation::Remove, name))
     }
+
+    async fn remove_file(&self, name: &Path, file: &MemoryFile) -> Result<bool> {
+        let files = &mut self.directory.lock().files;
+        let is_here = files.get(name).is_some_and(|node| Arc::ptr_eq(node, &file.node));
+        Ok(is_here && files.remove(name).is_some())
+    }
 }
 
 fn missing(operation: Operation, name: &Path) -> StorageError {

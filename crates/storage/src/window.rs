@@ -118,6 +118,13 @@ impl<H: Host> Host for WindowHost<H> {
         self.0.remove(name).await
     }
 
+    async fn remove_file(&self, name: &Path, file: &Self::File) -> Result<bool> {
+        if Part::of_name(name).is_some() {
+            return Err(fixed(name, Operation::Remove));
+        }
+        self.0.remove_file(name, &file.file).await
+    }
+
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
         let Some(part) = Part::of_name(name) else { return self.0.canonical(name) };
         let part = Part { file: self.0.canonical(&part.file)?, ..part };

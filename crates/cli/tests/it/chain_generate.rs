@@ -4,6 +4,7 @@ use isobath_testkit::process::{Finished, run_program};
 use isobath_testkit::{args, qemu, until};
 use std::ffi::OsString;
 use std::fs;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -124,4 +125,60 @@ fn an_interrupted_chain_is_removed() {
     let said = String::from_utf8_lossy(&done.stderr);
     assert_eq!(said, "isobath: interrupted; the images created so far were removed\n");
     assert!(!chain.exists());
+}
+
+#[test]
+fn a_chain_whose_index_cannot_be_written_is_removed() {
+    let directory = tempfile::tempdir().unwrap();
+    let trace = directory.path().join("trace");
+    fs::write(&trace, "0 0 512\n1 0 0x100000\n").unwrap();
+    let options =
+        format!("--layers 2 --size 1M --data zero --distribution trace:{}", trace.display());
+    let plain = directory.path().join("plain");
+    let _ = generate(&plain, &options).ok();
+    // The index would make the active layer longer.
+    let longest = fs::metadata(plain.join("layer-00001.qcow2")).unwrap().len();
+    let chain = directory.path().join("chain");
+    let mut command = Command::new(ISOBATH);
+    command.args(["chain", "generate", "--indexed"]).arg(&chain).args(options.split_whitespace());
+    // SAFETY: both are system calls.
+    unsafe {
+        command.pre_exec(move || {
+            let limit = libc::rlimit { rlim_cur: longest, rlim_max: longest };
+            libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
+            libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit);
+            Ok(())
+        });
+    }
+    let done = command.output().unwrap();
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert_eq!(done.status.code(), Some(1), "{said}");
+    assert!(said.contains("File too large"), "{said}");
+    assert!(!chain.exists());
+}
+
+#[test]
+fn a_chain_that_is_interrupted_while_its_index_is_written_is_removed() {
+    let directory = tempfile::tempdir().unwrap();
+    let chain = directory.path().join("chain");
+    let mut process = Command::new(ISOBATH)
+        .args(["chain", "generate", "--indexed", "--layers", "300", "--size", "1G"])
+        .args(["--data", "zero", "--fill", "20%"])
+        .arg(&chain)
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    until("the active layer", || chain.join("layer-00299.qcow2").exists());
+    // SAFETY: the process is a child that was not waited for.
+    unsafe { libc::kill(process.id() as i32, libc::SIGINT) };
+    let ended = process.wait().unwrap();
+    // It may have been complete before.
+    match ended.code() {
+        Some(0) => assert!(chain.join("layer-00299.qcow2").exists()),
+        code => {
+            assert_eq!(code, Some(128 + libc::SIGINT), "{ended}");
+            assert!(!chain.exists());
+        }
+    }
 }

@@ -251,4 +251,13 @@ impl Host for Simulated {
             _ => Err(error(Operation::Remove, name, libc::ENOENT)),
         }
     }
+
+    async fn remove_file(&self, name: &Path, file: &SimFile) -> Result<bool> {
+        let mut world = self.0.0.lock();
+        let is_here = world.number(name) == Some(file.number) && !world.absent[file.number];
+        if is_here {
+            world.absent[file.number] = true;
+        }
+        Ok(is_here)
+    }
 }

@@ -122,9 +122,9 @@ impl Doomed {
             note::forget_in(&file);
         }
         if let Some((link, id)) = &self.link {
-            link.remove(*id).map_err(|error| failed(&error))?;
+            link.remove_aside(*id).map_err(|error| failed(&error))?;
         }
-        match self.place.remove(own) {
+        match self.place.remove_aside(own) {
             Ok(true) => Ok(None),
             Ok(false) => Err(failed(&"another program has replaced it")),
             Err(error) => Err(failed(&error)),

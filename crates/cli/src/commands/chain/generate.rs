@@ -5,7 +5,9 @@ use crate::host::images;
 use crate::workers::{self, Progress};
 use crate::{runtime, size};
 use isobath_disk::{Disk, OpenOptions};
-use isobath_generate::{Chain, Data, Distribution, Fill, GenerateError, Ownership, trace};
+use isobath_generate::{
+    Chain, Data, Distribution, Fill, GenerateError, Generated, Ownership, trace,
+};
 use isobath_ring::{Config, Signals, Worker};
 use std::cell::Cell;
 use std::fs::File;
@@ -137,12 +139,12 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     };
     let indexed = args.indexed && chain.layers > 1;
     let active = runtime::block_on(async || {
-        let active = generate(args, chain, ownership).await?;
-        if indexed {
-            let options = OpenOptions::new().writable(true);
-            let disk = Disk::open(images().clone(), &active, &options).await?;
-            Box::pin(disk.write_index(|_| {})).await?;
-            disk.close().await?;
+        let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
+        let generated = generate(args, chain, ownership, &mut signals).await?;
+        let active = generated.active().to_owned();
+        if indexed && let Err(failure) = index(&active, &mut signals).await {
+            generated.remove();
+            return Err(failure);
         }
         Ok(active)
     })?;
@@ -169,8 +171,12 @@ fn read_trace(chain: &Chain, path: &Path) -> Result<Ownership, Failure> {
 }
 
 /// Generates the chain on another thread, while this one shows progress and waits for signals.
-async fn generate(args: &Args, chain: Chain, ownership: Ownership) -> Result<PathBuf, Failure> {
-    let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
+async fn generate(
+    args: &Args,
+    chain: Chain,
+    ownership: Ownership,
+    signals: &mut Signals,
+) -> Result<Generated, Failure> {
     let worker = Worker::start("generate", &Config::default())
         .map_err(|error| Failure::new(format_args!("cannot start a thread: {error}")))?;
     let total = ownership.total();
@@ -181,10 +187,10 @@ async fn generate(args: &Args, chain: Chain, ownership: Ownership) -> Result<Pat
     });
     let work = worker.handle().spawn_with({
         let (directory, done) = (args.directory.clone(), done.clone());
-        move || async move { isobath_generate::generate(&chain, &ownership, &directory, &done) }
+        move || async move { isobath_generate::generate_held(&chain, &ownership, &directory, &done) }
     });
     let interrupted = Cell::new(None);
-    let result = workers::until_signal(work, &mut signals, |signal| {
+    let result = workers::until_signal(work, signals, |signal| {
         interrupted.set(Some(signal));
         done.stop();
     })
@@ -192,10 +198,24 @@ async fn generate(args: &Args, chain: Chain, ownership: Ownership) -> Result<Pat
     let result = result.map_err(workers::panicked)?;
     shown.end(result.is_ok());
     match (result, interrupted.get()) {
-        (Err(GenerateError::Stopped), Some(signal)) => {
-            let failure = Failure::new("interrupted; the images created so far were removed");
-            Err(failure.with_code(128 + signal as u8))
-        }
+        (Err(GenerateError::Stopped), Some(signal)) => Err(interrupted_by(signal)),
         (result, _) => result.map_err(Failure::new),
     }
+}
+
+fn interrupted_by(signal: i32) -> Failure {
+    let failure = Failure::new("interrupted; the images created so far were removed");
+    failure.with_code(128 + signal as u8)
+}
+
+/// Writes the index of a chain, unless a signal comes.
+async fn index(active: &Path, signals: &mut Signals) -> Result<(), Failure> {
+    let work = async {
+        let options = OpenOptions::new().writable(true);
+        let disk = Disk::open(images().clone(), active, &options).await?;
+        Box::pin(disk.write_index(|_| {})).await?;
+        Ok(disk.close().await?)
+    };
+    let written = workers::unless_signal(Box::pin(work), signals).await;
+    written.unwrap_or_else(|signal| Err(interrupted_by(signal)))
 }

@@ -6,7 +6,7 @@ use crate::failure::Failure;
 use crate::host;
 use isobath_disk::DiskError;
 use isobath_formats::{Error, Writer};
-use isobath_storage::{Host, Locking, OpenMode, StorageExt};
+use isobath_storage::{Host, Locking, OpenMode};
 use isobath_storage_file::{FileHost, FileStorage};
 pub(crate) use options::{NewImage, Options, help, no_backing};
 use std::io;
@@ -70,11 +70,8 @@ impl Files {
 
     /// Deletes them, or only those that are new, if they still have their names.
     pub(crate) async fn remove(&self, only_new: bool) {
-        let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
         for Kept { name, file, .. } in self.0.iter().filter(|kept| kept.is_new || !only_new) {
-            if FileHost.open(name, look).await.is_ok_and(|found| found.id() == file.id())
-                && let Err(error) = FileHost.remove(name).await
-            {
+            if let Err(error) = FileHost.remove_file(name, file).await {
                 tracing::warn!("{error}");
             }
         }

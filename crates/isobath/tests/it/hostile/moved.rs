@@ -42,6 +42,10 @@ impl Host for Swapped {
         FileHost.remove(name).await
     }
 
+    async fn remove_file(&self, name: &Path, file: &FileStorage) -> Result<bool> {
+        FileHost.remove_file(name, file).await
+    }
+
     fn canonical(&self, name: &Path) -> Result<PathBuf> {
         FileHost.canonical(name)
     }
