@@ -140,7 +140,7 @@ impl Channel {
 mod tests {
     use super::*;
     use crate::credentials::{Admission, ClientCredentials, ServerCredentials, provider};
-    use isobath_testkit::certificates::Authority;
+    use isobath_testkit::certificates::Keys;
     use rustls::crypto::{CryptoProvider, ring};
     use rustls::{CipherSuite, CipherSuiteCommon, Tls12CipherSuite, Tls13CipherSuite};
 
@@ -198,14 +198,10 @@ mod tests {
 
     /// A server and a client that have shaken hands.
     fn connected(server: CryptoProvider, client: CryptoProvider) -> (Channel, Channel) {
-        let directory = tempfile::tempdir().unwrap();
-        let at = |name: &str| directory.path().join(name);
-        let authority = Authority::new(&at("authority"));
-        authority.server(&at("server"));
-        authority.client(&at("client"), "/CN=client");
+        let keys = Keys::new("/CN=client");
         let admission = Admission::Certified;
-        let server = ServerCredentials::read_by(server, &at("server"), admission);
-        let client = ClientCredentials::read_by(client, &at("client"));
+        let server = ServerCredentials::read_with(server, &keys.at("server"), admission);
+        let client = ClientCredentials::read_with(client, &keys.at("client"));
         let mut server = server.unwrap().channel().unwrap();
         let mut client = client.unwrap().channel("localhost").unwrap();
         while server.is_handshaking() || client.is_handshaking() {
