@@ -157,39 +157,22 @@ impl Channel {
 mod tests {
     use super::*;
     use crate::credentials::{Admission, ClientCredentials, ServerCredentials, provider};
-    use crate::forging::{forging, instead_of};
+    use crate::forging::{changed, instead_of};
     use isobath_testkit::certificates::Keys;
     use rustls::crypto::{CryptoProvider, ring};
-    use rustls::{CipherSuite, CipherSuiteCommon, ContentType, Tls12CipherSuite, Tls13CipherSuite};
+    use rustls::{CipherSuite, ContentType};
 
     /// Records that the keys of [`limited`] may encrypt.
     const LIMIT: u64 = 100;
 
     /// A suite as this one, whose keys are soon used up.
     fn limited(suite: SupportedCipherSuite) -> SupportedCipherSuite {
-        let common = |common: &CipherSuiteCommon| CipherSuiteCommon {
-            suite: common.suite,
-            hash_provider: common.hash_provider,
-            confidentiality_limit: LIMIT,
-        };
-        match suite {
-            SupportedCipherSuite::Tls12(suite) => {
-                let common = common(&suite.common);
-                let &Tls12CipherSuite { prf_provider, kx, sign, aead_alg, .. } = suite;
-                let suite = Tls12CipherSuite { common, prf_provider, kx, sign, aead_alg };
-                SupportedCipherSuite::Tls12(Box::leak(Box::new(suite)))
-            }
-            SupportedCipherSuite::Tls13(suite) => {
-                let common = common(&suite.common);
-                let &Tls13CipherSuite { hkdf_provider, aead_alg, quic, .. } = suite;
-                let suite = Tls13CipherSuite { common, hkdf_provider, aead_alg, quic };
-                SupportedCipherSuite::Tls13(Box::leak(Box::new(suite)))
-            }
-        }
+        changed(suite, LIMIT, false)
     }
 
     /// As this, but a peer that can send any records.
     fn hostile(provider: CryptoProvider) -> CryptoProvider {
+        let forging = |suite| changed(suite, u64::MAX, true);
         let cipher_suites = provider.cipher_suites.into_iter().map(forging).collect();
         CryptoProvider { cipher_suites, ..provider }
     }

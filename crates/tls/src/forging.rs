@@ -21,7 +21,7 @@ thread_local! {
         const { RefCell::new((ContentType::ApplicationData, VecDeque::new())) };
 }
 
-/// Does what would send records of this type, with suites that are [forging]; these are sent in their place, as far as
+/// Does what would send records of this type, with suites that are [forging](changed); these are sent in their place, as far as
 /// there are any.
 pub(crate) fn instead_of<T>(
     replaced: ContentType,
@@ -34,25 +34,32 @@ pub(crate) fn instead_of<T>(
     result
 }
 
-/// A suite as this one, whose records can be replaced. It stays in memory.
-pub(crate) fn forging(suite: SupportedCipherSuite) -> SupportedCipherSuite {
+/// A suite as this one, whose keys encrypt so many records, and whose records can be replaced if it is `forging`. It
+/// stays in memory.
+pub(crate) fn changed(
+    suite: SupportedCipherSuite,
+    limit: u64,
+    forging: bool,
+) -> SupportedCipherSuite {
     let common = |common: &CipherSuiteCommon| CipherSuiteCommon {
         suite: common.suite,
         hash_provider: common.hash_provider,
-        confidentiality_limit: common.confidentiality_limit,
+        confidentiality_limit: limit,
     };
     match suite {
         SupportedCipherSuite::Tls12(suite) => {
             let common = common(&suite.common);
             let &Tls12CipherSuite { prf_provider, kx, sign, aead_alg, .. } = suite;
-            let aead_alg: &Forging12 = Box::leak(Box::new(Forging12(aead_alg)));
+            let aead_alg: &dyn Tls12AeadAlgorithm =
+                if forging { Box::leak(Box::new(Forging12(aead_alg))) } else { aead_alg };
             let suite = Tls12CipherSuite { common, prf_provider, kx, sign, aead_alg };
             SupportedCipherSuite::Tls12(Box::leak(Box::new(suite)))
         }
         SupportedCipherSuite::Tls13(suite) => {
             let common = common(&suite.common);
             let &Tls13CipherSuite { hkdf_provider, aead_alg, quic, .. } = suite;
-            let aead_alg: &Forging13 = Box::leak(Box::new(Forging13(aead_alg)));
+            let aead_alg: &dyn Tls13AeadAlgorithm =
+                if forging { Box::leak(Box::new(Forging13(aead_alg))) } else { aead_alg };
             let suite = Tls13CipherSuite { common, hkdf_provider, aead_alg, quic };
             SupportedCipherSuite::Tls13(Box::leak(Box::new(suite)))
         }
