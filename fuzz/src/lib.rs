@@ -18,6 +18,7 @@ mod qmp;
 mod restart_log;
 mod seeds;
 mod tls;
+mod tls_channel;
 mod vhost_messages;
 mod vhost_user;
 
@@ -34,6 +35,7 @@ pub use qmp::{job_file, qmp};
 pub use restart_log::restart_log;
 pub use seeds::seeds;
 pub use tls::tls_name;
+pub use tls_channel::tls_channel;
 pub use vhost_messages::vhost_messages;
 pub use vhost_user::vhost_user;
 
@@ -66,6 +68,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("luks", luks),
     ("nbd_starttls", nbd_starttls),
     ("tls_name", tls_name),
+    ("tls_channel", tls_channel),
 ];
 
 /// Takes bytes for the target's own choices from the front of its input; zeroes when it runs out.

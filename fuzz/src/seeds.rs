@@ -82,6 +82,7 @@ fn valid(target: &str) -> Vec<Vec<u8>> {
             b"\x31\x0b\x30\x09\x06\x03\x55\x04\x06\x13\x02GB\x31\x0c\x30\x0a\x06\x03\x55\x04\x03\x0c\x03a,b"
                 .to_vec(),
         ],
+        "tls_channel" => crate::tls_channel::valid_inputs(),
         "nbd_session" => sessions(),
         "fuse" => crate::fuse::valid_inputs(),
         "qmp" => crate::qmp::conversations(),

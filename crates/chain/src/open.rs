@@ -8,7 +8,7 @@ use isobath_image::index_area::read_root;
 use isobath_image::layer::{ImageFormat, Layer, ShownLog};
 use isobath_image::name::{backing_format, backing_secret, check_backing_kind};
 use isobath_image::offline::bring_in;
-use isobath_image::open::{open_layer, referenced_file};
+use isobath_image::open::{Opening, open_layer, referenced_file};
 use isobath_image::options::{BackingFile, Below, OpenOptions, Trust};
 use isobath_image::{DiskError, Result};
 use isobath_qcow2::IncompatibleFeatures;
@@ -61,14 +61,14 @@ pub async fn open_layers<H: Host>(
         let writable = options.writable && layers.is_empty();
         let opened = match key_of(&name, description.as_deref(), options, layers.len()) {
             Ok(key) => {
-                let own = own(layers.len());
+                let opening = Opening { format, writable, options: own(layers.len()), key: &key };
                 let opened = match ahead.take(&name, format) {
                     Some(layer) => Ok(layer),
-                    None => open_layer(host, &name, format, writable, own, &key).await,
+                    None => open_layer(host, &name, opening).await,
                 };
                 match opened {
                     Ok(layer) if !writable && (options.writable || options.bring_in) => {
-                        Box::pin(durable(host, layer, format, own, &key)).await
+                        Box::pin(durable(host, layer, opening)).await
                     }
                     opened => opened,
                 }
@@ -145,11 +145,9 @@ fn key_of(
 async fn durable<H: Host>(
     host: &H,
     layer: Layer<H::File>,
-    format: Option<ImageFormat>,
-    options: &OpenOptions,
-    key: &Key,
+    opening: Opening<'_>,
 ) -> Result<Layer<H::File>> {
-    let layer = without_log(host, layer, format, options, key).await?;
+    let layer = without_log(host, layer, opening).await?;
     let unclosed = [IncompatibleFeatures::JOURNAL, IncompatibleFeatures::DIRTY];
     let header = layer.header();
     if header.is_some_and(|header| unclosed.iter().any(|bit| header.incompatible.contains(*bit))) {
@@ -168,9 +166,7 @@ async fn durable<H: Host>(
 async fn without_log<H: Host>(
     host: &H,
     layer: Layer<H::File>,
-    format: Option<ImageFormat>,
-    options: &OpenOptions,
-    key: &Key,
+    opening: Opening<'_>,
 ) -> Result<Layer<H::File>> {
     let name = layer.name().to_owned();
     let refused = |reason: String| DiskError::Refused { image: name.clone(), reason };
@@ -187,8 +183,8 @@ async fn without_log<H: Host>(
     }
     // The lock on what is read keeps writers out.
     drop(layer);
-    let opening = options.clone().format(format);
-    let brought = bring_in(host, &name, &opening).await.map_err(|error| {
+    let own = opening.options.clone().format(opening.format);
+    let brought = bring_in(host, &name, &own).await.map_err(|error| {
         refused(format!(
             "its server was killed, and its unflushed writes are in this machine's memory only; they must be in the \
              image before anything is written above it: {error}"
@@ -197,7 +193,7 @@ async fn without_log<H: Host>(
     if brought == ShownLog::Unfit {
         return Err(unfit("the log was set aside: open the chain once more to go on"));
     }
-    let layer = open_layer(host, &name, format, false, options, key).await?;
+    let layer = open_layer(host, &name, opening).await?;
     if layer.shown_log() == ShownLog::None {
         return Ok(layer);
     }
@@ -268,9 +264,10 @@ async fn open_ahead<H: Host>(
             let Ok(key) = key_of(&path, Some(&record.name), below, depth) else { break };
             wanted.push((path, record.format.into(), key));
         }
-        let opening = wanted
-            .iter()
-            .map(|(path, format, key)| open_layer(host, path, Some(*format), false, below, key));
+        let opening = wanted.iter().map(|(path, format, key)| {
+            let format = Some(*format);
+            open_layer(host, path, Opening { format, writable: false, options: below, key })
+        });
         let mut opening = stream::iter(opening).buffered(OPENED_AT_ONCE);
         while let Some(layer) = opening.next().await {
             // Opening it again by the header's name reports the error.

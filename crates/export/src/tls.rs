@@ -1,12 +1,11 @@
 //! Connections of clients, encrypted or not.
 
-use isobath_ring::net::Stream;
+use isobath_ring::net::{Arrival, Stream};
 use isobath_storage::IoBuf;
 use isobath_tls::{Channel, ServerCredentials};
 use std::cell::{OnceCell, RefCell};
 use std::io::{self, ErrorKind, IoSlice};
 use std::net::Shutdown;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 /// Bytes received from the socket at a time.
@@ -140,20 +139,22 @@ impl Connection {
         (result, front)
     }
 
-    /// As [`receive`](Self::receive), and the descriptors that came with the bytes, of which there are none over TCP or
-    /// if the connection is encrypted.
+    /// As [`receive`](Self::receive), and at most `most` descriptors that came with the bytes. There are none over TCP,
+    /// or if the connection is encrypted.
     ///
     /// # Errors
     /// As [`receive`](Self::receive).
     pub async fn receive_with_files(
         &self,
         buf: IoBuf,
-    ) -> (io::Result<(usize, Vec<OwnedFd>)>, IoBuf) {
+        most: usize,
+    ) -> (io::Result<Arrival>, IoBuf) {
         if self.is_secured() {
             let (result, buf) = self.receive(buf, 0).await;
-            return (result.map(|count| (count, Vec::new())), buf);
+            let arrival = |count| Arrival { count, files: Vec::new(), lost: false };
+            return (result.map(arrival), buf);
         }
-        self.stream.recv_with_files(buf).await
+        self.stream.recv_with_files(buf, most).await
     }
 
     /// Sends all of the buffers in order, and returns them.
@@ -352,7 +353,7 @@ mod tests {
     use super::*;
     use isobath_ring::net::Listener;
     use isobath_ring::{Config, Executor, spawn, yield_now};
-    use isobath_testkit::certificates::Authority;
+    use isobath_testkit::certificates::Keys;
     use isobath_tls::{Admission, Blocking, ClientCredentials};
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
@@ -362,11 +363,8 @@ mod tests {
 
     #[test]
     fn what_was_encrypted_before_a_failure_is_sent_with_the_message_that_it_is_the_end() {
-        let directory = tempfile::tempdir().unwrap();
-        let at = |name: &str| directory.path().join(name);
-        let authority = Authority::new(&at("authority"));
-        authority.server(&at("server"));
-        authority.client(&at("client"), "/CN=client");
+        let keys = Keys::new("/CN=client");
+        let at = |name: &str| keys.at(name);
         let credentials = ServerCredentials::read(&at("server"), Admission::Certified).unwrap();
         let trusted = ClientCredentials::read(&at("client")).unwrap();
         let (socket, place) = (at("socket"), at("socket"));
@@ -410,9 +408,8 @@ mod tests {
     #[test]
     fn a_handshake_has_a_limit() {
         const MOST: usize = 10_000;
-        let directory = tempfile::tempdir().unwrap();
-        let at = |name: &str| directory.path().join(name);
-        Authority::new(&at("authority")).server(&at("server"));
+        let keys = Keys::new("/CN=client");
+        let at = |name: &str| keys.at(name);
         let credentials = ServerCredentials::read(&at("server"), Admission::Everyone).unwrap();
         let (socket, place) = (at("socket"), at("socket"));
         let result = Executor::new(&Config::default()).unwrap().block_on(async move {

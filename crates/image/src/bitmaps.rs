@@ -3,8 +3,7 @@
 
 use crate::bitmap_bits::inconsistent;
 use crate::change::Change;
-use crate::encryption::Key;
-use crate::open::open_layer;
+use crate::open::{Opening, open_layer};
 use crate::options::OpenOptions;
 use crate::{DiskError, Result, violated};
 use isobath_qcow2::bitmap::{DIRTY_TRACKING, MAX_BITMAP_BYTES, MAX_BITMAPS, MAX_NAME_BYTES};
@@ -271,7 +270,7 @@ pub async fn read_bitmap<H: Host>(
     bitmap: &str,
 ) -> Result<BitmapBits> {
     let options = options.clone().writable(false).backing(false);
-    let layer = open_layer(host, name, options.format, false, &options, &Key::Unneeded).await?;
+    let layer = open_layer(host, name, Opening::of(&options)).await?;
     let refused = |reason: String| Err(DiskError::Refused { image: name.to_owned(), reason });
     let absent = || refused(format!("Dirty bitmap '{bitmap}' not found"));
     let Some(header) = layer.header() else { return absent() };

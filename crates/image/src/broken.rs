@@ -1,8 +1,7 @@
 //! What tests of invariants share.
 
-use crate::encryption::Key;
 use crate::layer::{Layer, Qcow2Layer};
-use crate::open::open_layer;
+use crate::open::{Opening, open_layer};
 use crate::options::OpenOptions;
 use crate::writer::{Qcow2Writer, Writer};
 use crate::{DiskError, Result};
@@ -71,8 +70,8 @@ pub(crate) fn layer() -> Arc<Layer<MemoryFile>> {
 
 /// The image of a host, open for writing.
 pub(crate) fn layer_on<H: Host>(host: &H) -> Arc<Layer<H::File>> {
-    let options = OpenOptions::new();
-    let opened = open_layer(host, Path::new(NAME), None, true, &options, &Key::Unneeded);
+    let options = OpenOptions::new().writable(true);
+    let opened = open_layer(host, Path::new(NAME), Opening::of(&options));
     Arc::new(block_on(Box::pin(opened)).unwrap())
 }
 

@@ -21,9 +21,8 @@ use crate::check::refcounts::{self, Refcounts};
 use crate::check::survey::Survey;
 use crate::check::{CheckEvent, Repair, check_storage};
 use crate::durability::MetadataMode;
-use crate::encryption::Key;
 use crate::layer::{ImageFormat, Layer, Qcow2Layer};
-use crate::open::{load_qcow2, open_layer};
+use crate::open::{Opening, load_qcow2, open_layer};
 use crate::options::OpenOptions;
 use crate::readers::Readers;
 use crate::recovery::Purpose;
@@ -56,7 +55,7 @@ impl<S: Storage> Change<S> {
         what: &str,
     ) -> Result<Self> {
         let options = Self::options(options);
-        let layer = open_layer(host, name, options.format, true, &options, &Key::Unneeded).await?;
+        let layer = open_layer(host, name, Opening::of(&options)).await?;
         Self::of(layer, &options, what).await
     }
 
@@ -73,7 +72,7 @@ impl<S: Storage> Change<S> {
         let length = storage.len().await?;
         let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
         let there = (length, start);
-        let layer = load_qcow2(host, name, true, &options, &Key::Unneeded, storage, there).await?;
+        let layer = load_qcow2(host, name, Opening::of(&options), storage, there).await?;
         Self::of(layer, &options, what).await
     }
 

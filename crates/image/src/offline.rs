@@ -4,9 +4,8 @@ use crate::check::{
     CheckEvent, CheckOptions, CheckReport, Checked, Repair, check_storage, clear_corrupt,
     incomplete,
 };
-use crate::encryption::Key;
 use crate::layer::{Qcow2Layer, ShownLog};
-use crate::open::{open_layer, read_header};
+use crate::open::{Opening, open_layer, read_header};
 use crate::options::OpenOptions;
 use crate::restart_log::{FoundLog, LogUse};
 use crate::snapshots::complete_open_snapshots;
@@ -104,7 +103,8 @@ pub async fn bring_in<H: Host>(host: &H, name: &Path, options: &OpenOptions) -> 
         return Ok(ShownLog::None);
     }
     drop(left);
-    let layer = Arc::new(open_layer(host, name, format, true, &options, &Key::Unneeded).await?);
+    let opening = Opening { format, ..Opening::of(&options) };
+    let layer = Arc::new(open_layer(host, name, opening).await?);
     if let Some(layer) = Qcow2Layer::of(&layer) {
         let alone = layer.qcow2().header.read().backing_file.is_none();
         Writer::open(&layer, &options, alone).await?;

@@ -54,36 +54,50 @@ pub fn referenced_file<H: Host>(
     Ok(path)
 }
 
-/// Opens one image, without its backing files. `key` decrypts its data if it is encrypted.
+/// How one image of a chain is opened.
+#[derive(Clone, Copy, Debug)]
+pub struct Opening<'a> {
+    /// What it is taken for; `None` if its first bytes decide.
+    pub format: Option<ImageFormat>,
+    /// Whether it may be changed, whatever `options` say, which are the chain's.
+    pub writable: bool,
+    /// Everything else.
+    pub options: &'a OpenOptions,
+    /// What decrypts its data if it is encrypted.
+    pub key: &'a Key,
+}
+
+impl<'a> Opening<'a> {
+    /// Opens an image without a key, as these options say.
+    pub fn of(options: &'a OpenOptions) -> Self {
+        Self { format: options.format, writable: options.writable, options, key: &Key::Unneeded }
+    }
+}
+
+/// Opens one image, without its backing files.
 pub async fn open_layer<H: Host>(
     host: &H,
     name: &Path,
-    format: Option<ImageFormat>,
-    writable: bool,
-    options: &OpenOptions,
-    key: &Key,
+    opening: Opening<'_>,
 ) -> Result<Layer<H::File>> {
-    let file = host.open(name, options.mode(writable)).await?;
-    if options.named {
-        options.trust.check_place(&file).await?;
+    let file = host.open(name, opening.options.mode(opening.writable)).await?;
+    if opening.options.named {
+        opening.options.trust.check_place(&file).await?;
     }
-    let layer = load(host, name, format, writable, options, key, file).await?;
-    Ok(if format.is_none() { layer.detected() } else { layer })
+    let layer = load(host, name, opening, file).await?;
+    Ok(if opening.format.is_none() { layer.detected() } else { layer })
 }
 
 /// Reads what a layer is from its open file.
 async fn load<H: Host>(
     host: &H,
     name: &Path,
-    format: Option<ImageFormat>,
-    writable: bool,
-    options: &OpenOptions,
-    key: &Key,
+    opening: Opening<'_>,
     file: H::File,
 ) -> Result<Layer<H::File>> {
     // A header here, a table there: nothing else of thousands of layers is needed yet.
     file.advise(Access::Random).await;
-    let layer = Box::pin(load_layer(host, name, format, writable, options, key, file)).await?;
+    let layer = Box::pin(load_layer(host, name, opening, file)).await?;
     layer.storage().advise(Access::Normal).await;
     Ok(layer)
 }
@@ -106,19 +120,18 @@ pub async fn open_again<H: Host>(
             reason: "its name has come to mean another file since it was opened".into(),
         });
     }
-    let again = load(host, name, format, true, options, &layer.key(), file).await?;
+    let opening = Opening { format, writable: true, options, key: &layer.key() };
+    let again = load(host, name, opening, file).await?;
     Ok(if layer.is_detected_raw() { again.detected() } else { again })
 }
 
 async fn load_layer<H: Host>(
     host: &H,
     name: &Path,
-    format: Option<ImageFormat>,
-    writable: bool,
-    options: &OpenOptions,
-    key: &Key,
+    opening: Opening<'_>,
     file: H::File,
 ) -> Result<Layer<H::File>> {
+    let Opening { format, writable, options, key } = opening;
     let length = file.len().await?;
     let start = file.read_at(0, IoBuf::zeroed(4096)).await?;
     let format = format_of(name, format, &start)?;
@@ -149,19 +162,18 @@ async fn load_layer<H: Host>(
         let image = Box::pin(open_foreign(host, name, format, options, storage)).await?;
         return Ok(Layer::foreign(name.to_owned(), Arc::clone(storage), image));
     }
-    load_qcow2(host, name, writable, options, key, storage, (length, start)).await
+    load_qcow2(host, name, opening, storage, (length, start)).await
 }
 
 /// Reads what a layer is from the open file of a qcow2 image: its length and its first 4096 bytes are these.
 pub(crate) async fn load_qcow2<H: Host>(
     host: &H,
     name: &Path,
-    writable: bool,
-    options: &OpenOptions,
-    key: &Key,
+    opening: Opening<'_>,
     storage: &Arc<H::File>,
     (mut length, start): (u64, IoBuf),
 ) -> Result<Layer<H::File>> {
+    let Opening { writable, options, key, .. } = opening;
     let mut header = read_header(&**storage, name, start, length).await?;
     let corrupt = header.incompatible.contains(IncompatibleFeatures::CORRUPT);
     if writable && corrupt && !options.repairing {

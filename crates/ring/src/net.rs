@@ -408,15 +408,15 @@ impl Stream {
         }
     }
 
-    /// As [`recv`](Self::recv), and the descriptors that a Unix socket's peer has sent with the data. There are at most
-    /// four; the kernel closes more.
+    /// As [`recv`](Self::recv), and at most `most` descriptors that a Unix socket's peer has sent with the data.
     pub async fn recv_with_files(
         &self,
         mut buf: IoBuf,
-    ) -> (io::Result<(usize, Vec<OwnedFd>)>, IoBuf) {
+        most: usize,
+    ) -> (io::Result<Arrival>, IoBuf) {
         let local = required();
         loop {
-            match receive_files(&self.socket, &mut buf) {
+            match receive_files(self.socket.as_fd(), &mut buf, most) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) if is_transient(&error) => continue,
                 result => return (result, buf),
@@ -543,22 +543,33 @@ fn epoll_of(socket: &OwnedFd) -> io::Result<OwnedFd> {
     }
 }
 
-/// The most descriptors that are received at a time.
-const MOST_FILES: usize = 4;
+/// What arrived at a Unix socket.
+#[derive(Debug)]
+pub struct Arrival {
+    /// Bytes; 0 at the end of the stream.
+    pub count: usize,
+    /// The descriptors that came with them.
+    pub files: Vec<OwnedFd>,
+    /// The kernel has closed others: there were more than asked for, or this process can have no more.
+    pub lost: bool,
+}
 
-/// Room for a control message with so many, aligned as the kernel requires.
-type Control = [u64; 2 + MOST_FILES.div_ceil(2)];
-
-/// Receives the available bytes that fit, and the descriptors that come with them. Never waits.
-fn receive_files(socket: &OwnedFd, space: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
+/// Receives the available bytes that fit into `space`, and at most `most` descriptors that come with them. Never waits.
+///
+/// # Errors
+/// As `recvmsg(2)`: `WouldBlock` if nothing has arrived.
+pub fn receive_files(socket: BorrowedFd<'_>, space: &mut [u8], most: usize) -> io::Result<Arrival> {
     let mut vector = libc::iovec { iov_base: space.as_mut_ptr().cast(), iov_len: space.len() };
-    let mut control: Control = Default::default();
+    // SAFETY: it only computes.
+    let room = unsafe { libc::CMSG_LEN((most * size_of::<RawFd>()) as u32) } as usize;
+    // Aligned as the kernel requires.
+    let mut control = vec![0_u64; room.div_ceil(size_of::<u64>())];
     // SAFETY: a message header of zeroes is valid and empty.
     let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
     header.msg_iov = &raw mut vector;
     header.msg_iovlen = 1;
     header.msg_control = control.as_mut_ptr().cast();
-    header.msg_controllen = size_of::<Control>();
+    header.msg_controllen = room;
     let flags = libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
     // SAFETY: the header describes memory that is alive and may be written.
     let count = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut header, flags) };
@@ -580,7 +591,7 @@ fn receive_files(socket: &OwnedFd, space: &mut [u8]) -> io::Result<(usize, Vec<O
             message = libc::CMSG_NXTHDR(&raw const header, message);
         }
     }
-    Ok((count, files))
+    Ok(Arrival { count, files, lost: header.msg_flags & libc::MSG_CTRUNC != 0 })
 }
 
 /// A descriptor whose readiness can be awaited, such as an eventfd or a pipe.

@@ -146,6 +146,12 @@ impl Besides {
         denied
     }
 
+    /// Whether a reader of the file lets writers in.
+    #[cfg(test)]
+    pub(super) fn admits(&self, id: FileId) -> bool {
+        self.0.lock().get(&id).is_some_and(|beside| !beside.readers.is_empty())
+    }
+
     fn change(&self, id: FileId, change: impl FnOnce(&mut Beside)) {
         let mut files = self.0.lock();
         if let Some(beside) = files.get_mut(&id) {

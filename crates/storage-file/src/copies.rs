@@ -119,6 +119,19 @@ impl Users {
     }
 }
 
+/// Sets or tests a lock; a file system may take its time.
+fn call(
+    file: &OwnedFd,
+    command: libc::c_int,
+    kind: libc::c_int,
+    start: i64,
+    length: i64,
+) -> io::Result<bool> {
+    #[cfg(test)]
+    tests::note_call();
+    sys::lock(file, command, kind, start, length)
+}
+
 /// Locks a byte.
 ///
 /// # Errors
@@ -128,9 +141,9 @@ pub(super) fn lock(file: &OwnedFd, byte: i64) -> io::Result<()> {
     let Some(user) = users.users.get_mut(&file.as_raw_fd()) else {
         // A file system that hangs holds up nobody else.
         drop(users);
-        return sys::lock(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte, 1).map(drop);
+        return call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte, 1).map(drop);
     };
-    sys::lock(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte, 1)?;
+    call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte, 1)?;
     user.bytes.insert(byte);
     Ok(())
 }
@@ -145,7 +158,7 @@ pub(super) fn unlock(file: &OwnedFd, bytes: Range<i64>) -> io::Result<()> {
     let Some(user) = users.users.get_mut(&number) else {
         drop(users);
         let length = bytes.end - bytes.start;
-        return sys::lock(file, libc::F_OFD_SETLK, libc::F_UNLCK, bytes.start, length).map(drop);
+        return call(file, libc::F_OFD_SETLK, libc::F_UNLCK, bytes.start, length).map(drop);
     };
     let released: Vec<i64> = user.bytes.extract_if(bytes, |_| true).collect();
     let is_shared = |byte| {
@@ -154,7 +167,7 @@ pub(super) fn unlock(file: &OwnedFd, bytes: Range<i64>) -> io::Result<()> {
     };
     let mut result = Ok(());
     for byte in released.iter().filter(|byte| !is_shared(byte)) {
-        let unlocked = sys::lock(file, libc::F_OFD_SETLK, libc::F_UNLCK, *byte, 1);
+        let unlocked = call(file, libc::F_OFD_SETLK, libc::F_UNLCK, *byte, 1);
         result = result.and(unlocked.map(drop));
     }
     result
@@ -173,5 +186,89 @@ pub(super) fn is_locked(file: &OwnedFd, bytes: Range<i64>) -> io::Result<bool> {
     drop(beside);
     drop(users);
     let length = bytes.end - bytes.start;
-    sys::lock(file, libc::F_OFD_GETLK, libc::F_WRLCK, bytes.start, length)
+    call(file, libc::F_OFD_GETLK, libc::F_WRLCK, bytes.start, length)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::RefCell;
+    use std::os::unix::fs::MetadataExt;
+    use std::time::Duration;
+
+    /// How long others may have the users.
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    thread_local! {
+        /// For each of this thread's calls, if a test asks, whether other threads could use the users meanwhile.
+        static CALLS: RefCell<Option<Vec<bool>>> = const { RefCell::new(None) };
+    }
+
+    pub(super) fn note_call() {
+        CALLS.with_borrow_mut(|calls| {
+            if let Some(calls) = calls {
+                calls.push(USERS.try_lock_for(PATIENCE).is_some());
+            }
+        });
+    }
+
+    fn calls(during: impl FnOnce()) -> Vec<bool> {
+        CALLS.set(Some(Vec::new()));
+        during();
+        CALLS.take().unwrap_or_default()
+    }
+
+    fn opened(path: &std::path::Path) -> Arc<OwnedFd> {
+        let options = || fs::OpenOptions::new().read(true).write(true).open(path);
+        Arc::new(options().unwrap().into())
+    }
+
+    #[test]
+    fn a_file_system_that_hangs_holds_up_only_users_of_copies() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let found = file.as_file().metadata().unwrap();
+        let id = FileId { device: found.dev(), inode: found.ino() };
+        let plain = opened(file.path());
+        assert_eq!(calls(|| lock(&plain, 100).unwrap()), [true]);
+        assert_eq!(calls(|| assert!(!is_locked(&plain, 100..300).unwrap())), [true]);
+        assert_eq!(calls(|| unlock(&plain, IMAGE_LOCKS).unwrap()), [true]);
+        let copy = opened(file.path());
+        let copied = register(&copy, id, true).unwrap();
+        assert_eq!(calls(|| assert!(!is_locked(&copy, 100..300).unwrap())), [true]);
+        drop(copied);
+    }
+
+    #[test]
+    fn the_last_user_of_a_byte_releases_it_whichever_that_is() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let found = file.as_file().metadata().unwrap();
+        let id = FileId { device: found.dev(), inode: found.ino() };
+        let other = opened(file.path());
+        for first_goes_first in [true, false] {
+            let one = opened(file.path());
+            let two = Arc::new(one.try_clone().unwrap());
+            let mut users = [one, two].map(|file| {
+                let copied = register(&file, id, true).unwrap();
+                lock(&file, 100).unwrap();
+                lock(&file, 201).unwrap();
+                (file, copied)
+            });
+            if !first_goes_first {
+                users.reverse();
+            }
+            let [first, last] = users;
+            unlock(&first.0, IMAGE_LOCKS).unwrap();
+            drop(first);
+            for byte in [100, 201] {
+                assert!(is_locked(&other, byte..byte + 1).unwrap(), "{byte}");
+            }
+            unlock(&last.0, 100..101).unwrap();
+            assert!(!is_locked(&other, 100..101).unwrap());
+            assert!(is_locked(&other, 201..202).unwrap());
+            unlock(&last.0, IMAGE_LOCKS).unwrap();
+            assert!(!is_locked(&other, IMAGE_LOCKS).unwrap());
+            assert!(locked(&last.0).unwrap().is_empty());
+            drop(last);
+        }
+    }
 }

@@ -326,13 +326,53 @@ impl Hints for FileStorage {
 
 #[cfg(test)]
 mod tests {
+    use super::beside::Besides;
     use super::direct::Direct;
+    use super::source::Source;
     use super::*;
-    use isobath_ring::block_on;
-    use isobath_storage::{Host, OpenMode, StorageExt};
+    use isobath_ring::{Lease, Leased, block_on};
+    use isobath_storage::{FileId, Host, OpenMode, StorageExt};
+    use std::sync::OnceLock;
 
     const WRITABLE: OpenMode =
         OpenMode { writable: true, direct: false, locking: isobath_storage::Locking::Exclusive };
+
+    /// What a descriptor's users keep alive, and whether its file let writers in when the last of them was gone.
+    struct Watched {
+        besides: Arc<Besides>,
+        id: FileId,
+        admitted: Arc<OnceLock<bool>>,
+        _lease: Lease,
+    }
+
+    impl Leased for Watched {}
+
+    impl Drop for Watched {
+        fn drop(&mut self) {
+            self.admitted.set(self.besides.admits(self.id)).unwrap();
+        }
+    }
+
+    /// A writer that leaves just then would lock the file in the reader's name, and nobody would unlock it.
+    #[test]
+    fn no_writer_is_let_in_by_a_reader_that_has_released_its_locks() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("image");
+        let admitted = Arc::new(OnceLock::new());
+        block_on(async {
+            let file = FileHost.create(&path, WRITABLE).await.unwrap();
+            file.end_writing().await.unwrap();
+            file.set_admitting(true).await.unwrap();
+            let (besides, id) = (file.file.pool.besides().clone(), file.file.id);
+            assert!(besides.admits(id));
+            let target = file.kept().unwrap();
+            let lease = target.lease.clone();
+            let watched = Watched { besides, id, admitted: admitted.clone(), _lease: lease };
+            let watched = Arc::new(target.leased(Arc::new(watched)));
+            file.source.store(Arc::new(Source::Kept(watched, None)));
+        });
+        assert_eq!(admitted.get(), Some(&false));
+    }
 
     #[test]
     fn a_poisoned_file_can_only_be_read() {

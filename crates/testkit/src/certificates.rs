@@ -5,6 +5,7 @@ use crate::{process, tools};
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
+use tempfile::TempDir;
 
 const DAYS: &str = "36500";
 
@@ -12,6 +13,37 @@ const DAYS: &str = "36500";
 #[derive(Debug)]
 pub struct Authority {
     directory: PathBuf,
+}
+
+/// An authority, and in the directories `server` and `client` what it has signed for a server on this machine and for a
+/// client. The files are removed when it is dropped.
+#[derive(Debug)]
+pub struct Keys {
+    directory: TempDir,
+    /// The authority, which may sign others.
+    pub authority: Authority,
+}
+
+impl Keys {
+    /// Makes them in a new directory; the client's subject is written as `/C=GB/CN=client`.
+    pub fn new(subject: &str) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let authority = Authority::new(&directory.path().join("authority"));
+        let keys = Self { directory, authority };
+        keys.authority.server(&keys.at("server"));
+        keys.authority.client(&keys.at("client"), subject);
+        keys
+    }
+
+    /// Where they are. There is room for a test's own files, too.
+    pub fn path(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// A name there.
+    pub fn at(&self, name: &str) -> PathBuf {
+        self.path().join(name)
+    }
 }
 
 #[track_caller]

@@ -11,7 +11,7 @@
 //! * [`guest`] boots a Linux kernel on a disk and runs a script there, [`fs`] creates and checks the file systems for
 //!   it, [`scenario`] is a guest's root disk on a long chain.
 //! * [`certificates`] are for connections with TLS.
-//! * [`loop_device`] makes a file a block device.
+//! * [`descriptors`] are sent to other processes, [`loop_device`] makes a file a block device.
 //! * [`forbidden`] runs a program to which the kernel refuses system calls.
 //! * [`fuse`] recognizes the errors that follow the end of a FUSE server.
 //! * [`seed`] makes random tests repeatable, [`evidence`] records what a campaign of them did.
@@ -26,6 +26,7 @@ pub mod bytes;
 pub mod certificates;
 pub mod chain;
 pub mod daemon;
+pub mod descriptors;
 pub mod evidence;
 pub mod forbidden;
 pub mod fs;

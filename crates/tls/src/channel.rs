@@ -19,6 +19,10 @@ pub struct Channel {
     records: u64,
     /// This side has sent its last.
     ended: bool,
+    /// Why nothing more is received.
+    failed: Option<Error>,
+    /// The peer has sent its last.
+    peer_ended: bool,
 }
 
 impl fmt::Debug for Channel {
@@ -36,7 +40,7 @@ impl Channel {
     pub(crate) fn new(mut connection: Connection) -> Self {
         // What is written is taken out at once.
         connection.set_buffer_limit(None);
-        Self { connection, records: 0, ended: false }
+        Self { connection, records: 0, ended: false, failed: None, peer_ended: false }
     }
 
     /// Whether the handshake is still going on. Until it has ended, nothing can be written or read.
@@ -49,8 +53,21 @@ impl Channel {
     ///
     /// # Errors
     /// The peer breaks the protocol, is not admitted, or somebody has changed the bytes: [`output`](Self::output) then
-    /// has the alert for it.
-    pub fn received(&mut self, mut input: &[u8]) -> Result<usize, Error> {
+    /// has the alert for it, and every later call fails as this one did.
+    pub fn received(&mut self, input: &[u8]) -> Result<usize, Error> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        // rustls 0.23 panics where it is asked for more, if an empty record of a handshake came before the end.
+        if self.peer_ended {
+            return Ok(0);
+        }
+        let taken = self.decrypt(input);
+        self.failed = taken.as_ref().err().cloned();
+        taken
+    }
+
+    fn decrypt(&mut self, mut input: &[u8]) -> Result<usize, Error> {
         let taken = match self.connection.read_tls(&mut input) {
             Ok(taken) => taken,
             Err(error) if error.kind() == ErrorKind::InvalidData => {
@@ -59,7 +76,7 @@ impl Channel {
             // Decrypted bytes wait to be read.
             Err(_) => 0,
         };
-        self.connection.process_new_packets()?;
+        self.peer_ended = self.connection.process_new_packets()?.peer_has_closed();
         Ok(taken)
     }
 
@@ -140,34 +157,24 @@ impl Channel {
 mod tests {
     use super::*;
     use crate::credentials::{Admission, ClientCredentials, ServerCredentials, provider};
-    use isobath_testkit::certificates::Authority;
+    use crate::forging::{changed, instead_of};
+    use isobath_testkit::certificates::Keys;
     use rustls::crypto::{CryptoProvider, ring};
-    use rustls::{CipherSuite, CipherSuiteCommon, Tls12CipherSuite, Tls13CipherSuite};
+    use rustls::{CipherSuite, ContentType};
 
     /// Records that the keys of [`limited`] may encrypt.
     const LIMIT: u64 = 100;
 
     /// A suite as this one, whose keys are soon used up.
     fn limited(suite: SupportedCipherSuite) -> SupportedCipherSuite {
-        let common = |common: &CipherSuiteCommon| CipherSuiteCommon {
-            suite: common.suite,
-            hash_provider: common.hash_provider,
-            confidentiality_limit: LIMIT,
-        };
-        match suite {
-            SupportedCipherSuite::Tls12(suite) => {
-                let common = common(&suite.common);
-                let &Tls12CipherSuite { prf_provider, kx, sign, aead_alg, .. } = suite;
-                let suite = Tls12CipherSuite { common, prf_provider, kx, sign, aead_alg };
-                SupportedCipherSuite::Tls12(Box::leak(Box::new(suite)))
-            }
-            SupportedCipherSuite::Tls13(suite) => {
-                let common = common(&suite.common);
-                let &Tls13CipherSuite { hkdf_provider, aead_alg, quic, .. } = suite;
-                let suite = Tls13CipherSuite { common, hkdf_provider, aead_alg, quic };
-                SupportedCipherSuite::Tls13(Box::leak(Box::new(suite)))
-            }
-        }
+        changed(suite, LIMIT, false)
+    }
+
+    /// As this, but a peer that can send any records.
+    fn hostile(provider: CryptoProvider) -> CryptoProvider {
+        let forging = |suite| changed(suite, u64::MAX, true);
+        let cipher_suites = provider.cipher_suites.into_iter().map(forging).collect();
+        CryptoProvider { cipher_suites, ..provider }
     }
 
     /// What speaks only this version of TLS, with these suites.
@@ -198,14 +205,10 @@ mod tests {
 
     /// A server and a client that have shaken hands.
     fn connected(server: CryptoProvider, client: CryptoProvider) -> (Channel, Channel) {
-        let directory = tempfile::tempdir().unwrap();
-        let at = |name: &str| directory.path().join(name);
-        let authority = Authority::new(&at("authority"));
-        authority.server(&at("server"));
-        authority.client(&at("client"), "/CN=client");
+        let keys = Keys::new("/CN=client");
         let admission = Admission::Certified;
-        let server = ServerCredentials::read_by(server, &at("server"), admission);
-        let client = ClientCredentials::read_by(client, &at("client"));
+        let server = ServerCredentials::read_with(server, &keys.at("server"), admission);
+        let client = ClientCredentials::read_with(client, &keys.at("client"));
         let mut server = server.unwrap().channel().unwrap();
         let mut client = client.unwrap().channel("localhost").unwrap();
         while server.is_handshaking() || client.is_handshaking() {
@@ -235,6 +238,62 @@ mod tests {
         // The other side may go on.
         client.write(&[IoSlice::new(b"more")]).unwrap();
         assert_eq!(hand_over(&mut client, &mut server), b"more");
+    }
+
+    #[test]
+    fn whatever_comes_behind_the_end_is_left() {
+        for old in [true, false] {
+            let one = || speaking(all().cipher_suites.into_iter(), old);
+            let (mut server, mut client) = connected(one(), hostile(one()));
+            client.write(&[IoSlice::new(b"data")]).unwrap();
+            // An empty record of a handshake, and the message that the client has sent its last.
+            let records = [(ContentType::Handshake, Vec::new()), (ContentType::Alert, vec![1, 0])];
+            instead_of(ContentType::ApplicationData, records, || {
+                client.write(&[IoSlice::new(b"1")]).unwrap();
+                client.write(&[IoSlice::new(b"2")]).unwrap();
+            });
+            let mut room = [0; 200];
+            let count = client.output(&mut room);
+            assert_eq!(server.received(&room[..count]).unwrap(), count);
+            for more in [&b"more"[..], b""] {
+                assert_eq!(server.received(more).unwrap(), 0);
+            }
+            assert_eq!(server.read(&mut room).unwrap(), 4);
+            assert_eq!(server.read(&mut room).unwrap(), 0);
+        }
+    }
+
+    #[test]
+    fn after_a_failure_nothing_is_received_and_the_failure_comes_again() {
+        for old in [true, false] {
+            let one = || speaking(all().cipher_suites.into_iter(), old);
+            let (mut server, mut client) = connected(one(), one());
+            let mut records = Vec::new();
+            for data in [&b"before"[..], b"changed", b"behind"] {
+                client.write(&[IoSlice::new(data)]).unwrap();
+                let mut room = [0; 100];
+                let count = client.output(&mut room);
+                records.push(room[..count].to_vec());
+            }
+            *records[1].last_mut().unwrap() ^= 1;
+            let mut bytes = &records.concat()[..];
+            let error = loop {
+                match server.received(bytes) {
+                    Ok(taken) => bytes = &bytes[taken..],
+                    Err(error) => break error,
+                }
+            };
+            let mut alert = [0; 100];
+            assert!(server.output(&mut alert) > 0);
+            for again in [bytes, &records[2], b""].repeat(10_000) {
+                assert_eq!(server.received(again), Err(error.clone()));
+            }
+            assert_eq!(server.output(&mut alert), 0, "there is one alert");
+            let mut room = [0; 100];
+            assert_eq!(server.read(&mut room).unwrap(), 6);
+            assert_eq!(&room[..6], b"before");
+            assert!(server.read(&mut room).is_err());
+        }
     }
 
     #[test]

@@ -144,10 +144,14 @@ impl ServerCredentials {
     /// # Errors
     /// A file is missing or unusable, or the certificate and the key do not belong together.
     pub fn read(directory: &Path, admission: Admission) -> Result<Self, CredentialsError> {
-        Self::read_by(provider(), directory, admission)
+        Self::read_with(provider(), directory, admission)
     }
 
-    pub(crate) fn read_by(
+    /// As [`read`](Self::read), with another provider of cryptography, for tests.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn read_with(
         provider: CryptoProvider,
         directory: &Path,
         admission: Admission,
@@ -197,13 +201,14 @@ impl ClientCredentials {
     /// # Errors
     /// A file is missing or unusable, or the certificate and the key do not belong together.
     pub fn read(directory: &Path) -> Result<Self, CredentialsError> {
-        Self::read_by(provider(), directory)
+        Self::read_with(provider(), directory)
     }
 
-    pub(crate) fn read_by(
-        provider: CryptoProvider,
-        directory: &Path,
-    ) -> Result<Self, CredentialsError> {
+    /// As [`read`](Self::read), with another provider of cryptography, for tests.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn read_with(provider: CryptoProvider, directory: &Path) -> Result<Self, CredentialsError> {
         let provider = Arc::new(provider);
         // One directory has one name. If there is none, the first file that is missing says so.
         let real = fs::canonicalize(directory).unwrap_or_else(|_| directory.to_owned());
@@ -517,7 +522,7 @@ impl ClientCertVerifier for Clients {
 mod tests {
     use super::*;
     use crate::Blocking;
-    use isobath_testkit::certificates::Authority;
+    use isobath_testkit::certificates::{Authority, Keys};
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
     use std::thread;
@@ -543,11 +548,9 @@ mod tests {
 
     #[test]
     fn a_client_verifies_the_servers_name_and_authority() {
-        let directory = tempfile::tempdir().unwrap();
-        let at = |name: &str| directory.path().join(name);
-        let (authority, foreign) = (Authority::new(&at("one")), Authority::new(&at("other")));
-        authority.server(&at("server"));
-        authority.client(&at("client"), "/CN=client");
+        let keys = Keys::new("/CN=client");
+        let at = |name: &str| keys.at(name);
+        let foreign = Authority::new(&at("other"));
         foreign.client(&at("stranger"), "/CN=client");
         let server = ServerCredentials::read(&at("server"), Admission::Everyone).unwrap();
         let client = ClientCredentials::read(&at("client")).unwrap();
@@ -562,32 +565,26 @@ mod tests {
 
     #[test]
     fn a_client_refuses_a_revoked_server() {
-        let directory = tempfile::tempdir().unwrap();
-        let at = |name: &str| directory.path().join(name);
-        let authority = Authority::new(&at("authority"));
-        authority.server(&at("server"));
-        authority.client(&at("client"), "/CN=client");
+        let keys = Keys::new("/CN=client");
+        let at = |name: &str| keys.at(name);
         let server = ServerCredentials::read(&at("server"), Admission::Certified).unwrap();
         let client = || ClientCredentials::read(&at("client")).unwrap();
         assert!(talk(&server, &client(), "localhost").0.is_ok());
         // The list of revocations is read as a client's certificate is.
         fs::copy(at("server/server-cert.pem"), at("server/client-cert.pem")).unwrap();
-        authority.revoke(&at("server"), &at("client"));
+        keys.authority.revoke(&at("server"), &at("client"));
         assert!(talk(&server, &client(), "localhost").1.is_err());
     }
 
     #[test]
     fn one_list_that_revokes_a_certificate_is_enough() {
-        let directory = tempfile::tempdir().unwrap();
-        let at = |name: &str| directory.path().join(name);
-        let authority = Authority::new(&at("authority"));
-        authority.server(&at("server"));
-        authority.client(&at("client"), "/CN=client");
+        let keys = Keys::new("/CN=client");
+        let at = |name: &str| keys.at(name);
         fs::copy(at("server/server-cert.pem"), at("server/client-cert.pem")).unwrap();
-        authority.revoke_nothing(&at("authority"));
+        keys.authority.revoke_nothing(&at("authority"));
         let nothing = fs::read_to_string(at("authority/ca-crl.pem")).unwrap();
         for (revoked, who) in [("client", "server"), ("server", "client")] {
-            authority.revoke(&at(revoked), &at("authority"));
+            keys.authority.revoke(&at(revoked), &at("authority"));
             let revoking = fs::read_to_string(at("authority/ca-crl.pem")).unwrap();
             for (lists, admitted) in [
                 (format!("{nothing}{revoking}"), false),
@@ -610,30 +607,30 @@ mod tests {
 
     #[test]
     fn files_that_cannot_be_used_are_named() {
-        let directory = tempfile::tempdir().unwrap();
-        let at = |name: &str| directory.path().join(name);
-        let authority = Authority::new(&at("authority"));
-        authority.server(&at("s"));
-        authority.client(&at("c"), "/CN=c");
-        let server = || ServerCredentials::read(&at("s"), Admission::Certified);
+        let keys = Keys::new("/CN=client");
+        let at = |name: &str| keys.at(name);
+        let server = || ServerCredentials::read(&at("server"), Admission::Certified);
         let said = |error: CredentialsError| error.to_string();
-        fs::write(at("s/ca-crl.pem"), "nothing").unwrap();
+        fs::write(at("server/ca-crl.pem"), "nothing").unwrap();
         assert!(said(server().unwrap_err()).contains("ca-crl.pem"));
-        fs::write(at("s/ca-crl.pem"), "-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n")
-            .unwrap();
+        fs::write(
+            at("server/ca-crl.pem"),
+            "-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n",
+        )
+        .unwrap();
         assert!(said(server().unwrap_err()).contains("ca-crl.pem"));
-        fs::copy(at("s/ca-crl.pem"), at("c/ca-crl.pem")).unwrap();
-        assert!(said(ClientCredentials::read(&at("c")).unwrap_err()).contains("ca-crl.pem"));
-        fs::remove_file(at("c/ca-crl.pem")).unwrap();
-        fs::remove_file(at("s/ca-crl.pem")).unwrap();
-        fs::copy(at("c/client-key.pem"), at("s/server-key.pem")).unwrap();
+        fs::copy(at("server/ca-crl.pem"), at("client/ca-crl.pem")).unwrap();
+        assert!(said(ClientCredentials::read(&at("client")).unwrap_err()).contains("ca-crl.pem"));
+        fs::remove_file(at("client/ca-crl.pem")).unwrap();
+        fs::remove_file(at("server/ca-crl.pem")).unwrap();
+        fs::copy(at("client/client-key.pem"), at("server/server-key.pem")).unwrap();
         assert!(said(server().unwrap_err()).contains("server-key.pem"));
-        fs::write(at("s/server-key.pem"), "").unwrap();
+        fs::write(at("server/server-key.pem"), "").unwrap();
         assert!(said(server().unwrap_err()).contains("unencrypted private key"));
-        fs::remove_file(at("s/ca-cert.pem")).unwrap();
+        fs::remove_file(at("server/ca-cert.pem")).unwrap();
         assert!(said(server().unwrap_err()).contains("ca-cert.pem"));
-        fs::remove_file(at("c/client-key.pem")).unwrap();
-        let half = ClientCredentials::read(&at("c")).unwrap_err();
+        fs::remove_file(at("client/client-key.pem")).unwrap();
+        let half = ClientCredentials::read(&at("client")).unwrap_err();
         assert!(matches!(half, CredentialsError::Half { .. }), "{half}");
     }
 }

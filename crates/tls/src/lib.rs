@@ -10,6 +10,8 @@ mod blocking;
 mod channel;
 mod credentials;
 mod der;
+#[cfg(test)]
+mod forging;
 mod name;
 
 pub use blocking::{Blocking, Unread, send_output};

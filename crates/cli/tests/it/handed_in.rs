@@ -3,13 +3,13 @@
 use crate::serving::ISOBATH;
 use isobath_qmp::client::{Address, Client};
 use isobath_testkit::process::{Finished, Ready, Server, run};
-use isobath_testkit::{args, qemu};
+use isobath_testkit::{args, descriptors, qemu};
 use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
@@ -323,29 +323,8 @@ impl Sender {
     /// A command's result, or its error's text.
     fn ask(&mut self, command: &str, arguments: &Value, files: &[&OwnedFd]) -> Value {
         let text = json!({"execute": command, "arguments": arguments}).to_string();
-        let mut vector =
-            libc::iovec { iov_base: text.as_ptr().cast_mut().cast(), iov_len: text.len() };
-        let mut control = [0_u64; 16];
-        // SAFETY: a header of zeroes is valid; it describes live memory, with room for what is written.
-        let sent = unsafe {
-            let mut header: libc::msghdr = std::mem::zeroed();
-            (header.msg_iov, header.msg_iovlen) = (&raw mut vector, 1);
-            if !files.is_empty() {
-                let bytes = (files.len() * size_of::<RawFd>()) as u32;
-                header.msg_control = control.as_mut_ptr().cast();
-                header.msg_controllen = libc::CMSG_SPACE(bytes) as usize;
-                let message = libc::CMSG_FIRSTHDR(&raw const header);
-                (*message).cmsg_level = libc::SOL_SOCKET;
-                (*message).cmsg_type = libc::SCM_RIGHTS;
-                (*message).cmsg_len = libc::CMSG_LEN(bytes) as usize;
-                let data = libc::CMSG_DATA(message).cast::<[u8; size_of::<RawFd>()]>();
-                for (number, file) in files.iter().enumerate() {
-                    data.add(number).write(file.as_raw_fd().to_ne_bytes());
-                }
-            }
-            libc::sendmsg(self.0.as_raw_fd(), &raw const header, 0)
-        };
-        assert_eq!(sent, text.len() as isize, "{}", io::Error::last_os_error());
+        let files: Vec<_> = files.iter().map(|file| file.as_fd()).collect();
+        descriptors::send(&self.0, text.as_bytes(), &files);
         loop {
             let mut reply = self.line();
             if reply.get("event").is_none() {
@@ -457,6 +436,8 @@ fn a_client_hands_in_descriptors_as_to_qemu() {
     let image: OwnedFd =
         File::options().read(true).write(true).open(at("other.qcow2")).unwrap().into();
     let none = "No file descriptor supplied via SCM_RIGHTS";
+    let many = "More than 4 file descriptors were sent at once, and all were closed; send one with \
+                each command that uses one";
     for (command, arguments, files, answer) in [
         ("add-fd", json!({}), 0, json!(none)),
         ("getfd", json!({"fdname": "x"}), 0, json!(none)),
@@ -474,6 +455,12 @@ fn a_client_hands_in_descriptors_as_to_qemu() {
         ),
         ("getfd", json!({"fdname": "x"}), 3, json!({})),
         ("add-fd", json!({}), 0, json!(none)),
+        // QEMU closes what is beyond 16.
+        ("getfd", json!({"fdname": "y"}), 5, json!(many)),
+        ("getfd", json!({"fdname": "y"}), 20, json!(many)),
+        ("query-fdsets", json!({}), 5, json!([])),
+        ("getfd", json!({"fdname": "y"}), 0, json!(none)),
+        ("getfd", json!({"fdname": "x"}), 4, json!({})),
         ("closefd", json!({"fdname": "x"}), 0, json!({})),
         ("closefd", json!({"fdname": "x"}), 0, json!("File descriptor named 'x' not found")),
         (

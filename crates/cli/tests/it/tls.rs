@@ -1,35 +1,30 @@
 //! Servers whose connections are encrypted, and their clients.
 
 use crate::serving::ISOBATH;
-use isobath_testkit::certificates::Authority;
+use isobath_testkit::certificates::Keys;
 use isobath_testkit::process::{Finished, Ready, Server, run_program};
 use isobath_testkit::{args, qemu, tools};
 use std::ffi::OsString;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
 
 /// An image, and certificates.
 struct Place {
-    directory: TempDir,
+    keys: Keys,
 }
 
 impl Place {
     fn new() -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let at = |name: &str| directory.path().join(name);
-        qemu::create(&at("vm.qcow2"), "qcow2", MIB, "");
-        let authority = Authority::new(&at("authority"));
-        authority.server(&at("server"));
-        authority.client(&at("client"), "/C=GB/CN=client");
-        Self { directory }
+        let keys = Keys::new("/C=GB/CN=client");
+        qemu::create(&keys.at("vm.qcow2"), "qcow2", MIB, "");
+        Self { keys }
     }
 
     fn at(&self, name: &str) -> PathBuf {
-        self.directory.path().join(name)
+        self.keys.at(name)
     }
 
     fn serve(&self, options: &[&str]) -> Server {
@@ -38,7 +33,7 @@ impl Place {
 
     fn command(&self, name: &str) -> Command {
         let mut command = Command::new(ISOBATH);
-        command.current_dir(self.directory.path()).args([name, "vm.qcow2"]);
+        command.current_dir(self.keys.path()).args([name, "vm.qcow2"]);
         command
     }
 
@@ -47,8 +42,7 @@ impl Place {
     fn refused(&self, options: &[&str], reason: &str) {
         let all = [&["serve", "vm.qcow2"], options].concat();
         let mut command = Command::new(ISOBATH);
-        let done =
-            isobath_testkit::process::run(command.current_dir(self.directory.path()).args(&all));
+        let done = isobath_testkit::process::run(command.current_dir(self.keys.path()).args(&all));
         let done = done.exits(1);
         let said = &done.stderr;
         assert!(said.contains(reason), "{said}");

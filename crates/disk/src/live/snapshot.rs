@@ -15,7 +15,7 @@ use isobath_chain::map::Map;
 use isobath_image::encryption::{Key, Secret};
 use isobath_image::layer::{ImageFormat, Layer, Qcow2Layer};
 use isobath_image::name::name_in_header;
-use isobath_image::open::open_layer;
+use isobath_image::open::{Opening, open_layer};
 use isobath_image::options::{OpenOptions, Trust};
 use isobath_image::writer::Writer;
 use isobath_image::{DiskError, Result, always, invariant};
@@ -151,9 +151,9 @@ impl<H: Host> LiveDisk<H> {
         if !found.capabilities().extends_with_zeroes || found.len().await? == 0 {
             return Ok(());
         }
-        let unlocked = OpenOptions::new().locking(Locking::Unlocked);
         let format = Some(ImageFormat::Qcow2);
-        let layer = open_layer(host, path, format, false, &unlocked, &Key::Unneeded).await;
+        let unlocked = OpenOptions::new().locking(Locking::Unlocked).format(format);
+        let layer = open_layer(host, path, Opening::of(&unlocked)).await;
         if layer.is_ok_and(|layer| is_blank(&layer)) {
             return Ok(());
         }
@@ -179,7 +179,8 @@ impl<H: Host> LiveDisk<H> {
         let key = Key::Secret(secret.cloned());
         // The data file was given for the image that has been the active one.
         let own = (*options).clone().data_file(None);
-        let layer = open_layer(disk.host(), path, format, true, &own, &key).await?;
+        let opening = Opening { format, writable: true, options: &own, key: &key };
+        let layer = open_layer(disk.host(), path, opening).await?;
         if disk.layers().any(|other| other.storage().id() == layer.storage().id()) {
             return Err(unfit(&layer, "it is already part of the chain"));
         }

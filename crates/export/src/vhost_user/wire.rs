@@ -3,10 +3,11 @@
 //! Everything is in the host's byte order (vhost-user: "Message Specification").
 
 use isobath_ring::Readiness;
+use isobath_ring::net::receive_files;
 use std::fs::File;
 use std::io;
 use std::mem::{MaybeUninit, size_of};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::ptr;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -197,7 +198,7 @@ impl Connection {
                 Some(filled) => self.body.get_mut(filled..),
             };
             let space = space.unwrap_or_default();
-            match receive(self.socket.number(), space, &mut self.files) {
+            match receive(self.socket.as_fd(), space, &mut self.files) {
                 Ok(0) if self.filled == 0 => return Ok(None),
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(count) => self.filled += count,
@@ -281,52 +282,31 @@ impl Connection {
     }
 }
 
-/// Room for control messages with descriptors, aligned as the kernel requires.
-type Control = [MaybeUninit<u64>; 24];
+/// Room for a control message with one descriptor, aligned as the kernel requires.
+type Control = [MaybeUninit<u64>; 3];
 
 /// Receives the available bytes that fit into `space`, and the descriptors that come with them.
-fn receive(socket: i32, space: &mut [u8], files: &mut Vec<OwnedFd>) -> io::Result<usize> {
-    let mut vector = libc::iovec { iov_base: space.as_mut_ptr().cast(), iov_len: space.len() };
-    let mut control: Control = [MaybeUninit::uninit(); 24];
-    // SAFETY: a message header of zeroes is valid and empty.
-    let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
-    header.msg_iov = &raw mut vector;
-    header.msg_iovlen = 1;
-    header.msg_control = control.as_mut_ptr().cast();
-    header.msg_controllen = size_of::<Control>();
-    // SAFETY: the header describes memory that is alive and may be written.
-    let count = unsafe {
-        libc::recvmsg(socket, &raw mut header, libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC)
-    };
-    let count = usize::try_from(count).map_err(|_| io::Error::last_os_error())?;
-    // SAFETY: the kernel has filled in the control messages that the header now describes; the data of each is as long
-    // as it says.
-    unsafe {
-        let mut message = libc::CMSG_FIRSTHDR(&raw const header);
-        while let Some(one) = message.as_ref() {
-            if (one.cmsg_level, one.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
-                let bytes = one.cmsg_len.saturating_sub(libc::CMSG_LEN(0) as usize);
-                let data = libc::CMSG_DATA(message).cast::<[u8; size_of::<i32>()]>();
-                for at in 0..bytes / size_of::<i32>() {
-                    let number = i32::from_ne_bytes(data.add(at).read());
-                    files.push(OwnedFd::from_raw_fd(number));
-                }
-            }
-            message = libc::CMSG_NXTHDR(&raw const header, message);
-        }
+fn receive(
+    socket: BorrowedFd<'_>,
+    space: &mut [u8],
+    files: &mut Vec<OwnedFd>,
+) -> io::Result<usize> {
+    let arrival = receive_files(socket, space, MAX_FILES)?;
+    files.extend(arrival.files);
+    if arrival.lost || files.len() > MAX_FILES {
+        return Err(invalid(
+            "the message has too many file descriptors, or the server can have no more",
+        ));
     }
-    if header.msg_flags & libc::MSG_CTRUNC != 0 || files.len() > MAX_FILES {
-        return Err(invalid("the message has too many file descriptors"));
-    }
-    Ok(count)
+    Ok(arrival.count)
 }
 
 /// Sends as many bytes as the socket accepts now, with a descriptor if there is one.
 fn send(socket: i32, bytes: &[u8], file: Option<&File>) -> io::Result<usize> {
     let mut vector =
         libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
-    let mut control: Control = [MaybeUninit::uninit(); 24];
-    // SAFETY: as in `receive`.
+    let mut control: Control = [MaybeUninit::uninit(); 3];
+    // SAFETY: a message header of zeroes is valid and empty.
     let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
     header.msg_iov = &raw mut vector;
     header.msg_iovlen = 1;

@@ -7,7 +7,7 @@ use isobath_export::nbd::Limits;
 use isobath_export::nbd::wire::{command, option, option_reply};
 use isobath_export::tls::Security;
 use isobath_testkit::args;
-use isobath_testkit::certificates::Authority;
+use isobath_testkit::certificates::{self, Authority};
 use isobath_tls::{Admission, Blocking, ClientCredentials, ServerCredentials};
 use rand::{RngExt, SeedableRng};
 use std::fs;
@@ -16,7 +16,6 @@ use std::net::TcpStream;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
-use tempfile::TempDir;
 
 const MIB: usize = 1 << 20;
 /// How long a server may take to end a connection.
@@ -25,23 +24,16 @@ const SUBJECT: &str = "/C=GB/O=Example, Org/CN=client";
 /// As `GnuTLS` prints it.
 const NAME: &str = r"C=GB,O=Example\, Org,CN=client";
 
-/// An authority, a server's credentials and a client's.
-struct Keys {
-    directory: TempDir,
-    authority: Authority,
-}
+/// Keys, and credentials with them.
+struct Keys(certificates::Keys);
 
 impl Keys {
     fn new() -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let authority = Authority::new(&directory.path().join("authority"));
-        authority.server(&directory.path().join("server"));
-        authority.client(&directory.path().join("client"), SUBJECT);
-        Self { directory, authority }
+        Self(certificates::Keys::new(SUBJECT))
     }
 
     fn at(&self, name: &str) -> PathBuf {
-        self.directory.path().join(name)
+        self.0.at(name)
     }
 
     fn credentials(&self, admission: Admission) -> Arc<ServerCredentials> {
@@ -137,8 +129,8 @@ fn who_is_not_admitted_is_refused() {
 #[test]
 fn a_revoked_certificate_is_refused() {
     let keys = Keys::new();
-    keys.authority.client(&keys.at("revoked"), "/CN=revoked");
-    keys.authority.revoke(&keys.at("revoked"), &keys.at("server"));
+    keys.0.authority.client(&keys.at("revoked"), "/CN=revoked");
+    keys.0.authority.revoke(&keys.at("revoked"), &keys.at("server"));
     let served = served(&keys.required(Admission::Certified));
     assert_ne!(run("nbdinfo", ["--size", &uri(&served, &keys.at("revoked"))]).code(), 0);
     assert_eq!(run("nbdinfo", ["--size", &uri(&served, &keys.at("client"))]).code(), 0);

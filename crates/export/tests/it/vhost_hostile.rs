@@ -294,10 +294,12 @@ fn messages_that_make_no_sense_end_the_connection_or_are_refused() {
         bad.send(&bytes, &[]);
         bad.wait_closed();
     }
-    let many = Raw::connect(&served.socket, 1, 16);
-    let files = vec![&many.memory.file; 60];
-    many.send(&message(1, 1, &[]), &files);
-    many.wait_closed();
+    for count in [33, 60] {
+        let many = Raw::connect(&served.socket, 1, 16);
+        let files = vec![&many.memory.file; count];
+        many.send(&message(1, 1, &[]), &files);
+        many.wait_closed();
+    }
     let half = Raw::connect(&served.socket, 1, 16);
     half.send(&message(8, 1, &state(0, 16))[..15], &[&half.memory.file]);
     drop(half);

@@ -5,7 +5,7 @@ use isobath_nbd_client::name::ExportName;
 use isobath_nbd_client::{Encryption, NbdFile, NbdHost};
 use isobath_ring::{Config, Executor, block_on};
 use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageError, StorageExt, ZeroMode};
-use isobath_testkit::certificates::Authority;
+use isobath_testkit::certificates::Keys;
 use isobath_testkit::process::{Ready, Server};
 use isobath_testkit::seed::Seed;
 use isobath_testkit::{qemu, until};
@@ -162,11 +162,8 @@ fn what_a_server_can_is_respected() {
 /// An encrypted export of nbdkit, the plain one, and what a host needs for it.
 #[test]
 fn an_encrypted_export_is_one_like_others() {
-    let directory = tempfile::tempdir().unwrap();
-    let at = |name: &str| directory.path().join(name);
-    let authority = Authority::new(&at("authority"));
-    authority.server(&at("server"));
-    authority.client(&at("client"), "/CN=client");
+    let keys = Keys::new("/CN=client");
+    let at = |name: &str| keys.at(name);
     let socket = at("s");
     let certificates = format!("--tls-certificates={}", at("server").display());
     let words = ["--tls=on", "--tls-verify-peer", &certificates, "memory", "3M"];

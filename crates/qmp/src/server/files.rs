@@ -1,11 +1,13 @@
 //! The descriptors that a client sends beside its requests (`SCM_RIGHTS`).
 
 use crate::error::QmpError;
-use isobath_storage_file::{HandedIn, TooMany};
+use isobath_storage_file::HandedIn;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 
+/// The most that a client can send at once.
+pub(super) const MOST_AT_ONCE: usize = 4;
 /// The most that a client can keep by names.
 const MOST_NAMED: usize = 16;
 /// The longest text that is kept with a descriptor, in bytes.
@@ -25,23 +27,45 @@ pub(crate) fn check_length(parameter: &str, text: &str) -> Result<(), QmpError> 
     )))
 }
 
+/// Some of the descriptors that were sent at once did not arrive.
+fn incomplete(arrived: usize) -> QmpError {
+    if arrived < MOST_AT_ONCE {
+        return QmpError::new(
+            "File descriptors were lost, since the server can open no more files; close some, or \
+             raise its limit",
+        );
+    }
+    QmpError::new(format_args!(
+        "More than {MOST_AT_ONCE} file descriptors were sent at once, and all were closed; send \
+         one with each command that uses one"
+    ))
+}
+
 /// A client's descriptors; they are closed when it leaves.
 #[derive(Debug, Default)]
 pub struct ClientFiles {
     /// Those that arrived last, and that no command has used yet.
-    arrived: RefCell<Option<Result<Vec<HandedIn>, TooMany>>>,
+    arrived: RefCell<Option<Result<Vec<HandedIn>, QmpError>>>,
     /// Those that `getfd` has named.
     named: RefCell<BTreeMap<String, HandedIn>>,
 }
 
 impl ClientFiles {
-    /// Keeps descriptors for the next command that uses one, as QEMU does: those that arrived before are closed.
-    pub(super) fn arrive(&self, files: Vec<OwnedFd>) {
-        if files.is_empty() {
+    /// Keeps descriptors for the next command that uses one, as QEMU does: those that arrived before are closed. If
+    /// others were lost, none is kept, and that command fails.
+    pub(super) fn arrive(&self, files: Vec<OwnedFd>, lost: bool) {
+        if files.is_empty() && !lost {
             return;
         }
         self.close_arrived();
-        *self.arrived.borrow_mut() = Some(files.into_iter().map(HandedIn::new).collect());
+        let kept = if lost {
+            let error = incomplete(files.len());
+            tracing::warn!(%error, "file descriptors of a QMP client were closed");
+            Err(error)
+        } else {
+            files.into_iter().map(HandedIn::new).collect::<Result<_, _>>().map_err(QmpError::new)
+        };
+        *self.arrived.borrow_mut() = Some(kept);
     }
 
     /// Closes those that no command has used.
@@ -54,7 +78,7 @@ impl ClientFiles {
     /// # Errors
     /// None has arrived, or there are too many.
     pub(crate) fn take(&self) -> Result<HandedIn, QmpError> {
-        let arrived = self.arrived.take().transpose().map_err(QmpError::new)?;
+        let arrived = self.arrived.take().transpose()?;
         let first = arrived.and_then(|files| files.into_iter().next());
         first.ok_or_else(|| QmpError::new("No file descriptor supplied via SCM_RIGHTS"))
     }

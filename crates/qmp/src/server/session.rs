@@ -1,10 +1,12 @@
 //! One client's session.
 
+use super::files::MOST_AT_ONCE;
 use super::outbox::Outbox;
 use super::{ClientFiles, Server, Service};
 use crate::error::{ErrorClass, QmpError};
 use crate::json::{self, SplitError, Splitter, to_line};
 use crate::schema;
+use isobath_ring::net::Arrival;
 use isobath_ring::{spawn, timeout};
 use isobath_storage::IoBuf;
 use serde_json::{Map, Value, json};
@@ -50,12 +52,12 @@ impl<'a, S: Service> Session<'a, S> {
         let mut splitter = Splitter::new(self.server.limits.request);
         let mut buf = IoBuf::zeroed(RECEIVE);
         loop {
-            let received = self.outbox.connection.receive_with_files(buf);
+            let received = self.outbox.connection.receive_with_files(buf, MOST_AT_ONCE);
             let Some((result, back)) = self.server.unless_stopped(received).await else { return };
             let count = match result {
-                Ok((0, _)) => return,
-                Ok((count, files)) => {
-                    self.files.arrive(files);
+                Ok(Arrival { count: 0, .. }) => return,
+                Ok(Arrival { count, files, lost }) => {
+                    self.files.arrive(files, lost);
                     count
                 }
                 Err(error) => {

@@ -6,11 +6,12 @@ use isobath_ring::{
     Config, Elapsed, Executor, Io, Readiness, Signals, Worker, others_wait, sleep, sleep_until,
     spawn, timeout, yield_now,
 };
+use isobath_testkit::descriptors;
 use std::cell::{Cell, RefCell};
 use std::future::{pending, poll_fn};
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpStream};
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::rc::Rc;
@@ -47,6 +48,24 @@ fn an_accepted_socket_has_room_for_a_large_reply() {
     let most: usize = most.trim().parse().unwrap();
     // The kernel counts twice what was asked for.
     assert_eq!(room, 2 * most.min(1 << 20));
+}
+
+#[test]
+fn descriptors_beyond_those_asked_for_are_not_lost_silently() {
+    let (ours, theirs) = pair();
+    let file = std::fs::File::open("/dev/null").unwrap();
+    for (sent, most) in [(0, 3), (3, 3), (4, 3), (253, 3), (4, 4), (5, 4), (1, 1), (2, 1), (2, 0)] {
+        let files = vec![file.as_fd(); sent];
+        descriptors::send(&theirs, b"word", &files);
+        let (arrival, buf) = executor().block_on(ours.recv_with_files(IoBuf::zeroed(9), most));
+        let arrival = arrival.unwrap();
+        assert_eq!(buf[..arrival.count], *b"word");
+        assert_eq!((arrival.files.len(), arrival.lost), (sent.min(most), sent > most));
+        for arrived in &arrival.files {
+            let flags = rustix::io::fcntl_getfd(arrived).unwrap();
+            assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+        }
+    }
 }
 
 #[test]
