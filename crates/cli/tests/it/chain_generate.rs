@@ -125,3 +125,15 @@ fn an_interrupted_chain_is_removed() {
     assert_eq!(said, "isobath: interrupted; the images created so far were removed\n");
     assert!(!chain.exists());
 }
+
+#[test]
+fn the_index_has_progress_of_its_own() {
+    let directory = tempfile::tempdir().unwrap();
+    for (options, lines) in [("-p", 1), ("-p --indexed", 2), ("--indexed", 0)] {
+        let chain = directory.path().join(format!("chain{options}"));
+        let said = generate(&chain, &format!("--layers 3 --size 1M {options}")).ok().text();
+        assert_eq!(said.matches("(100.00/100%)\r\n").count(), lines, "{options}: {said}");
+        let path = chain.join("layer-00002.qcow2");
+        assert_eq!(said.lines().last(), path.to_str(), "{options}: {said}");
+    }
+}

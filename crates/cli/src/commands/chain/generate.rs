@@ -4,13 +4,14 @@ use crate::failure::{Failure, Outcome};
 use crate::host::images;
 use crate::workers::{self, Progress};
 use crate::{runtime, size};
-use isobath_disk::{Disk, OpenOptions};
+use isobath_disk::{Disk, IndexProgress, OpenOptions};
 use isobath_generate::{Chain, Data, Distribution, Fill, GenerateError, Ownership, trace};
 use isobath_ring::{Config, Signals, Worker};
 use std::cell::Cell;
 use std::fs::File;
 use std::io::{BufReader, Write};
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// Generate a backing chain of qcow2 images
@@ -139,15 +140,29 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let active = runtime::block_on(async || {
         let active = generate(args, chain, ownership).await?;
         if indexed {
-            let options = OpenOptions::new().writable(true);
-            let disk = Disk::open(images().clone(), &active, &options).await?;
-            Box::pin(disk.write_index(|_| {})).await?;
-            disk.close().await?;
+            write_index(args.progress, &active).await?;
         }
         Ok(active)
     })?;
     writeln!(out, "{}", active.display())?;
     Ok(0)
+}
+
+/// Adds the index to the active image. Its progress is a line of its own.
+async fn write_index(progress: bool, active: &Path) -> Result<(), Failure> {
+    let options = OpenOptions::new().writable(true);
+    let disk = Disk::open(images().clone(), active, &options).await?;
+    let state = Rc::new(Cell::new((0, 0)));
+    let shown = Progress::show(progress, {
+        let state = Rc::clone(&state);
+        move || state.get()
+    });
+    let show = |now: IndexProgress| state.set((now.done, now.total));
+    let written = Box::pin(disk.write_index(show)).await;
+    shown.end(written.is_ok());
+    written?;
+    disk.close().await?;
+    Ok(())
 }
 
 /// Opens a raw image; returns it with its length rounded up to whole sectors.
