@@ -37,7 +37,11 @@ addEventListener("load", () => {
     const tip = document.getElementById("tip");
     charts[figure.id] = { width: box.width, height: box.height, lines, tip: tip.textContent,
       shown: !tip.hidden, dots: svg.querySelectorAll(".dot[visibility=visible]").length,
-      labels: svg.querySelectorAll("text").length };
+      labels: svg.querySelectorAll("text").length,
+      within: [...svg.querySelectorAll("text")].every((text) => {
+        const { left, right } = text.getBoundingClientRect();
+        return left >= box.left - 20 && right <= box.right + 20;
+      }) };
     svg.dispatchEvent(new PointerEvent("pointerleave"));
     charts[figure.id].hidden = tip.hidden;
   }
@@ -165,6 +169,7 @@ fn charts_are_drawn_tables_sort_and_names_stay_names() {
             at_least(&chart["width"], 300.0);
             at_least(&chart["height"], 100.0);
             at_least(&chart["labels"], 6.0);
+            assert_eq!(chart["within"], true, "{name}: a label is cut off");
             let lines = chart["lines"].as_array().unwrap();
             assert!(!lines.is_empty());
             for line in lines {
