@@ -6,7 +6,7 @@ use crate::failure::{Failure, Outcome};
 use crate::host::images;
 use crate::image_name::{Image, Naming};
 use crate::options::{self, OutputFormat};
-use crate::{json, runtime};
+use crate::{json, program, runtime};
 use isobath_disk::{
     ImageFormat, ImageInfo, IndexInfo, IndexState, Qcow2Info, backing_chain_info, info,
 };
@@ -45,7 +45,12 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let naming = Naming { secrets_unneeded: true, ..args.naming.clone() };
     let image = naming.image(&args.image, args.format)?;
-    let chain = read(&image, options::locking(args.force_share), args.backing_chain)?;
+    let mut chain = read(&image, options::locking(args.force_share), args.backing_chain)?;
+    if program::is_link() {
+        // As QEMU shows images: to it an index is an extension that it does not know.
+        let all = chain.iter_mut().filter_map(|info| info.qcow2.as_mut());
+        all.for_each(|qcow2| qcow2.index = None);
+    }
     // The name of the first may say more than its format.
     let format = |number: usize, info: &ImageInfo| match image.protocol() {
         Some(driver) if number == 0 => driver.to_owned(),
