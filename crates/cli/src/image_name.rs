@@ -44,6 +44,9 @@ pub(crate) struct Naming {
     /// Read the image without its backing file: what is not in it reads as zeroes
     #[arg(long, conflicts_with = "image_opts")]
     pub(crate) no_backing: bool,
+    /// Secrets that options name need not exist: guest data is not read.
+    #[arg(skip)]
+    pub(crate) secrets_unneeded: bool,
 }
 
 /// The secret of encrypted images, for commands that do not name secrets as QEMU does.
@@ -213,6 +216,8 @@ pub(crate) struct Image {
     /// The names that the options give to the image and to what is below it, by option.
     node_names: Vec<(String, String)>,
     secrets: Secrets,
+    /// The ID of its secret, if its options name one.
+    key_secret: Option<String>,
     trust: Trust,
 }
 
@@ -388,6 +393,7 @@ impl Image {
             table_pieces: None,
             node_names: Vec::new(),
             secrets,
+            key_secret: None,
             trust: Trust::Full,
         }
     }
@@ -401,6 +407,11 @@ impl Image {
     pub(crate) fn readable_name(&self) -> Option<&str> {
         let other = Part::of_name(&self.path).is_some() || self.is_null();
         other.then(|| self.shown_null.as_deref().unwrap_or(&self.shown))
+    }
+
+    /// The ID of its secret, if its options name one.
+    pub(crate) fn key_secret(&self) -> Option<&str> {
+        self.key_secret.as_deref()
     }
 
     /// Whether it is a disk without contents.
@@ -810,7 +821,14 @@ impl Naming {
         value: &str,
     ) -> Result<(), String> {
         match name.rsplit('.').next() {
-            Some("key-secret") => image.secrets.set(depth, self.objects.secret(value)?),
+            Some("key-secret") => {
+                if depth == 0 {
+                    image.key_secret = Some(value.to_owned());
+                }
+                if !self.secrets_unneeded {
+                    image.secrets.set(depth, self.objects.secret(value)?);
+                }
+            }
             _ if value == "luks" => {}
             _ if value == "aes" => {
                 return Err("'aes' encryption is broken and not supported".into());

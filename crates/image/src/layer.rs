@@ -8,7 +8,7 @@ use crate::restart_log::FoundLog;
 use crate::sabotage::{self, Sabotage};
 use crate::{DiskError, Result, always, violated};
 use isobath_formats::{Format, Image, Run, RunKind};
-use isobath_luks::{Cipher, Secret};
+use isobath_luks::{Cipher, Info, Secret};
 use isobath_qcow2::header::HeaderWrite;
 use isobath_qcow2::index::RecordedFormat;
 use isobath_qcow2::{
@@ -117,8 +117,8 @@ pub struct Layer<S> {
     log: Mutex<ShownLog>,
     /// Whether the data is encrypted.
     protection: Protection,
-    /// The whole file is encrypted, and `storage` decrypts it.
-    is_luks: bool,
+    /// The header of a file that is encrypted as a whole, which `storage` decrypts.
+    luks: Option<Arc<Info>>,
     /// See [`given_data_file`](Self::given_data_file).
     given_data_file: Option<PathBuf>,
 }
@@ -242,14 +242,21 @@ impl<S: Storage> Layer<S> {
             found_log: Mutex::default(),
             log: Mutex::new(ShownLog::None),
             protection: Protection::None,
-            is_luks: false,
+            luks: None,
             given_data_file: None,
         }
     }
 
     /// A disk behind a header of LUKS: `storage` decrypts it, and is `length` bytes long.
-    pub fn luks(name: PathBuf, storage: Arc<S>, length: u64, protection: Protection) -> Self {
-        Self { protection, is_luks: true, ..Self::raw(name, storage, length) }
+    pub fn luks(
+        name: PathBuf,
+        storage: Arc<S>,
+        length: u64,
+        protection: Protection,
+        header: Info,
+    ) -> Self {
+        let luks = Some(Arc::new(header));
+        Self { protection, luks, ..Self::raw(name, storage, length) }
     }
 
     /// The same, of an image whose format nobody named: it was detected.
@@ -301,7 +308,7 @@ impl<S: Storage> Layer<S> {
             found_log: Mutex::default(),
             log: Mutex::new(ShownLog::None),
             protection,
-            is_luks: false,
+            luks: None,
             given_data_file: None,
         }
     }
@@ -323,7 +330,7 @@ impl<S: Storage> Layer<S> {
             found_log: Mutex::default(),
             log: Mutex::new(self.shown_log()),
             protection: self.protection.clone(),
-            is_luks: self.is_luks,
+            luks: self.luks.clone(),
             given_data_file: self.given_data_file.clone(),
         }
     }
@@ -403,6 +410,11 @@ impl<S: Storage> Layer<S> {
         !matches!(self.protection, Protection::None)
     }
 
+    /// The header of a file that is encrypted as a whole.
+    pub fn luks_header(&self) -> Option<&Info> {
+        self.luks.as_deref()
+    }
+
     /// The secret that unlocked the image, if it is encrypted and its data is accessible.
     pub const fn secret(&self) -> Option<&Arc<Secret>> {
         match &self.protection {
@@ -419,7 +431,7 @@ impl<S: Storage> Layer<S> {
     pub fn cipher(&self) -> Result<Option<&Cipher>> {
         match &self.protection {
             Protection::None => Ok(None),
-            Protection::Unlocked(_) if self.is_luks => Ok(None),
+            Protection::Unlocked(_) if self.luks.is_some() => Ok(None),
             Protection::Unlocked(unlocked) => Ok(Some(&unlocked.cipher)),
             Protection::Locked => Err(locked(&self.name)),
         }
@@ -523,7 +535,7 @@ impl<S: Storage> Layer<S> {
         match &self.data {
             Data::Foreign(image) => ImageFormat::Foreign(image.format()),
             _ if self.qcow2.is_some() => ImageFormat::Qcow2,
-            _ if self.is_luks => ImageFormat::Luks,
+            _ if self.luks.is_some() => ImageFormat::Luks,
             _ => ImageFormat::Raw,
         }
     }

@@ -34,7 +34,7 @@ impl SectorCipher for Data {
 /// If the header cannot be used; if the key is needed, and there is no secret or the wrong one; if the storage fails.
 pub(crate) async fn open<S: Storage>(name: &Path, file: S, key: &Key) -> Result<Layer<S>> {
     let (header, _) = read_header(&file, name).await?;
-    let offset = header.payload_offset();
+    let (offset, info) = (header.payload_offset(), header.info());
     let unlocked = match key {
         Key::Unneeded => None,
         Key::Known(Some(unlocked)) => Some(unlocked.clone()),
@@ -51,7 +51,7 @@ pub(crate) async fn open<S: Storage>(name: &Path, file: S, key: &Key) -> Result<
     let protection = unlocked.map_or(Protection::Locked, Protection::Unlocked);
     let storage = file.through_cipher(offset, cipher).await?;
     let length = storage.len().await?;
-    Ok(Layer::luks(name.to_owned(), Arc::new(storage), length, protection))
+    Ok(Layer::luks(name.to_owned(), Arc::new(storage), length, protection, info))
 }
 
 /// Reads the header of a file, with the file's length in bytes. The data begins within the file.

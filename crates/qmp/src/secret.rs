@@ -63,7 +63,7 @@ impl Description {
             (Some(_), Some(_)) => return Err("'file' and 'data' are mutually exclusive".into()),
             (Some(file), None) => Source::File(file),
             (None, Some(data)) => Source::Data(data),
-            (None, None) => return Err("Must provide 'file' or 'data'".into()),
+            (None, None) => return Err("Either 'file' or 'data' must be provided".into()),
         };
         Ok(Self { id, source, base64 })
     }
@@ -117,7 +117,7 @@ mod tests {
     fn properties_are_checked() {
         for (text, reason) in [
             ("file=a", "'id' is missing"),
-            ("id=a", "Must provide"),
+            ("id=a", "must be provided"),
             ("id=a,file=b,data=c", "mutually exclusive"),
             ("id=a,file=b,format=hex", "does not accept value 'hex'"),
             ("id=a,file=b,keyid=c", "'keyid' is not supported"),

@@ -5,8 +5,10 @@ use crate::failure::{Failure, Outcome};
 use crate::host::{ImageHost, images};
 use crate::image_name::{Naming, reason};
 use crate::options::{self, OutputFormat};
-use crate::{json, runtime, size};
-use isobath_disk::{BitmapInfo, DiskError, ImageFormat, NewDisk, SnapshotChoice, info, measure};
+use crate::{json, null, runtime, size};
+use isobath_disk::{
+    BitmapInfo, Disk, DiskError, ImageFormat, NewDisk, SnapshotChoice, info, measure,
+};
 use serde_json::{Map, Value};
 use std::io::Write;
 use std::path::PathBuf;
@@ -64,6 +66,11 @@ fn length_of(bitmaps: &[BitmapInfo], size: u64, cluster: u64) -> u64 {
     length + whole(directory)
 }
 
+/// Whether a disk does not say what it holds. QEMU counts nothing of it as data.
+fn is_silent(disk: &Disk<ImageHost>) -> bool {
+    disk.layers().all(|layer| null::says_nothing(layer.name()))
+}
+
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let mut new = NewDisk::default().format(args.output_format);
     new.size = args.size;
@@ -95,7 +102,14 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             && new.version >= 3
             && header.as_ref().is_some_and(|header| header.version >= 3);
         let any = header.as_ref().is_some_and(|header| header.bitmaps().is_some());
-        let measured = measure(&new, Some(&disk)).await.map_err(refused)?;
+        let measured = if new.backing_file.is_none() && is_silent(&disk) {
+            let mut new = new.clone();
+            new.size = Some(disk.size());
+            measure::<ImageHost>(&new, None).await
+        } else {
+            measure(&new, Some(&disk)).await
+        };
+        let measured = measured.map_err(refused)?;
         let bitmaps = match can {
             true if any => {
                 let look = image.look(options.locking);

@@ -1,5 +1,7 @@
 //! Going into the background once clients can connect.
 
+use crate::failure::Failure;
+use crate::messages;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -47,7 +49,7 @@ impl Daemon {
     ///
     /// # Errors
     /// `/dev/null` cannot be opened.
-    pub(crate) fn ready(mut self, logs: bool) -> io::Result<()> {
+    fn ready(mut self, logs: bool) -> io::Result<()> {
         let null = OpenOptions::new().read(true).write(true).open("/dev/null")?;
         for number in 0..if logs { 2 } else { 3 } {
             // SAFETY: both descriptors are open; the previous standard descriptor is closed.
@@ -57,6 +59,32 @@ impl Daemon {
         }
         // The parent may have been killed meanwhile.
         let _ = self.parent.write_all(&[0]);
+        Ok(())
+    }
+}
+
+/// What is to happen once clients can connect.
+#[derive(Debug)]
+pub(crate) struct WhenReady {
+    /// Goes into the background.
+    pub(crate) daemon: Option<Daemon>,
+    /// Gets the messages from then on.
+    pub(crate) log: Option<File>,
+}
+
+impl WhenReady {
+    /// Does it.
+    ///
+    /// # Errors
+    /// Standard error, or the others, cannot be replaced.
+    pub(crate) fn ready(self) -> Result<(), Failure> {
+        if let Some(log) = &self.log {
+            messages::log_to(log).map_err(|error| Failure::new(error).context("the log"))?;
+        }
+        if let Some(daemon) = self.daemon {
+            let ready = daemon.ready(self.log.is_some());
+            ready.map_err(|error| Failure::new(error).context("/dev/null"))?;
+        }
         Ok(())
     }
 }

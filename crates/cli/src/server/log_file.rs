@@ -1,6 +1,7 @@
 //! A file to which a server's messages are appended.
 
 use crate::failure::Failure;
+use std::env;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
@@ -10,6 +11,23 @@ use std::path::Path;
 const MODE: u32 = 0o600;
 /// How much of an existing file is looked at.
 const LOOK: usize = 4096;
+
+/// The environment variable that names the log of programs with QEMU's options.
+const VARIABLE: &str = "ISOBATH_LOG_FILE";
+
+/// Opens the file that the environment names, if it names one.
+///
+/// # Errors
+/// As [`open`], and if the name is empty.
+pub(crate) fn of_environment() -> Result<Option<File>, Failure> {
+    let Some(name) = env::var_os(VARIABLE) else { return Ok(None) };
+    if name.is_empty() {
+        return Err(Failure::new(format_args!(
+            "{VARIABLE} is empty; unset it, or let it name a file for messages"
+        )));
+    }
+    open(Path::new(&name)).map(Some).map_err(|failure| failure.context(VARIABLE))
+}
 
 /// Opens the file, or creates it. What is no log stays as it is.
 ///

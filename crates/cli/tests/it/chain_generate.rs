@@ -182,3 +182,15 @@ fn a_chain_that_is_interrupted_while_its_index_is_written_is_removed() {
         }
     }
 }
+
+#[test]
+fn the_index_has_progress_of_its_own() {
+    let directory = tempfile::tempdir().unwrap();
+    for (options, lines) in [("-p", 1), ("-p --indexed", 2), ("--indexed", 0)] {
+        let chain = directory.path().join(format!("chain{options}"));
+        let said = generate(&chain, &format!("--layers 3 --size 1M {options}")).ok().text();
+        assert_eq!(said.matches("(100.00/100%)\r\n").count(), lines, "{options}: {said}");
+        let path = chain.join("layer-00002.qcow2");
+        assert_eq!(said.lines().last(), path.to_str(), "{options}: {said}");
+    }
+}

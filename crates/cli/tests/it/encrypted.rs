@@ -225,6 +225,31 @@ fn information_is_qemus() {
 }
 
 #[test]
+fn information_needs_no_secret_and_names_it() {
+    let directory = directory();
+    let path = directory.path();
+    make(path, true, "disk", "", "1M");
+    let whole = args!["create", "-q", "-f", "luks", "--object", SECRET];
+    let options = args!["-o", "key-secret=s,iter-time=10", "whole", "1M"];
+    let _ = isobath(path, [whole, options].concat()).ok();
+    for image in [
+        "driver=qcow2,encrypt.key-secret=s,file.filename=disk",
+        "encrypt.format=luks,encrypt.key-secret=none,file.driver=file,file.filename=disk",
+        "driver=luks,key-secret=s,file.filename=whole",
+    ] {
+        for format in ["human", "json"] {
+            let info = args!["info", "--image-opts", "--output", format, image];
+            let theirs = qemu_img(path, info.clone()).ok().text();
+            assert!(theirs.contains("key-secret"), "{theirs}");
+            assert_eq!(isobath(path, info).ok().text(), theirs, "{image}");
+        }
+    }
+    // Who reads the disk needs it.
+    let map = args!["map", "--image-opts", "driver=qcow2,encrypt.key-secret=s,file.filename=disk"];
+    assert!(isobath(path, map).exits(1).stderr.contains("No secret with id 's'"));
+}
+
+#[test]
 fn chains_are_committed_rebased_and_copied() {
     let directory = directory();
     let path = directory.path();

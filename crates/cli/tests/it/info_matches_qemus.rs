@@ -60,6 +60,23 @@ fn every_kind_of_image_is_described_alike() {
 }
 
 #[test]
+fn under_qemus_name_an_index_is_not_shown() {
+    let directory = tempfile::tempdir().unwrap();
+    let ours = Path::new(env!("CARGO_BIN_EXE_isobath"));
+    let link = directory.path().join("qemu-img");
+    std::os::unix::fs::symlink(ours, &link).unwrap();
+    qemu::create(&directory.path().join("base"), "qcow2", 1 << 20, "");
+    let create = ["create", "-q", "-f", "qcow2", "-b", "base", "-F", "qcow2", "top"];
+    let _ = by(&link, directory.path(), &create).ok();
+    for output in ["--output=human", "--output=json"] {
+        let info = ["info", "--backing-chain", output, "top"];
+        let theirs = by(&qemu::program("qemu-img"), directory.path(), &info).ok().text();
+        assert_eq!(by(&link, directory.path(), &info).ok().text(), theirs);
+        assert!(by(ours, directory.path(), &info).ok().text().contains("direct-access"));
+    }
+}
+
+#[test]
 fn an_overlay_of_what_is_missing_or_loops_is_still_described() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);

@@ -563,6 +563,32 @@ fn a_served_disk_stays_encrypted_through_snapshots_and_jobs() {
     assert!(read(path, top) == disk);
 }
 
+#[test]
+fn a_disk_is_mirrored_into_a_file_that_a_client_adds() {
+    let directory = directory();
+    let path = directory.path();
+    // What was never written to it is noise.
+    make(path, true, "disk", "", "1M");
+    qemu::create(&path.join("plain.qcow2"), "qcow2", 1 << 20, "");
+    let writes = ["write -P 5 64k 64k", "write -P 6 900k 512"];
+    let _ = qemu::io(&path.join("plain.qcow2"), "qcow2", &writes).ok();
+    let live = Live::start(path, "plain.qcow2", &[]);
+    let mut control = live.control();
+    let secret = json!({"qom-type": "secret", "id": "s", "data": "correct horse\n"});
+    let _ = control.execute("object-add", &secret).unwrap();
+    let file = json!({"driver": "file", "filename": "disk"});
+    let node = json!({"driver": "luks", "node-name": "n", "key-secret": "s", "file": file});
+    let _ = control.execute("blockdev-add", &node).unwrap();
+    let mirror = json!({"job-id": "j", "target": "n", "sync": "full"});
+    control.start("blockdev-mirror", &mirror).unwrap();
+    let _ = control.wait_for(&["BLOCK_JOB_READY"]).unwrap();
+    let _ = control.execute("job-complete", &json!({"id": "j"})).unwrap();
+    control.completed().unwrap();
+    let _ = live.stop();
+    let disk = qemu::read_disk(&path.join("plain.qcow2"), "qcow2");
+    assert!(read(path, &named("disk")) == disk);
+}
+
 /// The bytes of an encrypted file are not those of the disk in it.
 #[test]
 fn a_disk_keeps_its_contents_when_its_base_is_taken_for_another_format() {

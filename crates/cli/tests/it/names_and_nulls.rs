@@ -69,6 +69,30 @@ fn a_disk_without_contents_is_described_as_by_qemu() {
 }
 
 #[test]
+fn a_disk_without_contents_is_measured_as_by_qemu() {
+    let directory = tempfile::tempdir().unwrap();
+    for image in [
+        "driver=null-co,size=1G",
+        "driver=null-co,size=1000,read-zeroes=on",
+        "driver=null-aio",
+        "driver=raw,file.driver=null-co,file.size=64k",
+    ] {
+        for new in [
+            &["-O", "raw"][..],
+            &["-O", "qcow2"],
+            &["-O", "qcow2", "--output=json", "-o", "cluster_size=2M,preallocation=metadata"],
+            &["-O", "qcow2", "-o", "preallocation=full"],
+            &["-O", "qcow2", "-o", "backing_file=base,backing_fmt=raw"],
+        ] {
+            let mut arguments = args!["measure", "--image-opts", image];
+            arguments.extend(new.iter().map(Into::into));
+            let (ours, theirs) = both(directory.path(), &arguments);
+            assert_eq!(ours.ok().text(), theirs.ok().text(), "{image} {new:?}");
+        }
+    }
+}
+
+#[test]
 fn below_an_overlay_a_disk_without_contents_is_mapped_as_by_qemu() {
     let directory = tempfile::tempdir().unwrap();
     let directory = directory.path();

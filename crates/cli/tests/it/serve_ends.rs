@@ -303,26 +303,40 @@ fn a_daemon_is_ready_when_the_command_returns() {
 
 #[test]
 fn a_daemons_messages_go_to_its_log() {
+    let nbd = "addr.type=unix,addr.path=DIR/nbd";
+    let blockdev = "qcow2,node-name=n,file.driver=file,file.filename=DIR/image.qcow2";
+    let commands = [
+        "serve --daemonize --nbd unix:DIR/nbd --pid-file pid DIR/image.qcow2 --log".to_owned(),
+        "qemu-nbd --fork -t -k DIR/nbd --pid-file=pid DIR/image.qcow2".to_owned(),
+        format!(
+            "qemu-storage-daemon --daemonize --pidfile pid --nbd-server {nbd} --blockdev {blockdev} \
+             --export nbd,id=e,node-name=n"
+        ),
+    ];
+    for line in commands {
+        messages_go_to_the_log(&line);
+    }
+}
+
+/// Runs a server in the background, with its log in a file that its command line names last, or the environment.
+fn messages_go_to_the_log(line: &str) {
     let directory = tempfile::tempdir().unwrap();
     let image = overlay(directory.path());
     let path = |name: &str| directory.path().join(name);
     let start = |log: &str| {
+        let line = line.replace("DIR", directory.path().to_str().unwrap());
         let mut command = Command::new(ISOBATH);
-        let address = format!("unix:{}", path("nbd").display());
-        command.args([
-            "serve",
-            "--daemonize",
-            "--nbd",
-            &address,
-            "--log",
-            log,
-            "--pid-file",
-            "pid",
-        ]);
-        run(command.current_dir(directory.path()).env("ISOBATH_LOG", "info").arg(&image))
+        command.args(line.split_whitespace()).env("ISOBATH_LOG", "info");
+        if line.ends_with("--log") {
+            command.arg(log);
+        } else {
+            command.env("ISOBATH_LOG_FILE", log);
+        }
+        run(command.current_dir(directory.path()))
     };
     let refused = start("base.qcow2").exits(1);
     assert!(refused.stderr.contains("cannot log to 'base.qcow2'"), "{}", refused.report());
+    let _ = start("").exits(1);
     assert!(!path("nbd").exists());
     fs::write(path("log"), "before\n").unwrap();
     let started = start("log").ok();

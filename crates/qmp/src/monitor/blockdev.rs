@@ -72,7 +72,7 @@ impl<H: Host + Clone> Monitor<H> {
             })
             .format(format)
             .backing(backing)
-            .secrets(self.secrets_for(arguments.get("encrypt"))?);
+            .secrets(self.secrets_for(&arguments)?);
         let disk = LiveDisk::open(self.host.clone(), &protocol.path, &options).await;
         let drive = Drive::added(disk.map_err(QmpError::new)?);
         if let Some(file) = drive.root() {

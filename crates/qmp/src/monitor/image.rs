@@ -20,6 +20,10 @@ pub(super) async fn image_info<H: Host>(host: &H, layer: &Layer<H::File>) -> Val
     if layer.is_encrypted() {
         put("encrypted", true.into());
     }
+    if let Some(keys) = layer.luks_header() {
+        let data = crate::encryption::info_of_luks(keys);
+        put("format-specific", json!({"type": "luks", "data": data}));
+    }
     put("dirty-flag", header.as_ref().is_some_and(is_dirty).into());
     if let Some(header) = &header {
         if let Ok(geometry) = header.geometry() {

@@ -1,6 +1,6 @@
 //! Objects that are not nodes: the secrets of encrypted images, and throttle groups.
 
-use super::arguments::{Arguments, is_well_formed, text};
+use super::arguments::{Arguments, is_well_formed, optional_text, text};
 use super::{Monitor, Result};
 use crate::error::QmpError;
 use crate::secret::Description;
@@ -58,10 +58,11 @@ impl<H: Host + Clone> Monitor<H> {
         secret.ok_or_else(|| QmpError::new(format_args!("No secret with id '{id}'")))
     }
 
-    /// The server's secrets; if `encrypt` names one, it replaces that of the active image. Names of backing files may
-    /// give the IDs of those that there are now.
-    pub(super) fn secrets_for(&self, encryption: Option<&Value>) -> Result<Secrets> {
-        let named = encryption.and_then(|value| value.get("key-secret")).and_then(Value::as_str);
+    /// The server's secrets; if a node's `key-secret` or `encrypt` names one, it replaces that of the active image.
+    /// Names of backing files may give the IDs of those that there are now.
+    pub(super) fn secrets_for(&self, node: &Arguments) -> Result<Secrets> {
+        let encryption = node.get("encrypt").and_then(Value::as_object);
+        let named = optional_text(encryption.unwrap_or(node), "key-secret");
         let known = self.secrets.borrow().clone();
         let mut secrets = self.opening.options.secrets.clone();
         secrets = secrets.with_ids(move |id| known.get(id).cloned().map(Ok));

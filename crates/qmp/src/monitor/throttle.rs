@@ -229,7 +229,7 @@ impl<H: Host + Clone> Monitor<H> {
         let driver = text(options, "driver");
         if format_of(driver).is_none() {
             return Err(QmpError::new(format_args!(
-                "driver '{driver}' cannot be below 'throttle'; use 'qcow2' or 'raw'"
+                "driver '{driver}' cannot be below 'throttle'; use 'qcow2', 'raw' or 'luks'"
             )));
         }
         let name = optional_text(options, "node-name").unwrap_or(filter).to_owned();

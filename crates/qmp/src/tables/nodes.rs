@@ -46,9 +46,13 @@ static QCOW2_DATA: Object = object(&[
     req("compression-type", Type::Enum(&["zlib", "zstd"])),
 ]);
 static IMAGE_SPECIFIC_QCOW2: Object = object(&[req("data", FORMAT_DATA)]);
+static IMAGE_SPECIFIC_LUKS: Object = object(&[req("data", Type::Object(&LUKS_INFO))]);
 static IMAGE_SPECIFIC: Object = Object {
-    members: &[req("type", Type::Enum(&["qcow2"]))],
-    variants: Some(Variants { tag: "type", cases: &[("qcow2", &IMAGE_SPECIFIC_QCOW2)] }),
+    members: &[req("type", Type::Enum(&["qcow2", "luks"]))],
+    variants: Some(Variants {
+        tag: "type",
+        cases: &[("qcow2", &IMAGE_SPECIFIC_QCOW2), ("luks", &IMAGE_SPECIFIC_LUKS)],
+    }),
 };
 static IMAGE_INFO: Object = object(&[
     req("filename", STR),
@@ -212,12 +216,14 @@ static QCOW2_OPTIONS: Object = object(&[
     req("file", Type::Alternate(&REFERENCE)),
     opt("backing", Type::Alternate(&REFERENCE_OR_NULL)),
 ]);
+static LUKS_OPTIONS: Object =
+    object(&[opt("key-secret", STR), req("file", Type::Alternate(&REFERENCE))]);
 static THROTTLE_OPTIONS: Object =
     object(&[req("throttle-group", STR), req("file", Type::Alternate(&REFERENCE))]);
 static RAW_OPTIONS: Object = object(&[req("file", Type::Alternate(&REFERENCE))]);
 static BLOCKDEV: Object = Object {
     members: &[
-        req("driver", Type::Enum(&["file", "host_device", "qcow2", "raw", "throttle"])),
+        req("driver", Type::Enum(&["file", "host_device", "luks", "qcow2", "raw", "throttle"])),
         opt("node-name", STR),
         opt("discard", Type::Enum(&["ignore", "unmap"])),
         opt("cache", Type::Object(&CACHE_OPTIONS)),
@@ -231,6 +237,7 @@ static BLOCKDEV: Object = Object {
         cases: &[
             ("file", &FILE_OPTIONS),
             ("host_device", &FILE_OPTIONS),
+            ("luks", &LUKS_OPTIONS),
             ("qcow2", &QCOW2_OPTIONS),
             ("raw", &RAW_OPTIONS),
             ("throttle", &THROTTLE_OPTIONS),

@@ -5,13 +5,13 @@ use crate::live::Live;
 use isobath_qmp::client::{Address, Client, ClientError};
 use isobath_qmp::tables::{PACING, SCHEMA};
 use isobath_testkit::process::{PATIENCE, Ready, Server};
-use isobath_testkit::qemu;
+use isobath_testkit::{args, qemu};
 use serde_json::{Value, json};
-use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
 use std::time::Duration;
+use std::{fs, io};
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
@@ -238,6 +238,12 @@ fn what_is_refused_is_refused_as_qemu_does() {
         node.as_object_mut().unwrap().extend(options.as_object().unwrap().clone());
         node
     };
+    let encrypted = |driver: &str, options: Value| {
+        let file = json!({"driver": "file", "filename": "DIR/base"});
+        let mut node = json!({"driver": driver, "node-name": "a", "file": file});
+        node.as_object_mut().unwrap().extend(options.as_object().unwrap().clone());
+        node
+    };
     both.ok("block-export-add", &json!({"type": "nbd", "id": "e", "node-name": "d0", "name": "x"}));
     for (command, arguments) in [
         ("nope", json!({})),
@@ -297,6 +303,17 @@ fn what_is_refused_is_refused_as_qemu_does() {
         ("object-add", json!({"qom-type": "throttle-group", "id": "g", "iops": 1})),
         ("object-add", json!({"qom-type": "throttle-group", "id": "g", "limits": {"iops": 1}})),
         ("object-del", json!({"id": "g"})),
+        ("object-add", json!({"qom-type": "secret", "data": "x"})),
+        ("object-add", json!({"qom-type": "secret", "id": "s"})),
+        ("object-add", json!({"qom-type": "secret", "id": "s", "file": "x", "data": "x"})),
+        ("object-add", json!({"qom-type": "secret", "id": "s", "data": "x", "format": "hex"})),
+        ("object-add", json!({"qom-type": "secret", "id": "s", "data": 1})),
+        ("blockdev-add", encrypted("luks", json!({"key-secret": "zz"}))),
+        ("blockdev-add", encrypted("luks", json!({"key-secret": 1}))),
+        ("blockdev-add", encrypted("luks", json!({"encrypt": {"format": "luks"}}))),
+        ("blockdev-add", encrypted("qcow2", json!({"key-secret": "zz"}))),
+        ("blockdev-add", encrypted("qcow2", json!({"encrypt": {"key-secret": "zz"}}))),
+        ("blockdev-add", json!({"driver": "luks", "node-name": "a"})),
         ("blockdev-add", filter(json!({"throttle-group": "g"}))),
         ("blockdev-add", filter(json!({"file": "d0"}))),
         ("blockdev-add", filter(json!({"throttle-group": "g", "file": "d0"}))),
@@ -352,6 +369,67 @@ fn throttle_groups_and_their_nodes_are_qemus() {
     both.events_to("BLOCK_EXPORT_DELETED", &json!({"id": "x"}));
     both.ok("blockdev-del", &json!({"node-name": "f"}));
     both.ok("object-del", &json!({"id": "g"}));
+}
+
+/// What QEMU says of a disk in a file that is encrypted as a whole.
+fn of_luks(nodes: &Value) -> Value {
+    let nodes = nodes.as_array().unwrap();
+    let node = nodes.iter().find(|node| node["drv"] == "luks").unwrap();
+    let image = &node["image"];
+    json!({
+        "encrypted": [&node["encrypted"], &image["encrypted"]],
+        "format": image["format"],
+        "size": image["virtual-size"],
+        "specific": image["format-specific"],
+    })
+}
+
+#[test]
+fn files_that_are_encrypted_as_a_whole_are_added_as_in_qemu() {
+    let mut both = Both::start();
+    let [from, to] = both.directories.each_ref().map(|directory| directory.path().to_owned());
+    fs::write(from.join("key"), "correct horse\n").unwrap();
+    fs::write(to.join("key"), "correct horse\n").unwrap();
+    let object = format!("secret,id=s,file={}", from.join("key").display());
+    let options = "key-secret=s,iter-time=10";
+    let create = args!["create", "-q", "-f", "luks", "--object", object, "-o", options];
+    let _ = qemu::img([create, args![from.join("disk"), "1M"]].concat()).ok();
+    let _ = fs::copy(from.join("disk"), to.join("disk")).unwrap();
+    let secret = |id: &str, more: Value| {
+        let mut secret = json!({"qom-type": "secret", "id": id});
+        secret.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        secret
+    };
+    both.ok("object-add", &secret("s", json!({"file": "DIR/key"})));
+    both.ok("object-add", &secret("w", json!({"data": "d3Jvbmc=", "format": "base64"})));
+    let [theirs, ours] = both.ask("object-add", &secret("s", json!({"data": "x"})));
+    assert_eq!(ours, theirs);
+    let file = json!({"driver": "file", "node-name": "f", "filename": "DIR/disk"});
+    both.ok("blockdev-add", &file);
+    let mut node = json!({"driver": "luks", "node-name": "n", "file": "f"});
+    // Here the image is named before QEMU's words.
+    for (id, words) in [
+        (None, "Parameter 'key-secret' is required for cipher"),
+        (Some("w"), "Invalid password, cannot unlock any keyslot"),
+    ] {
+        if let Some(id) = id {
+            node["key-secret"] = id.into();
+        }
+        let [theirs, ours] = both.ask("blockdev-add", &node);
+        assert_eq!(theirs["desc"], words);
+        assert_eq!(ours["desc"], format!("'DIR/disk': {words}"));
+    }
+    node["key-secret"] = "s".into();
+    both.ok("blockdev-add", &node);
+    let [theirs, ours] = both.ask("query-named-block-nodes", &json!({}));
+    assert_eq!(of_luks(&ours), of_luks(&theirs));
+    // The node has its key: the secret is not needed any more.
+    both.ok("object-del", &json!({"id": "s"}));
+    both.ok("blockdev-del", &json!({"node-name": "n"}));
+    node["file"] = json!({"driver": "file", "filename": "DIR/disk"});
+    let [theirs, ours] = both.ask("blockdev-add", &node);
+    assert_eq!(theirs["desc"], "No secret with id 's'");
+    assert_eq!(ours, theirs);
 }
 
 #[test]

@@ -8,6 +8,7 @@ use isobath_qmp::monitor::{Drive, Monitor};
 use isobath_qmp::server::{Events, Limits, Server};
 use isobath_ring::net::Listener;
 use isobath_ring::{Config, Executor, spawn};
+use isobath_storage::window::WindowHost;
 use isobath_storage_file::FileHost;
 use std::path::{Path, PathBuf};
 use std::thread::{self, JoinHandle};
@@ -49,10 +50,10 @@ impl Live {
 }
 
 async fn run(images: Vec<(String, PathBuf)>, (qmp, nbd): (Listener, Listener)) {
-    let options = OpenOptions::new().writable(true);
+    let (host, options) = (WindowHost::new(FileHost), OpenOptions::new().writable(true));
     let mut drives = Vec::new();
     for (name, path) in images {
-        let disk = LiveDisk::open(FileHost, &path, &options).await.unwrap();
+        let disk = LiveDisk::open(host.clone(), &path, &options).await.unwrap();
         drives.push(Drive::new(name, disk));
     }
     let listeners = Listeners::from([("nbd", vec![nbd.into()])]);
@@ -60,7 +61,7 @@ async fn run(images: Vec<(String, PathBuf)>, (qmp, nbd): (Listener, Listener)) {
     let exporting = frontends.serve();
     let disks: Vec<_> = drives.iter().map(|drive| drive.disk().clone()).collect();
     let events = Events::default();
-    let monitor = Monitor::new(FileHost, options, drives, frontends.clone(), events.clone());
+    let monitor = Monitor::new(host, options, drives, frontends.clone(), events.clone());
     for drive in monitor.drives() {
         let nbd = frontends.of("nbd").unwrap();
         monitor.export(nbd, drive.device(), &drive, Settings::default()).unwrap();

@@ -37,7 +37,11 @@ addEventListener("load", () => {
     const tip = document.getElementById("tip");
     charts[figure.id] = { width: box.width, height: box.height, lines, tip: tip.textContent,
       shown: !tip.hidden, dots: svg.querySelectorAll(".dot[visibility=visible]").length,
-      labels: svg.querySelectorAll("text").length };
+      labels: svg.querySelectorAll("text").length,
+      within: [...svg.querySelectorAll("text")].every((text) => {
+        const { left, right } = text.getBoundingClientRect();
+        return left >= box.left - 20 && right <= box.right + 20;
+      }) };
     svg.dispatchEvent(new PointerEvent("pointerleave"));
     charts[figure.id].hidden = tip.hidden;
   }
@@ -45,15 +49,19 @@ addEventListener("load", () => {
   const column = (at) => [...table.tBodies[0].rows].map((row) => row.cells[at].textContent);
   const click = (at) => table.tHead.rows[0].cells[at].querySelector("button").click();
   const sorted = {};
-  click(1); sorted.down = column(1);
-  click(1); sorted.up = column(1);
+  click(2); sorted.down = column(2);
+  click(2); sorted.up = column(2);
   click(0); sorted.names = column(0);
+  const shown = [...table.tHead.rows[0].cells].filter((cell) =>
+    cell.getBoundingClientRect().right <= table.parentElement.getBoundingClientRect().right);
+  const headings = shown.map((cell) => cell.textContent);
+  const tiles = [...document.querySelectorAll(".tile")].map((tile) => tile.innerText);
   const foreign = [...document.querySelectorAll("*")].filter((element) =>
     ["IMG", "IFRAME", "OBJECT", "LINK", "A", "B-"].includes(element.tagName) ||
     [...element.attributes].some((one) => one.name.startsWith("on"))).length;
   const result = document.createElement("pre");
   result.id = "result";
-  result.textContent = JSON.stringify({ ...seen, pwned: window.pwned === 1, charts, sorted, foreign,
+  result.textContent = JSON.stringify({ ...seen, pwned: window.pwned === 1, charts, sorted, headings, tiles, foreign,
     scripts: document.scripts.length, background: getComputedStyle(document.body).backgroundColor });
   document.body.append(result);
 });
@@ -116,7 +124,7 @@ fn browse(directory: &Path, page: &Path, arguments: &[&str]) -> Finished {
     let mut command = Command::new(browser);
     command
         .args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"])
-        .args(["--hide-scrollbars", "--window-size=1400,2600", &profile])
+        .args(["--hide-scrollbars", "--window-size=1000,2600", &profile])
         .args(arguments)
         .arg(format!("file://{}", page.display()))
         .current_dir(directory)
@@ -161,6 +169,7 @@ fn charts_are_drawn_tables_sort_and_names_stay_names() {
             at_least(&chart["width"], 300.0);
             at_least(&chart["height"], 100.0);
             at_least(&chart["labels"], 6.0);
+            assert_eq!(chart["within"], true, "{name}: a label is cut off");
             let lines = chart["lines"].as_array().unwrap();
             assert!(!lines.is_empty());
             for line in lines {
@@ -187,6 +196,12 @@ fn charts_are_drawn_tables_sort_and_names_stay_names() {
         let (down, up) = (column("down"), column("up"));
         assert_eq!((down.len(), down[0].as_str(), up[9].as_str()), (10, "40", "40"));
         assert!(down[1..].iter().all(|cell| cell == "1+"), "{down:?}");
+        // Without scrolling to the side.
+        let headings = seen["headings"].as_array().unwrap();
+        assert_eq!(headings[..3], ["active image", "advice", "length"]);
+        let tiles = seen["tiles"].as_array().unwrap();
+        let told = |words: &str| tiles.iter().any(|tile| tile.as_str().unwrap().contains(words));
+        assert!(told("repair 9, merge 1, index 0"), "{tiles:#?}");
         let names = column("names");
         let root = fleet.root().display();
         for expected in [

@@ -4,7 +4,7 @@ use crate::failure::{Failure, Outcome};
 use crate::host::images;
 use crate::workers::{self, Progress};
 use crate::{runtime, size};
-use isobath_disk::{Disk, OpenOptions};
+use isobath_disk::{Disk, IndexProgress, OpenOptions};
 use isobath_generate::{
     Chain, Data, Distribution, Fill, GenerateError, Generated, Ownership, trace,
 };
@@ -13,6 +13,7 @@ use std::cell::Cell;
 use std::fs::File;
 use std::io::{BufReader, Write};
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// Generate a backing chain of qcow2 images
@@ -142,7 +143,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
         let generated = generate(args, chain, ownership, &mut signals).await?;
         let active = generated.active().to_owned();
-        if indexed && let Err(failure) = index(&active, &mut signals).await {
+        if indexed && let Err(failure) = index(args.progress, &active, &mut signals).await {
             generated.remove();
             return Err(failure);
         }
@@ -150,6 +151,23 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     })?;
     writeln!(out, "{}", active.display())?;
     Ok(0)
+}
+
+/// Adds the index to the active image. Its progress is a line of its own.
+async fn write_index(progress: bool, active: &Path) -> Result<(), Failure> {
+    let options = OpenOptions::new().writable(true);
+    let disk = Disk::open(images().clone(), active, &options).await?;
+    let state = Rc::new(Cell::new((0, 0)));
+    let shown = Progress::show(progress, {
+        let state = Rc::clone(&state);
+        move || state.get()
+    });
+    let show = |now: IndexProgress| state.set((now.done, now.total));
+    let written = Box::pin(disk.write_index(show)).await;
+    shown.end(written.is_ok());
+    written?;
+    disk.close().await?;
+    Ok(())
 }
 
 /// Opens a raw image; returns it with its length rounded up to whole sectors.
@@ -208,14 +226,9 @@ fn interrupted_by(signal: i32) -> Failure {
     failure.with_code(128 + signal as u8)
 }
 
-/// Writes the index of a chain, unless a signal comes.
-async fn index(active: &Path, signals: &mut Signals) -> Result<(), Failure> {
-    let work = async {
-        let options = OpenOptions::new().writable(true);
-        let disk = Disk::open(images().clone(), active, &options).await?;
-        Box::pin(disk.write_index(|_| {})).await?;
-        Ok(disk.close().await?)
-    };
-    let written = workers::unless_signal(Box::pin(work), signals).await;
+/// Adds the index to the active image, unless a signal comes.
+async fn index(progress: bool, active: &Path, signals: &mut Signals) -> Result<(), Failure> {
+    let work = Box::pin(write_index(progress, active));
+    let written = workers::unless_signal(work, signals).await;
     written.unwrap_or_else(|signal| Err(interrupted_by(signal)))
 }

@@ -6,7 +6,7 @@ use crate::failure::{Failure, Outcome};
 use crate::host::images;
 use crate::image_name::{Image, Naming};
 use crate::options::{self, OutputFormat};
-use crate::{json, runtime};
+use crate::{json, program, runtime};
 use isobath_disk::{
     ImageFormat, ImageInfo, IndexInfo, IndexState, Qcow2Info, backing_chain_info, info,
 };
@@ -15,8 +15,9 @@ use isobath_qcow2::Snapshot;
 use isobath_qmp::encryption;
 use isobath_storage::Locking;
 use serde_json::{Map, Value, json};
+use std::fs;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 pub(crate) use text::snapshot_list;
 
@@ -42,8 +43,14 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    let image = args.naming.image(&args.image, args.format)?;
-    let chain = read(&image, options::locking(args.force_share), args.backing_chain)?;
+    let naming = Naming { secrets_unneeded: true, ..args.naming.clone() };
+    let image = naming.image(&args.image, args.format)?;
+    let mut chain = read(&image, options::locking(args.force_share), args.backing_chain)?;
+    if program::is_link() {
+        // As QEMU shows images: to it an index is an extension that it does not know.
+        let all = chain.iter_mut().filter_map(|info| info.qcow2.as_mut());
+        all.for_each(|qcow2| qcow2.index = None);
+    }
     // The name of the first may say more than its format.
     let format = |number: usize, info: &ImageInfo| match image.protocol() {
         Some(driver) if number == 0 => driver.to_owned(),
@@ -95,6 +102,8 @@ pub(crate) fn read(
         if let Some(first) = images.first_mut() {
             if let Some(name) = image.readable_name() {
                 first.filename = name.into();
+            } else if let Some(secret) = image.key_secret() {
+                first.filename = with_secret(&image.path, first.format, secret).into();
             }
             if image.is_null() {
                 first.actual_size = Some(0);
@@ -102,6 +111,22 @@ pub(crate) fn read(
         }
         Ok(images)
     })
+}
+
+/// The name by which QEMU shows an image whose options name a secret.
+fn with_secret(path: &Path, format: ImageFormat, secret: &str) -> String {
+    let driver = match fs::metadata(path) {
+        Ok(found) if !found.is_file() => "host_device",
+        _ => "file",
+    };
+    let file = json!({"driver": driver, "filename": path.to_string_lossy()});
+    let all = if format == ImageFormat::Luks {
+        json!({"driver": format.name(), "file": file, "key-secret": secret})
+    } else {
+        json!({"encrypt.key-secret": secret, "driver": format.name(), "file": file})
+    };
+    let line = isobath_qmp::json::to_line(&all);
+    format!("json:{}", String::from_utf8_lossy(line.trim_ascii_end()))
 }
 
 /// An object of the keys that have a value, in QEMU's order.

@@ -8,11 +8,11 @@ use crate::compressed::Compressed;
 use crate::failure::{Failure, Outcome};
 use crate::host::{ImageHost, images};
 use crate::image_name::{Image, NO_SNAPSHOT, Naming, reason};
-use crate::server::daemon::Daemon;
+use crate::server::daemon::{Daemon, WhenReady};
 use crate::server::endpoint::{Endpoint, PORT};
 use crate::server::handed_in::{self, HandedIn};
 use crate::server::tls::{Mode, SecuredEndpoint, Tls};
-use crate::server::{pid_file, signals, threads};
+use crate::server::{log_file, pid_file, signals, threads};
 use crate::{messages, options, runtime, size, temporary, tls_objects};
 use isobath_disk::clock::SystemClock;
 use isobath_disk::{
@@ -177,6 +177,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let endpoint = SecuredEndpoint { mode: Some(mode), ..endpoint.into() };
     let image = args.naming.parse(name, args.format).map_err(|reason| args.cannot_open(reason))?;
     args.check()?;
+    let log = log_file::of_environment()?;
     let daemon = match args.fork.then(Daemon::start) {
         None => None,
         Some(Ok(daemon)) => Some(daemon),
@@ -185,7 +186,8 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
     };
     messages::detach();
-    runtime::block_on(async || Box::pin(args.serve(&image, &endpoint, &tls, daemon)).await)?;
+    let ready = WhenReady { daemon, log };
+    runtime::block_on(async || Box::pin(args.serve(&image, &endpoint, &tls, ready)).await)?;
     Ok(0)
 }
 
@@ -403,7 +405,7 @@ impl Args {
         image: &Image,
         endpoint: &SecuredEndpoint,
         tls: &Tls,
-        daemon: Option<Daemon>,
+        ready: WhenReady,
     ) -> Result<(), Failure> {
         let mut image = image.clone();
         let compress = image.take_compress();
@@ -418,7 +420,7 @@ impl Args {
         let compressed = if compress { Compressed::of(active).map(Some) } else { Ok(None) };
         let served = match compressed {
             Ok(compressed) => {
-                self.serve_disk(&disk, compressed, endpoint, tls, daemon, signals).await
+                self.serve_disk(&disk, compressed, endpoint, tls, ready, signals).await
             }
             Err(reason) => Err(self.cannot_open(reason)),
         };
@@ -432,7 +434,7 @@ impl Args {
         compressed: Option<Compressed>,
         endpoint: &SecuredEndpoint,
         tls: &Tls,
-        daemon: Option<Daemon>,
+        ready: WhenReady,
         mut signals: isobath_ring::Signals,
     ) -> Result<(), Failure> {
         let size = BlockDevice::size(&**disk);
@@ -469,9 +471,7 @@ impl Args {
         let workers = threads::start(None)?;
         let handles: Vec<Handle> = workers.iter().map(|worker| worker.handle().clone()).collect();
         let pid_file = self.pid_file.as_deref().map(pid_file::create).transpose()?;
-        if let Some(daemon) = daemon {
-            daemon.ready(false).map_err(|error| Failure::new(error).context("/dev/null"))?;
-        }
+        ready.ready()?;
         let upkeep = Arc::clone(disk);
         spawn(async move {
             if let Err(error) = upkeep.upkeep().await {

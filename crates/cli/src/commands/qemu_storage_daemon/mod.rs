@@ -6,9 +6,9 @@ use crate::failure::{Failure, Outcome};
 use crate::host::{ImageHost, images};
 use crate::image_name::Objects;
 use crate::options;
-use crate::server::daemon::Daemon;
+use crate::server::daemon::{Daemon, WhenReady};
 use crate::server::signals::{self, either};
-use crate::server::{pid_file, threads};
+use crate::server::{log_file, pid_file, threads};
 use crate::{messages, runtime};
 use chardev::{Chardev, Controlling, Monitors};
 use isobath_disk::{MetadataMode, OpenOptions};
@@ -91,6 +91,7 @@ pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
     let nbd = args.nbd_server.as_deref();
     let objects = args.objects.tls();
     let nbd = nbd.map(|text| chardev::nbd_address(text, &objects)).transpose()?;
+    let log = log_file::of_environment()?;
     let daemon = match args.daemonize.then(Daemon::start) {
         None => None,
         Some(Ok(daemon)) => Some(daemon),
@@ -99,6 +100,7 @@ pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
         }
     };
     messages::detach();
+    let ready = WhenReady { daemon, log };
     runtime::block_on(async || {
         // Before any socket exists, since a program that sees one may send a signal.
         let signals = signals::receive()?;
@@ -109,7 +111,7 @@ pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
         }
         let monitors = args.monitor.iter().map(|text| pairs(text, "chardev"));
         let monitors = Monitors::bind(monitors, &chardevs)?;
-        Box::pin(args.serve(listeners, monitors, daemon, signals)).await
+        Box::pin(args.serve(listeners, monitors, ready, signals)).await
     })?;
     Ok(0)
 }
@@ -119,7 +121,7 @@ impl Args {
         &self,
         listeners: Listeners,
         monitors: Monitors,
-        daemon: Option<Daemon>,
+        ready: WhenReady,
         mut signals: Signals,
     ) -> Result<(), Failure> {
         let workers = threads::start(None)?;
@@ -135,7 +137,7 @@ impl Args {
         let listening = frontends.serve();
         let mut controlling = None;
         let mut result = match Box::pin(self.begin(&control)).await {
-            Ok(()) => self.run(&control, monitors, daemon, &mut signals, &mut controlling).await,
+            Ok(()) => self.run(&control, monitors, ready, &mut signals, &mut controlling).await,
             failed => failed,
         };
         signals::end_at_the_second(signals, None);
@@ -203,15 +205,13 @@ impl Args {
         &self,
         control: &Rc<Daemons>,
         monitors: Monitors,
-        daemon: Option<Daemon>,
+        ready: WhenReady,
         signals: &mut Signals,
         controlling: &mut Option<Controlling>,
     ) -> Result<(), Failure> {
         let _pid_file = self.pidfile.as_deref().map(pid_file::create).transpose()?;
-        let stays = daemon.is_none();
-        if let Some(daemon) = daemon {
-            daemon.ready(false).map_err(|error| Failure::new(error).context("/dev/null"))?;
-        }
+        let stays = ready.daemon.is_none();
+        ready.ready()?;
         let watching = Rc::clone(control);
         spawn(async move { watching.service().watch().await });
         *controlling = Some(monitors.serve(control, stays)?);

@@ -16,7 +16,7 @@ pub(crate) use args::Args;
 use crate::failure::{Failure, Outcome};
 use crate::host::images;
 use crate::server::add_fd::AddFd;
-use crate::server::daemon::Daemon;
+use crate::server::daemon::{Daemon, WhenReady};
 use crate::server::sandbox::Confined;
 use crate::server::signals::either;
 use crate::server::tls::Tls;
@@ -166,12 +166,7 @@ async fn serve<H: Host + Clone>(
     if let Err(error) = announce(out, monitor) {
         tracing::warn!(%error, "cannot print the exports' addresses");
     }
-    if let Some(log) = &log {
-        messages::log_to(log).map_err(|error| Failure::new(error).context("--log"))?;
-    }
-    if let Some(daemon) = daemon {
-        daemon.ready(log.is_some()).map_err(|error| Failure::new(error).context("/dev/null"))?;
-    }
+    WhenReady { daemon, log }.ready()?;
     notify("READY=1");
 
     let is_controlled = !controls.is_empty();

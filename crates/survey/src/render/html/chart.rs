@@ -82,11 +82,13 @@ impl Chart {
         FRAME.draw_axes(page, &self.x, &self.y);
         if let Some((value, label)) = &self.mark {
             let (x, top, bottom) = (FRAME.x(&self.x, *value), FRAME.top, FRAME.floor());
+            // On the side where there is room.
+            let (to, anchor) =
+                if x > FRAME.width / 2.0 { (x - 5.0, "end") } else { (x + 5.0, "start") };
             let _ = writeln!(
                 page,
                 "<line class=\"mark\" x1=\"{x:.1}\" y1=\"{top}\" x2=\"{x:.1}\" y2=\"{bottom}\"/>\
-                 <text class=\"marked\" x=\"{:.1}\" y=\"{:.1}\">{}</text>",
-                x + 5.0,
+                 <text class=\"marked\" text-anchor=\"{anchor}\" x=\"{to:.1}\" y=\"{:.1}\">{}</text>",
                 bottom - 8.0,
                 escaped(label)
             );

@@ -183,6 +183,7 @@ fn look_ups(report: &Report) -> Chart {
             series("QEMU, cold", &cost::qemu_cold),
             series("isobath, warm", &|_| cost::our_warm()),
             series("QEMU, warm", &cost::qemu_warm),
+            series("isobath with an index, cold", &|_| cost::indexed_cold()),
         ],
         mark: mark(report, longest),
     }
@@ -249,7 +250,8 @@ fn mark(report: &Report, most: u32) -> Option<(f64, String)> {
 }
 
 fn time_axis(from: i64, to: i64) -> Axis {
-    let to = to.max(from.saturating_add(1));
+    // Five ticks, at least a minute apart.
+    let from = from.min(to.saturating_sub(240));
     let length = to.saturating_sub(from);
     let ticks = (0..=4).map(|quarter| {
         let at = from.saturating_add(length / 4 * quarter);

@@ -9,7 +9,7 @@ mod tables;
 
 use super::Listing;
 use super::format::{bytes, number, time};
-use crate::{Report, Survey, shown};
+use crate::{Advice, Report, Survey, shown};
 use isobath_charts::escaped;
 use std::collections::hash_map::RandomState;
 use std::fmt::Write as _;
@@ -112,6 +112,14 @@ fn tiles(report: &Report, page: &mut String) {
         &bytes(report.qemu_memory_bytes),
         "memory in QEMU",
         &format!("at most; isobath {}", bytes(report.isobath_memory_bytes)),
+    );
+    let wanted = report.advice.iter().filter(|(advice, _)| *advice != Advice::Leave);
+    let each =
+        wanted.clone().map(|(advice, count)| format!("{} {}", advice.word(), number(*count)));
+    tile(
+        &number(wanted.map(|(_, count)| count).sum()),
+        "chains to work on",
+        &each.collect::<Vec<_>>().join(", "),
     );
     let problems = report.problems.total();
     tile(

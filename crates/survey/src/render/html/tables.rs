@@ -15,8 +15,8 @@ const PROBLEMS: usize = 1000;
 
 /// All tables of a survey.
 pub(super) fn all(survey: &Survey, report: &Report, listing: Listing, page: &mut String) {
-    chains(survey, listing, page);
     advice(report, page);
+    chains(survey, listing, page);
     intervals(report, page);
     problems(report, page);
     model(page);
@@ -60,6 +60,7 @@ fn chains(survey: &Survey, listing: Listing, page: &mut String) {
     );
     let columns = [
         ("active image", false),
+        ("advice", false),
         ("length", true),
         ("own files", true),
         ("disk", true),
@@ -71,11 +72,16 @@ fn chains(survey: &Survey, listing: Listing, page: &mut String) {
         ("cold, isobath", true),
         ("memory, QEMU", true),
         ("memory, isobath", true),
-        ("advice", false),
     ];
     begin(page, "chains", &columns);
     for row in &rows {
         let _ = write!(page, "<tr><td class=\"name\">{}</td>", escaped(&for_people(&row.image)));
+        let advice = match row.advice {
+            Advice::Merge => format!("merge to {}", row.length_after),
+            other => other.word().to_owned(),
+        };
+        let (word, advice) = (row.advice.word(), escaped(&advice));
+        let _ = write!(page, "<td><span class=\"advice {word}\">{advice}</span></td>");
         let plus = if row.whole { "" } else { "+" };
         cell(page, row.length.into(), &format!("{}{plus}", number(row.length.into())));
         cell(page, row.own_files.into(), &number(row.own_files.into()));
@@ -92,16 +98,7 @@ fn chains(survey: &Survey, listing: Listing, page: &mut String) {
         cell(page, cold, &microseconds(cold));
         cell(page, row.qemu_memory_bytes as f64, &bytes(row.qemu_memory_bytes));
         cell(page, row.isobath_memory_bytes as f64, &bytes(row.isobath_memory_bytes));
-        let advice = match row.advice {
-            Advice::Merge => format!("merge to {}", row.length_after),
-            other => other.word().to_owned(),
-        };
-        let _ = writeln!(
-            page,
-            "<td><span class=\"advice {}\">{}</span></td></tr>",
-            row.advice.word(),
-            escaped(&advice)
-        );
+        page.push_str("</tr>\n");
     }
     end(page);
     page.push_str("</section>\n");
