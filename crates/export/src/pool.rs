@@ -12,7 +12,7 @@ const CLASSES: usize = 14;
 pub(crate) struct Pool {
     classes: [RefCell<Vec<IoBuf>>; CLASSES],
     free: Cell<usize>,
-    limit: Cell<usize>,
+    limit: usize,
 }
 
 /// A buffer of exactly the requested length, and the rest of its memory.
@@ -30,12 +30,7 @@ fn class_of(length: usize) -> Option<(usize, usize)> {
 impl Pool {
     /// A pool that keeps up to `limit` bytes of free buffers.
     pub(crate) fn new(limit: usize) -> Self {
-        Self { classes: Default::default(), free: Cell::new(0), limit: Cell::new(limit) }
-    }
-
-    /// Keeps up to `limit` bytes of free buffers from now on.
-    pub(crate) fn limit_to(&self, limit: usize) {
-        self.limit.set(limit);
+        Self { classes: Default::default(), free: Cell::new(0), limit }
     }
 
     /// A buffer of `length` bytes with arbitrary contents.
@@ -73,7 +68,7 @@ impl Pool {
         let Some((class, size)) = class_of(data.len()) else { return };
         let free = self.free.get() + size;
         if data.len() == size
-            && free <= self.limit.get()
+            && free <= self.limit
             && let Some(list) = self.classes.get(class)
         {
             list.borrow_mut().push(data);

@@ -20,12 +20,8 @@ use std::thread::JoinHandle;
 use tempfile::TempDir;
 
 /// Everything that a test may do with a file.
-pub const FULL: Options = Options {
-    writable: true,
-    growable: true,
-    allow_other: isobath_export::fuse::AllowOther::Auto,
-    requests: 256,
-};
+pub const FULL: Options =
+    Options { writable: true, growable: true, allow_other: isobath_export::fuse::AllowOther::Auto };
 
 /// A file that can be written, and keeps its size.
 pub const FIXED: Options = Options { growable: false, ..FULL };
