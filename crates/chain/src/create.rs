@@ -502,14 +502,16 @@ impl<H: Host> Created<'_, H> {
     }
 
     /// Deletes its files, if they still have their names. Devices stay, and so does what another program has put in a
-    /// file's place.
-    pub async fn remove(self) {
+    /// file's place. Returns whether none stays.
+    pub async fn remove(self) -> bool {
+        let mut all = true;
         for Kept { name, file, .. } in &self.files {
             if !file.extends_with_zeroes() {
+                all = false;
                 continue;
             }
             match self.host.remove_file(name, file).await {
-                Ok(true) => {}
+                Ok(true) => continue,
                 Ok(false) => {
                     let name = shown(name);
                     tracing::warn!(
@@ -518,7 +520,9 @@ impl<H: Host> Created<'_, H> {
                 }
                 Err(error) => tracing::warn!("{error}"),
             }
+            all = false;
         }
+        all
     }
 
     /// Creates an empty file, unless one of that name is among `others`.
@@ -741,7 +745,7 @@ mod tests {
     fn what_takes_the_place_of_a_new_image_is_not_removed_with_it() {
         let (host, name) = (Exchanged(MemoryHost::new()), Path::new("image"));
         let created = block_on(create_held(&host, name, &NewDisk::new(1 << 20))).unwrap();
-        block_on(created.remove());
+        assert!(!block_on(created.remove()));
         assert_eq!(host.0.contents(name).unwrap(), b"another's");
     }
 
@@ -749,7 +753,7 @@ mod tests {
     fn a_new_image_is_removed_by_its_name() {
         let (host, name) = (MemoryHost::new(), Path::new("image"));
         let created = block_on(create_held(&host, name, &NewDisk::new(1 << 20))).unwrap();
-        block_on(created.remove());
+        assert!(block_on(created.remove()));
         assert_eq!(host.names(), [] as [PathBuf; 0]);
     }
 

@@ -171,6 +171,8 @@ pub struct Pausing {
     plain: AtomicBool,
     /// Whether the operator has stopped the disk.
     stopped: AtomicBool,
+    /// Nobody waits for requests any longer.
+    ended: AtomicBool,
     /// Clients' requests that are being carried out.
     inside: PerThread<AtomicUsize>,
     state: Mutex<State>,
@@ -219,6 +221,7 @@ impl Pausing {
         Self {
             plain: AtomicBool::new(true),
             stopped: AtomicBool::new(false),
+            ended: AtomicBool::new(false),
             inside: PerThread::default(),
             state: Mutex::default(),
             changed: Condition::default(),
@@ -315,7 +318,14 @@ impl Pausing {
     /// Waits until no client's request is being carried out, on a disk that is stopped, or until it goes on.
     pub(crate) async fn quiet(&self) {
         let empty = || self.inside.all().all(|inside| inside.load(Ordering::SeqCst) == 0);
-        self.left.until(|| empty() || !self.is_stopped()).await;
+        let ended = || self.ended.load(Ordering::SeqCst);
+        self.left.until(|| empty() || !self.is_stopped() || ended()).await;
+    }
+
+    /// The server ends: a stop does not wait for requests any longer.
+    pub fn end(&self) {
+        self.ended.store(true, Ordering::SeqCst);
+        self.left.changed();
     }
 
     /// Whether this failure of a client's request pauses the disk, and is not reported to the client.
@@ -331,6 +341,12 @@ impl Pausing {
     /// Waits while requests of this direction are kept waiting.
     pub async fn pass(&self, direction: Direction) -> Inside<'_> {
         self.enter_once(|state| state.passes(direction)).await
+    }
+
+    /// As [`pass`](Self::pass); `None` if it would wait.
+    pub fn try_pass(&self, direction: Direction) -> Option<Inside<'_>> {
+        let passes = self.state.lock().passes(direction);
+        if passes { self.enter_unless_stopped() } else { None }
     }
 
     /// Waits while the operator has stopped the disk: a flush, which concerns only what has completed, passes while a
@@ -546,6 +562,7 @@ mod tests {
         let write = pausing.pass(Direction::Write).now_or_never().unwrap();
         let flush = pausing.pass_flush().now_or_never().unwrap();
         pausing.stop();
+        assert!(pausing.try_pass(Direction::Write).is_none());
         let mut quiet = pin!(pausing.quiet());
         assert!(quiet.as_mut().now_or_never().is_none());
         drop(write);
@@ -559,6 +576,11 @@ mod tests {
         let mut quiet = pin!(pausing.quiet());
         assert!(quiet.as_mut().now_or_never().is_none());
         pausing.resume();
+        assert!(quiet.now_or_never().is_some());
+        pausing.stop();
+        let mut quiet = pin!(pausing.quiet());
+        assert!(quiet.as_mut().now_or_never().is_none());
+        pausing.end();
         assert!(quiet.now_or_never().is_some());
     }
 

@@ -82,6 +82,18 @@ impl<'a, D: BlockDevice> Steady<'a, D> {
         }
     }
 
+    /// As [`ready`](Self::ready); `None` if that would wait, or fail.
+    pub(crate) fn ready_now(&self, direction: Direction) -> Option<Attempt<'a>> {
+        let (pausing, inside) = self.pausing();
+        let Some(pausing) = pausing else { return Some(Attempt { _inside: inside, round: 0 }) };
+        let inside = if self.ending.is_requested() {
+            pausing.enter_unless_stopped()?
+        } else {
+            pausing.try_pass(direction)?
+        };
+        Some(Attempt { _inside: Some(inside), round: pausing.round() })
+    }
+
     /// As [`ready`](Self::ready), with this wait.
     async fn pass(
         &self,

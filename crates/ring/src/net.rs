@@ -479,6 +479,15 @@ impl Stream {
         (Ok(()), local.reuse(vectored))
     }
 
+    /// Waits until the peer sends no more: it has shut down its side, or the connection is closed or has failed. What
+    /// it has sent before may still have to be received.
+    ///
+    /// # Errors
+    /// The socket cannot be polled.
+    pub async fn sends_no_more(&self) -> io::Result<()> {
+        poll(&self.socket, libc::POLLRDHUP as u32).await.map(drop)
+    }
+
     /// Waits until the connection is closed or has failed. A peer that shuts down its side only does not end the wait.
     ///
     /// # Errors

@@ -150,17 +150,22 @@ impl Place {
     /// whose contents matter.
     ///
     /// Where the file system cannot move a file without replacing another, or is full, this is `remove`. If the process
-    /// is killed in between, the file has the other name, `.isobath-removed-` with numbers.
+    /// is killed in between, the file, or another program's that took its place at that moment, has the other name:
+    /// `.isobath-aside-` with numbers.
     ///
     /// # Errors
-    /// As `renameat(2)` and `unlinkat(2)`; another file was moved and cannot be moved back, in which case the error
-    /// says where it is.
+    /// As `renameat(2)` and `unlinkat(2)`. The file is then where it was, or the error says where it is.
     pub fn remove_aside(&self, file: Identity) -> io::Result<bool> {
-        self.remove_aside_after(file, || {})
+        self.remove_aside_with(file, || {}, |aside| aside.remove(file))
     }
 
-    /// Calls `meanwhile` where another program may act.
-    fn remove_aside_after(&self, file: Identity, meanwhile: impl FnOnce()) -> io::Result<bool> {
+    /// Calls `meanwhile` where another program may act, and removes what is aside by `remove`.
+    fn remove_aside_with(
+        &self,
+        file: Identity,
+        meanwhile: impl FnOnce(),
+        remove: impl FnOnce(&Self) -> io::Result<bool>,
+    ) -> io::Result<bool> {
         match self.stat() {
             Ok(found) if identity(&found) == file => {}
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -172,17 +177,22 @@ impl Place {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
             Err(_) => return self.remove(file),
         };
-        if aside.remove(file)? {
+        let removed = remove(&aside);
+        if let Ok(true) = removed {
             return Ok(true);
         }
-        match aside.move_to(self) {
-            Ok(()) => Ok(false),
+        match (removed, aside.move_to(self)) {
+            (removed, Ok(())) => removed,
             // Whoever has it took it.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-            Err(error) => {
+            (Ok(_), Err(error)) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            (removed, Err(error)) => {
                 let aside = Path::new(&aside.name).display();
-                let text =
-                    format!("another program has replaced it by what is now '{aside}': {error}");
+                let text = match removed {
+                    Err(first) => format!("{first}; it is now '{aside}': {error}"),
+                    Ok(_) => {
+                        format!("another program has replaced it by what is now '{aside}': {error}")
+                    }
+                };
                 Err(io::Error::new(error.kind(), text))
             }
         }
@@ -194,7 +204,7 @@ impl Place {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         loop {
             let (process, number) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-            let aside = self.beside(format!(".isobath-removed-{process}-{number}").as_ref());
+            let aside = self.beside(format!(".isobath-aside-{process}-{number}").as_ref());
             match self.move_to(&aside) {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                 moved => return moved.map(|()| aside),
@@ -349,17 +359,36 @@ mod tests {
             fs::rename(place.path(), root.path().join("moved")).unwrap();
             fs::write(place.path(), "another's").unwrap();
         };
-        assert!(!place.remove_aside_after(id, exchange).unwrap());
+        assert!(!place.remove_aside_with(id, exchange, |aside| aside.remove(id)).unwrap());
         assert_eq!(fs::read(place.path()).unwrap(), b"another's");
         assert_eq!(names(), ["file", "moved"]);
         assert!(!place.remove_aside(id).unwrap());
 
         let moved = place.beside(OsStr::new("moved"));
         let gone = || fs::rename(moved.path(), root.path().join("again")).unwrap();
-        assert!(!moved.remove_aside_after(id, gone).unwrap());
+        assert!(!moved.remove_aside_with(id, gone, |aside| aside.remove(id)).unwrap());
         let again = place.beside(OsStr::new("again"));
         assert!(again.remove_aside(id).unwrap() && !again.remove_aside(id).unwrap());
         assert_eq!(names(), ["file"]);
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_removed_keeps_its_name_or_the_error_tells_the_other() {
+        let root = tempfile::tempdir().unwrap();
+        let place = Place::of(&root.path().join("file")).unwrap();
+        let id = identity_of(place.create_new(0o600).unwrap()).unwrap();
+        let fails = |_: &Place| Err(io::Error::from_raw_os_error(libc::EIO));
+        let error = place.remove_aside_with(id, || {}, fails).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EIO));
+        assert!(place.holds(id));
+        let taken = |aside: &Place| {
+            fs::write(place.path(), "another's").unwrap();
+            fails(aside)
+        };
+        let error = place.remove_aside_with(id, || {}, taken).unwrap_err().to_string();
+        let aside = error.split('\'').nth(1).unwrap();
+        assert!(place.beside(aside.as_ref()).holds(id), "{error}");
+        assert_eq!(fs::read(place.path()).unwrap(), b"another's");
     }
 
     #[test]

@@ -2,8 +2,8 @@
 //!
 //! [`any`] is one type for all hosts. The others wrap another [`Host`](isobath_storage::Host): they make operations
 //! fail ([`fault`], [`space`]), record changes to files ([`recorder`]), or simulate the speed of a slower disk
-//! ([`slow`]). All of these are hooks in one [wrapping host](pass_through). The files of a [`careless`] one break what storage promises.
-//! [`conformance`] checks what every host must do.
+//! ([`slow`]). All of these are hooks in one [wrapping host](pass_through). The files of a [`careless`] one break what
+//! storage promises. [`conformance`] checks what every host must do.
 
 pub mod any;
 pub mod careless;

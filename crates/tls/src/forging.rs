@@ -21,8 +21,8 @@ thread_local! {
         const { RefCell::new((ContentType::ApplicationData, VecDeque::new())) };
 }
 
-/// Does what would send records of this type, with suites that are [forging](changed); these are sent in their place, as far as
-/// there are any.
+/// Does what would send records of this type, with suites that are [forging](changed); these are sent in their place,
+/// as far as there are any.
 pub(crate) fn instead_of<T>(
     replaced: ContentType,
     records: impl IntoIterator<Item = Record>,

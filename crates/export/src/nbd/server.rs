@@ -417,6 +417,13 @@ impl Transport for Connection {
         found == 1 && poll.revents & (libc::POLLHUP | libc::POLLERR) != 0
     }
 
+    async fn sends_no_more(&self) {
+        if let Err(error) = self.stream().sends_no_more().await {
+            tracing::debug!(%error, "cannot watch a connection");
+            pending::<()>().await;
+        }
+    }
+
     async fn hung_up(&self) {
         if let Err(error) = self.stream().hung_up().await {
             tracing::debug!(%error, "cannot watch a connection");

@@ -291,6 +291,9 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
 
     /// Notices that the client disconnects while requests are in flight, or wait to be received. Never completes.
     async fn watch(&self) {
+        self.transport.sends_no_more().await;
+        // Requests that a paused disk holds may be what keeps the reader from the end.
+        self.ending.request();
         self.transport.hung_up().await;
         self.hung_up.set(self.transport.is_gone());
         pending::<()>().await;

@@ -18,6 +18,11 @@ pub trait Transport {
         false
     }
 
+    /// Waits until the client sends no more. It may still receive.
+    fn sends_no_more(&self) -> impl Future<Output = ()> {
+        pending()
+    }
+
     /// Waits until [`is_gone`](Self::is_gone) may have changed.
     fn hung_up(&self) -> impl Future<Output = ()> {
         pending()

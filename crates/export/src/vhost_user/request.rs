@@ -6,7 +6,7 @@ use super::config::{MAX_RANGES, SECTOR};
 use super::memory::Memory;
 use super::throttle::Throttle;
 use crate::pool::{Pool, Pooled};
-use crate::steady::{Failed, Steady};
+use crate::steady::{Attempt, Failed, Steady};
 use crate::stop::Stop;
 use isobath_disk::throttle::Direction;
 use isobath_disk::{BlockDevice, DiskError, ZeroFlags};
@@ -406,11 +406,21 @@ impl<D: BlockDevice> Context<D> {
         Ok(())
     }
 
+    /// Waits while the disk is paused, and for memory; for neither with the other.
+    async fn ready(&self, direction: Direction, step: usize) -> Result<(Attempt<'_>, Taken<'_>)> {
+        loop {
+            drop(self.steady().ready(direction).await?);
+            let taken = self.bounces.take(Pool::footprint(step)).await;
+            if let Some(attempt) = self.steady().ready_now(direction) {
+                return Ok((attempt, taken));
+            }
+        }
+    }
+
     /// Reads `step` bytes into memory of the pool. Nothing is taken while the disk is paused.
     async fn read_step(&self, at: u64, step: usize) -> Result<(Taken<'_>, Pooled)> {
         loop {
-            let attempt = self.steady().ready(Direction::Read).await?;
-            let taken = self.bounces.take(Pool::footprint(step)).await;
+            let (attempt, taken) = self.ready(Direction::Read, step).await?;
             let Pooled { data, spare } = self.pool.take(step);
             self.check_memory()?;
             match self.device.read(at, data).await {
@@ -427,9 +437,8 @@ impl<D: BlockDevice> Context<D> {
     /// for each attempt.
     async fn write_step(&self, at: u64, step: usize, pieces: &mut Pieces<'_>) -> Result<()> {
         loop {
-            let attempt = self.steady().ready(Direction::Write).await?;
+            let (attempt, taken) = self.ready(Direction::Write, step).await?;
             let mut following = pieces.clone();
-            let taken = self.bounces.take(Pool::footprint(step)).await;
             let Pooled { mut data, spare } = self.pool.take(step);
             let mut to = &mut data[..];
             while let Some(piece) = following.next(to.len()) {

@@ -59,6 +59,23 @@ fn what_a_client_has_sent_does_not_wait_after_its_end() {
 }
 
 #[test]
+fn nor_do_more_requests_than_the_server_has_received() {
+    let served = failing();
+    served.disk(0).pausing.stop();
+    let mut client = TcpStream::connect(served.tcp).unwrap();
+    client.write_all(&[flags(), option_bytes(option::EXPORT_NAME, b"")].concat()).unwrap();
+    client.read_exact(&mut [0; 28]).unwrap();
+    for _ in 0..150 {
+        client.write_all(&write()).unwrap();
+    }
+    until_held(&served, 128);
+    drop(client);
+    until("the client's session to end", || served.server.connections() == 0);
+    assert_eq!(served.disk(0).pausing.state().waiting, 0);
+    go_on_without_it(&served);
+}
+
+#[test]
 fn a_client_that_sends_no_more_gets_an_error_for_what_a_paused_disk_holds() {
     let served = failing();
     let mut client = Client::ready(&served);

@@ -7,7 +7,7 @@
 use super::block::Block;
 use super::{AllocState, Allocator, Run, write_zeroes};
 use crate::sabotage::{self, Sabotage};
-use crate::{Result, violated};
+use crate::{Result, invariant, violated};
 use isobath_qcow2::geometry::MAX_REFCOUNT_TABLE_BYTES;
 use isobath_qcow2::header::field;
 use isobath_qcow2::{HostCluster, HostOffset, RefcountTableEntry};
@@ -55,6 +55,17 @@ impl<S: Storage> Allocator<S> {
     /// Makes the host give free clusters their space, which a structure is about to take: a commit that found none for
     /// it would be final, while the request that needs it now can be repeated. Space that was prepared is there.
     pub(super) async fn take_space(&self, state: &AllocState, clusters: Range<u64>) -> Result<()> {
+        let is_free = |cluster: u64| {
+            let (index, within) = self.geometry.refcount_position(HostCluster::new(cluster));
+            let count = state.blocks.get(&index).map_or(0, |block| block.get(within));
+            count == 0 && !state.is_kept(cluster)
+        };
+        let free = clusters.clone().all(is_free);
+        invariant(
+            free,
+            self.layer.name(),
+            "only free clusters are given to the refcount structure",
+        )?;
         self.refuse_tables(clusters.clone())?;
         let prepared = &state.prepared;
         if clusters.is_empty() || prepared.start <= clusters.start && clusters.end <= prepared.end {

@@ -708,6 +708,7 @@ mod tests {
     use crate::broken::{must_panic, must_violate, qcow2, writer};
     use crate::options::OpenOptions;
     use futures_executor::block_on;
+    use futures_util::FutureExt;
     use isobath_storage::memory::MemoryFile;
 
     /// Runs `test` with the allocator of a new image that has given out a cluster.
@@ -765,6 +766,18 @@ mod tests {
             assert_eq!(alloc.offset_of(HostCluster::new(3)).unwrap().get(), 3 << 16);
             let past = alloc.offset_of(HostCluster::new(u64::MAX));
             must_violate(past, "a cluster that was allocated has an offset");
+        });
+    }
+
+    #[test]
+    fn the_refcount_structure_takes_only_free_clusters() {
+        with_allocator(|alloc, state| {
+            let taken = |clusters| alloc.take_space(state, clusters).now_or_never().unwrap();
+            must_violate(taken(0..1), "only free clusters are given to the refcount structure");
+            let end = state.never_used;
+            state.areas.push(end..end + 1);
+            let kept = alloc.take_space(state, end..end + 1).now_or_never().unwrap();
+            must_violate(kept, "only free clusters are given to the refcount structure");
         });
     }
 

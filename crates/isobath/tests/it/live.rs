@@ -33,6 +33,8 @@ type TestHost = FaultHost<MemoryHost>;
 
 /// Bursts of requests after which the whole disk is compared, which takes longer than they do.
 const COMPARED_EVERY: u32 = 8;
+/// Bursts of requests after which a guest that waits for a job rests.
+const BUSY: u32 = 4_000;
 /// Disks are a number of these long.
 const SECTOR: usize = 512;
 
@@ -192,13 +194,19 @@ impl World {
         LiveDisk::new(disk, &options, Arc::new(Ticking::default()))
     }
 
-    /// Requests that do not overlap, issued together, until `done`.
-    async fn guest(&mut self, rng: &mut StdRng, done: &Cell<bool>, least: u32) {
+    /// Requests that do not overlap, issued together, until the other side is `done`. A guest that is busy for long
+    /// rests then: a job that is slower than its writes cannot end before.
+    async fn guest(&mut self, rng: &mut StdRng, done: &Cell<bool>) {
+        self.burst(rng).await;
         let mut rounds = 0;
-        while rounds < least || !done.get() {
+        while !done.get() {
             rounds += 1;
-            self.burst(rng).await;
-            assert!(rounds < 20_000, "the other side never ends");
+            if rounds < BUSY {
+                self.burst(rng).await;
+            } else {
+                give_way(1).await;
+            }
+            assert!(rounds < 1_000_000, "the other side never ends");
         }
     }
 
@@ -296,7 +304,7 @@ impl World {
             live.snapshot(&overlay).await.unwrap();
             done.set(true);
         };
-        futures_util::join!(change, self.guest(rng, &done, 1));
+        futures_util::join!(change, self.guest(rng, &done));
         let touched = self.touched.take().unwrap();
         let held = self.content(&former).await;
         let wrong = |n: &usize| !touched[*n] && held[*n] != before[*n];
@@ -414,7 +422,7 @@ impl World {
             run.await;
             done.set(true);
         };
-        futures_util::join!(run, steer, self.guest(rng, &done, 1));
+        futures_util::join!(run, steer, self.guest(rng, &done));
         assert!(job.error().is_none(), "{:?}", job.error());
         let whole = self.whole().await;
         self.model.check(&whole).unwrap_or_else(|mismatch| panic!("{job:?}: {mismatch}"));
@@ -521,7 +529,7 @@ async fn failing_commit(rng: &mut StdRng, operation: Operation, errno: i32) {
         Box::pin(run).await;
         done.set(true);
     };
-    futures_util::join!(run, world.guest(rng, &done, 1));
+    futures_util::join!(run, world.guest(rng, &done));
     // With nothing to bring down there is nothing to fail.
     if job.error().is_some() {
         assert_eq!(world.live.depth(), depth);
@@ -538,7 +546,7 @@ async fn failing_commit(rng: &mut StdRng, operation: Operation, errno: i32) {
                     Box::pin(run).await;
                     done.set(true);
                 };
-                futures_util::join!(run, world.guest(rng, &done, 1));
+                futures_util::join!(run, world.guest(rng, &done));
                 assert!(job.error().is_none(), "{:?}", job.error());
             }
             Err(error) => {

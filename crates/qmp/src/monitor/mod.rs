@@ -203,6 +203,7 @@ impl<H: Host + Clone> Monitor<H> {
         let reason = if self.quit.get() { "host-qmp-quit" } else { "host-signal" };
         self.events.emit("SHUTDOWN", json!({"guest": false, "reason": reason}));
         self.let_pass();
+        self.end_stop();
         let _order = self.order.lock().await;
         self.end_jobs().await;
         self.close_exports().await;
@@ -235,6 +236,16 @@ impl<H: Host + Clone> Monitor<H> {
             "x-isobath-query-disks" => Ok(self.query_disks()),
             "x-isobath-query-jobs" => Ok(self.query_more_of_jobs()),
             "x-isobath-query-job-records" => Ok(self.query_job_records()),
+            // These do not wait for a `stop` that waits.
+            "cont" => {
+                self.resume();
+                Ok(json!({}))
+            }
+            "quit" => {
+                self.quit.set(true);
+                self.changed.notify(usize::MAX);
+                Ok(json!({}))
+            }
             _ => {
                 let _order = self.order.lock().await;
                 self.change(command, arguments, client).await?;
@@ -260,10 +271,6 @@ impl<H: Host + Clone> Monitor<H> {
             "block_set_io_throttle" => self.set_io_throttle(&arguments),
             "x-isobath-set-on-failure" => self.set_on_failure(&arguments),
             "stop" => self.stop().await,
-            "cont" => {
-                self.resume();
-                Ok(())
-            }
             "block_resize" => self.block_resize(&arguments).await,
             "block-stream" => self.block_stream(&arguments),
             "block-commit" => self.block_commit(&arguments),
@@ -272,11 +279,6 @@ impl<H: Host + Clone> Monitor<H> {
             "x-isobath-forget-job" => self.forget_job(&arguments),
             "block-export-add" => self.block_export_add(&arguments, client).await,
             "block-export-del" => self.block_export_del(&arguments),
-            "quit" => {
-                self.quit.set(true);
-                self.changed.notify(usize::MAX);
-                Ok(())
-            }
             verb => self.job_verb(verb, &arguments),
         }
     }

@@ -81,6 +81,13 @@ impl<H: Host + Clone> Monitor<H> {
         Err(QmpError::new(format_args!("All is stopped, but not all is durable: {failures}")))
     }
 
+    /// Ends the wait of a `stop` for requests.
+    pub(super) fn end_stop(&self) {
+        for drive in self.drives() {
+            drive.disk().pausing().end();
+        }
+    }
+
     /// Lets the requests of all disks be carried out, those that failed once more.
     pub(super) fn resume(&self) {
         self.pass_on();

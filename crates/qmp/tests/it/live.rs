@@ -11,11 +11,14 @@ use isobath_ring::{Config, Executor, spawn};
 use isobath_storage::window::WindowHost;
 use isobath_storage_file::FileHost;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 
 /// The monitor on a thread; it ends by `quit`.
 pub(crate) struct Live {
     pub(crate) qmp: PathBuf,
+    disks: Receiver<Arc<LiveDisk<WindowHost<FileHost>>>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -26,11 +29,17 @@ impl Live {
         let listeners = (Listener::bind_unix(&qmp).unwrap(), Listener::bind_unix(&nbd).unwrap());
         let images: Vec<_> =
             images.iter().map(|(name, path)| ((*name).to_owned(), path.to_path_buf())).collect();
+        let (opened, disks) = channel();
         let thread = thread::spawn(move || {
             let executor = Executor::new(&Config::default()).unwrap();
-            executor.block_on(run(images, listeners));
+            executor.block_on(run(images, listeners, opened));
         });
-        Self { qmp, thread: Some(thread) }
+        Self { qmp, disks, thread: Some(thread) }
+    }
+
+    /// The next disk that it has opened.
+    pub(crate) fn disk(&self) -> Arc<LiveDisk<WindowHost<FileHost>>> {
+        self.disks.recv().unwrap()
     }
 
     pub(crate) fn client(&self) -> Client {
@@ -49,11 +58,16 @@ impl Live {
     }
 }
 
-async fn run(images: Vec<(String, PathBuf)>, (qmp, nbd): (Listener, Listener)) {
+async fn run(
+    images: Vec<(String, PathBuf)>,
+    (qmp, nbd): (Listener, Listener),
+    opened: Sender<Arc<LiveDisk<WindowHost<FileHost>>>>,
+) {
     let (host, options) = (WindowHost::new(FileHost), OpenOptions::new().writable(true));
     let mut drives = Vec::new();
     for (name, path) in images {
         let disk = LiveDisk::open(host.clone(), &path, &options).await.unwrap();
+        opened.send(disk.clone()).unwrap();
         drives.push(Drive::new(name, disk));
     }
     let listeners = Listeners::from([("nbd", vec![nbd.into()])]);

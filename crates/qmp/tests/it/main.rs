@@ -7,4 +7,5 @@ mod common;
 mod introspection;
 mod live;
 mod protocol;
+mod stop_that_waits;
 mod throttle;

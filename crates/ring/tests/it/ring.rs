@@ -452,8 +452,17 @@ fn a_peer_that_shuts_down_its_side_only_has_not_hung_up() {
     for io in [Io::Any, Io::Threads] {
         let executor = Executor::new(&Config { io, ..Config::default() }).unwrap();
         executor.block_on(async {
-            let (stream, peer) = pair();
+            let (stream, mut peer) = pair();
+            peer.write_all(b"left").unwrap();
+            let watched = stream.clone();
+            let ended = spawn(async move { watched.sends_no_more().await });
+            for _ in 0..10 {
+                yield_now().await;
+            }
+            assert!(!ended.is_finished());
             peer.shutdown(Shutdown::Write).unwrap();
+            ended.await.unwrap().unwrap();
+            assert_eq!(stream.recv(IoBuf::zeroed(8)).await.0.unwrap(), 4);
             assert_goes_on(&stream, || drop(peer)).await;
 
             let listener = Listener::bind_tcp((Ipv4Addr::LOCALHOST, 0).into()).unwrap();

@@ -217,6 +217,10 @@ async fn generate(
     shown.end(result.is_ok());
     match (result, interrupted.get()) {
         (Err(GenerateError::Stopped), Some(signal)) => Err(interrupted_by(signal)),
+        (Ok(generated), Some(signal)) => {
+            generated.remove();
+            Err(interrupted_by(signal))
+        }
         (result, _) => result.map_err(Failure::new),
     }
 }

@@ -104,10 +104,11 @@ pub(super) async fn convert(
     if result.is_ok() && interrupted.get().is_none() {
         return Ok(0);
     }
-    files.remove(false).await;
+    let what = if files.remove(false).await { "; the target was removed" } else { "" };
     match interrupted.get() {
         Some(signal) => {
-            Err(Failure::new("interrupted; the target was removed").with_code(128 + signal as u8))
+            let failure = Failure::new(format_args!("interrupted{what}"));
+            Err(failure.with_code(128 + signal as u8))
         }
         None => result.map(|()| 0),
     }

@@ -89,10 +89,7 @@ impl Target {
     /// Removes the files created for the target; returns whether there were any.
     pub(super) async fn remove(self) -> bool {
         match self.made {
-            Some(made) => {
-                made.remove().await;
-                true
-            }
+            Some(made) => made.remove().await,
             None => false,
         }
     }

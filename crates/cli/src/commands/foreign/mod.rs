@@ -68,13 +68,23 @@ impl Files {
         Ok(file)
     }
 
-    /// Deletes them, or only those that are new, if they still have their names.
-    pub(crate) async fn remove(&self, only_new: bool) {
+    /// Deletes them, or only those that are new, if they still have their names. Returns whether it did.
+    pub(crate) async fn remove(&self, only_new: bool) -> bool {
+        let mut all = true;
         for Kept { name, file, .. } in self.0.iter().filter(|kept| kept.is_new || !only_new) {
-            if let Err(error) = FileHost.remove_file(name, file).await {
-                tracing::warn!("{error}");
+            match FileHost.remove_file(name, file).await {
+                Ok(true) => continue,
+                Ok(false) => {
+                    let name = isobath_storage::shown(name);
+                    tracing::warn!(
+                        "'{name}' stays as it is: another program has changed what it names"
+                    );
+                }
+                Err(error) => tracing::warn!("{error}"),
             }
+            all = false;
         }
+        all
     }
 }
 
