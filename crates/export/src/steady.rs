@@ -77,7 +77,7 @@ impl<'a, D: BlockDevice> Steady<'a, D> {
     /// Waits while the disk is paused, until an attempt may be made. If it fails, see [`hold`](Self::hold).
     pub(crate) async fn ready(&self, direction: Direction) -> Outcome<Attempt<'a>> {
         match self.pausing() {
-            (None, _inside) => Ok(Attempt { _inside, round: 0 }),
+            (None, inside) => Ok(Attempt { _inside: inside, round: 0 }),
             (Some(pausing), _) => Box::pin(self.pass(pausing, pausing.pass(direction))).await,
         }
     }

@@ -193,17 +193,17 @@ fn the_files_of_a_stopped_disk_stay_as_they_are() {
             if piece.is_multiple_of(4) {
                 block_on(flush(&disk)).unwrap();
             }
-            (&mut attend)(1);
+            attend(1);
         }
         disk.pausing().stop();
         block_on(disk.settle()).unwrap();
         let contents = || memory.contents(NAME).unwrap();
         let before = contents();
-        (&mut attend)(200);
+        attend(200);
         assert!(before == contents(), "{metadata:?}");
         assert_holds(&memory, NAME, 399, 7);
         disk.pausing().resume();
-        (&mut attend)(200);
+        attend(200);
         // What waited is done now.
         let changes = metadata == MetadataMode::Embedded;
         assert_eq!(before != contents(), changes, "{metadata:?}");
