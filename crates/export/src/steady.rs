@@ -69,7 +69,9 @@ impl<'a, D: BlockDevice> Steady<'a, D> {
 
     /// Waits while the disk is paused, and then for its limits. See [`BlockDevice::admit`].
     pub(crate) async fn admit(&self, direction: Direction, bytes: u64) -> Outcome<()> {
-        drop(self.ready(direction).await?);
+        if self.device.pausing().is_some_and(|pausing| !pausing.is_plain()) {
+            drop(self.ready(direction).await?);
+        }
         self.device.admit(direction, bytes).await;
         Ok(())
     }

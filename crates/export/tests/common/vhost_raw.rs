@@ -186,6 +186,13 @@ impl Raw {
         self.tell_with(5, &memory_table(&[(0, MEMORY as u64, USER, 0)]), &[&self.memory.file]);
     }
 
+    /// Asks for a list of those in flight, for one queue of 16: what describes it, and its file.
+    pub fn ask_for_list(&self) -> (Vec<u8>, File) {
+        self.tell(31, &[vec![0; 16], vec![1, 0, 16, 0]].concat());
+        let (body, file) = receive_with_file(&self.socket, 31);
+        (body, file.into())
+    }
+
     pub fn start_queue(&self, queue: u16, base: u32) {
         self.set_up(queue, base);
         self.tell_with(12, &u64::from(queue).to_ne_bytes(), &[&self.kicks[usize::from(queue)]]);

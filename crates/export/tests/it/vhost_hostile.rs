@@ -3,8 +3,7 @@
 use crate::memory_disk::MemoryDisk;
 use crate::vhost_raw::{
     AVAILABLE, DATA, EVENT_INDEX, FEATURES, FLUSH, INDIRECT, MEMORY, NEXT, PART, Raw, TABLE, USED,
-    USER, WRITE, addresses, descriptor, eventfd, header, memory_table, message, receive_with_file,
-    state,
+    USER, WRITE, addresses, descriptor, eventfd, header, memory_table, message, state,
 };
 use crate::vhost_served::VhostServed;
 use isobath_export::vhost_user::Options;
@@ -364,11 +363,7 @@ fn the_list_of_requests_in_flight_brings_them_back_in_order() {
     let served = served();
     let raw = Raw::connect(&served.socket, 1, 16);
     raw.agree(FEATURES);
-    // 1 queue of 16.
-    let ask = [vec![0; 16], vec![1, 0, 16, 0]].concat();
-    raw.tell(31, &ask);
-    let (body, file) = receive_with_file(&raw.socket, 31);
-    let file = File::from(file);
+    let (body, file) = raw.ask_for_list();
     assert_eq!((body.len(), &body[..8]), (24, &320_u64.to_ne_bytes()[..]));
     // As a server left it that took three writes of the same sector, and ended one read and one of the
     // writes, of which it had told in the used ring only.

@@ -1,7 +1,7 @@
 //! A disk under a guest that pauses when the storage fails.
 
 use crate::memory_disk::MemoryDisk;
-use crate::vhost_raw::{DATA, FEATURES, NEXT, Raw, WRITE, descriptor, header, receive_with_file};
+use crate::vhost_raw::{DATA, FEATURES, NEXT, Raw, WRITE, descriptor, header};
 use crate::vhost_served::VhostServed;
 use isobath_disk::pausing::{OnFailure, Pause, Policies};
 use isobath_disk::throttle::Direction;
@@ -68,11 +68,7 @@ fn go_on(disk: &MemoryDisk) {
 fn listed(served: &VhostServed<MemoryDisk>) -> (Raw, Vec<u8>, File) {
     let raw = Raw::connect(&served.socket, 1, 16);
     raw.agree(FEATURES);
-    // 1 queue of 16.
-    let ask = [vec![0; 16], vec![1, 0, 16, 0]].concat();
-    raw.tell(31, &ask);
-    let (body, file) = receive_with_file(&raw.socket, 31);
-    let file = File::from(file);
+    let (body, file) = raw.ask_for_list();
     assert!(raw.is_done(32, &body, &[&file]));
     raw.start_queue(0, 0);
     (raw, body, file)
@@ -165,10 +161,7 @@ fn a_queue_with_a_new_list_does_not_carry_out_what_has_ended_once_more() {
     assert!(is_listed(&list));
     go_on(&served.device);
     // Another list, from which that request is missing: it is never answered, and none is answered twice.
-    let ask = [vec![0; 16], vec![1, 0, 16, 0]].concat();
-    raw.tell(31, &ask);
-    let (_, new) = receive_with_file(&raw.socket, 31);
-    let new = File::from(new);
+    let (_, new) = raw.ask_for_list();
     assert!(raw.is_done(32, &body, &[&new]));
     raw.start_queue(0, 1);
     write_elsewhere(&raw, 64);
