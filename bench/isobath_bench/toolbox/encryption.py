@@ -1,67 +1,87 @@
-"""An encrypted image read and written, beside the same image in plain, in a warm page cache."""
+"""An encrypted image read and written, beside the same image in plain, in a warm page cache.
+
+Isobath by itself with its command `bench`; beside QEMU, whose `bench` takes no secrets, over NBD: `qemu-nbd` and
+Isobath under that name, with the same command line.
+"""
 
 import shutil
 
-from isobath_bench import report, rounds, tools
+from isobath_bench import fio, report, rounds, servers, tools
 
-from . import directory, measured, programs, settle
+from . import directory, measured, settle
 
-# Name, bytes of a request, requests in flight, further options.
+# Name, bytes of a request, requests in flight, whether they write.
 LOADS = {
-    "read 4k": (4096, 16, []),
-    "write 4k": (4096, 16, ["-w"]),
-    "read 1M": (1 << 20, 4, []),
-    "write 1M": (1 << 20, 4, ["-w"]),
+    "read 4k": (4096, 16, False),
+    "write 4k": (4096, 16, True),
+    "read 1M": (1 << 20, 4, False),
+    "write 1M": (1 << 20, 4, True),
 }
+IMAGES = ["plain", "encrypted"]
+ALONE = ["isobath bench"]
+SERVERS = ["isobath over NBD", "qemu-nbd"]
 
 
-def run(count, _seconds):
+def run(count, length):
     mib = 64 if tools.QUICK else 1024
     work = directory("encryption")
     (work / "key").write_text("correct horse")
     secret = ["--object", f"secret,id=s,file={work / 'key'}"]
     key = "encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10"
-    images = {"plain": work / "plain", "encrypted": work / "encrypted"}
-    for name, image in images.items():
-        options = [*secret, "-o", key] if name == "encrypted" else []
-        tools.run(tools.ISOBATH, "create", "-q", "-f", "qcow2", *options, image, f"{mib}M")
-    named = {
-        name: f"driver=qcow2,file.filename={image}" + (",encrypt.key-secret=s" if name == "encrypted" else "")
-        for name, image in images.items()
-    }
-    for name in images:
+    named = {}
+    for name in IMAGES:
+        options, with_key = ([*secret, "-o", key], ",encrypt.key-secret=s") if name == "encrypted" else ([], "")
+        tools.run(tools.ISOBATH, "create", "-q", "-f", "qcow2", *options, work / name, f"{mib}M")
+        named[name] = f"driver=qcow2,file.filename={work / name}{with_key}"
         tools.run(tools.ISOBATH, "io", *secret, "--image-opts", "-c", f"write -q -P 7 0 {mib}M", named[name])
+    (work / "links").mkdir()
+    tools.run(tools.ISOBATH, "install-links", work / "links")
+    programs = {"isobath over NBD": work / "links" / "qemu-nbd", "qemu-nbd": "qemu-nbd"}
     settle()
 
-    def measure(load, name, program):
-        size, depth, options = LOADS[load]
+    def alone(load, name, _program):
+        size, depth, writes = LOADS[load]
         total = mib << 20 if size > 4096 else (mib << 20) // 4
+        command = [tools.ISOBATH, "bench", *secret, "--image-opts", "-d", depth, "-s", size, *(["-w"] if writes else [])]
         # Opening an image derives a key, which the time of one request shows.
-        command = [programs()[program], "bench", *secret, "--image-opts", "-d", depth, "-s", size, *options]
-        alone = measured(*command, "-c", 1, named[name])
+        opening = measured(*command, "-c", 1, named[name])
         sample = measured(*command, "-c", total // size, named[name])
         settle()
-        return {field: sample[field] - alone[field] for field in sample}
+        return {"bytes_per_second": total / (sample["seconds"] - opening["seconds"])}
 
-    cases = [(load, name) for load in LOADS for name in images]
-    samples = rounds.by_case(count, cases, list(programs()), measure)
+    def served(load, name, program):
+        size, depth, writes = LOADS[load]
+        order = "rand" if size == 4096 else ""
+        socket = tools.WORK / "encryption.sock"
+        command = [programs[program], "--persistent", "--shared=16", "--cache=writeback", f"--socket={socket}"]
+        with servers.Server(program, [*command, *secret, "--image-opts", named[name]], socket) as server:
+            sample = fio.load(
+                server, rw=order + ("write" if writes else "read"), block=size, depth=depth, seconds=length
+            )
+        settle()
+        return sample
+
+    cases = [(load, name) for load in LOADS for name in IMAGES]
+    samples = rounds.by_case(count, cases, ALONE, alone)
+    samples.update(rounds.by_case(count, cases, SERVERS, served))
     shutil.rmtree(work)
 
-    def seconds(load, name, program):
-        return samples.median((load, name, program), "seconds")
+    def speed(load, name, program):
+        return samples.median((load, name, program), "bytes_per_second")
 
     goals, rows = [], []
     for load in LOADS:
-        of_plain = report.ratio(seconds(load, "plain", "isobath"), seconds(load, "encrypted", "isobath"))
-        of_qemu = report.ratio(seconds(load, "encrypted", "qemu-img"), seconds(load, "encrypted", "isobath"))
+        of_plain = report.ratio(speed(load, "encrypted", ALONE[0]), speed(load, "plain", ALONE[0]))
+        of_qemu = report.ratio(*(speed(load, "encrypted", program) for program in SERVERS))
         goals.append(report.limit(f"encrypted, {load}: throughput, encrypted ÷ plain", of_plain, at_least=0.8))
-        goals.append(report.limit(f"encrypted, {load}: throughput, isobath ÷ qemu-img", of_qemu, at_least=1.3))
-        for name in images:
-            for program in programs():
-                rows.append([load, name, program, f"{seconds(load, name, program):.3f}"])
+        goals.append(report.limit(f"encrypted, {load}: throughput, isobath ÷ qemu-nbd", of_qemu, at_least=1.3))
+        for name in IMAGES:
+            for program in ALONE + SERVERS:
+                text = samples.text((load, name, program), "bytes_per_second", factor=1 / (1 << 20))
+                rows.append([load, name, program, text])
     return {
         "samples": samples.raw(),
-        "tables": [{"title": f"{mib} MiB disk", "columns": ["load", "image", "program", "s"], "rows": rows}],
+        "tables": [{"title": f"{mib} MiB disk", "columns": ["load", "image", "program", "MiB/s"], "rows": rows}],
         "goals": goals,
         "figures": [],
         "notes": [],

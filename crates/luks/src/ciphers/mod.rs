@@ -2,6 +2,7 @@
 
 mod hashes;
 mod sectors;
+mod xts;
 
 pub(crate) use hashes::{chain, derive};
 pub use sectors::Cipher;

@@ -1,5 +1,6 @@
 //! The encryption of sectors.
 
+use super::xts;
 use crate::algorithms::{CipherAlgorithm, CipherMode, CipherSpec, IvGenerator, SECTOR};
 use crate::error::{Error, Result};
 use aes::cipher::consts::U16;
@@ -11,15 +12,15 @@ use std::sync::Arc;
 use zeroize::Zeroize;
 
 /// The length of a cipher's block in bytes.
-const BLOCK: usize = 16;
+pub(super) const BLOCK: usize = 16;
 
 /// The number of blocks in a sector.
-const BLOCKS: usize = SECTOR / BLOCK;
+pub(super) const BLOCKS: usize = SECTOR / BLOCK;
 
 /// The number of blocks passed to the cipher at a time: as many as the widest instructions process in parallel.
-const PARALLEL: usize = 64;
+pub(super) const PARALLEL: usize = 64;
 
-type Block = Array<u8, U16>;
+pub(super) type Block = Array<u8, U16>;
 
 /// Encrypts and decrypts the sectors of a disk. Clones share the keys, which are zeroized when the last clone is
 /// dropped.
@@ -98,10 +99,10 @@ impl Cipher {
         let keys = &*self.0;
         match &keys.mode {
             Mode::Xts128 { data: key, tweak } => {
-                keys.xts(tweak, sector, data, |blocks| key.encrypt_blocks(blocks));
+                keys.xts(tweak, sector, data, |part| key.encrypt_with_backend(part));
             }
             Mode::Xts256 { data: key, tweak } => {
-                keys.xts(tweak, sector, data, |blocks| key.encrypt_blocks(blocks));
+                keys.xts(tweak, sector, data, |part| key.encrypt_with_backend(part));
             }
             Mode::Cbc128(key) => keys.encrypt_cbc(key, sector, data),
             Mode::Cbc256(key) => keys.encrypt_cbc(key, sector, data),
@@ -116,10 +117,10 @@ impl Cipher {
         let keys = &*self.0;
         match &keys.mode {
             Mode::Xts128 { data: key, tweak } => {
-                keys.xts(tweak, sector, data, |blocks| key.decrypt_blocks(blocks));
+                keys.xts(tweak, sector, data, |part| key.decrypt_with_backend(part));
             }
             Mode::Xts256 { data: key, tweak } => {
-                keys.xts(tweak, sector, data, |blocks| key.decrypt_blocks(blocks));
+                keys.xts(tweak, sector, data, |part| key.decrypt_with_backend(part));
             }
             Mode::Cbc128(key) => keys.decrypt_cbc(key, sector, data),
             Mode::Cbc256(key) => keys.decrypt_cbc(key, sector, data),
@@ -142,8 +143,8 @@ impl Keys {
         }
     }
 
-    /// XTS (IEEE 1619-2007, section 5) over whole sectors: `apply` encrypts or decrypts blocks.
-    fn xts<C>(&self, tweak: &C, sector: u64, data: &mut [u8], apply: impl Fn(&mut [Block]))
+    /// XTS (IEEE 1619-2007, section 5) over whole sectors: `apply` encrypts or decrypts a part.
+    fn xts<C>(&self, tweak: &C, sector: u64, data: &mut [u8], apply: impl Fn(xts::Part<'_>))
     where
         C: BlockCipherEncrypt + BlockSizeUser<BlockSize = U16>,
     {
@@ -152,21 +153,7 @@ impl Keys {
             let tweaks = &mut tweaks[..group.len() / SECTOR];
             self.vectors(first, tweaks);
             tweak.encrypt_blocks(tweaks);
-            let parts = group.chunks_mut(PARALLEL * BLOCK);
-            for (part, tweaks) in parts.zip(tweaks.chunks(PARALLEL / BLOCKS)) {
-                let mut masks = [0; PARALLEL];
-                for (masks, tweak) in masks.chunks_exact_mut(BLOCKS).zip(tweaks) {
-                    let mut mask = u128::from_le_bytes((*tweak).into());
-                    for place in masks {
-                        *place = mask;
-                        mask = (mask << 1) ^ (0x87 * (mask >> 127));
-                    }
-                }
-                let (blocks, _) = Block::slice_as_chunks_mut(part);
-                xor(blocks, &masks);
-                apply(blocks);
-                xor(blocks, &masks);
-            }
+            apply(xts::Part { tweaks, sectors: group });
         }
     }
 
@@ -222,12 +209,6 @@ fn groups(sector: u64, data: &mut [u8]) -> impl Iterator<Item = (u64, &mut [u8])
     assert!(data.len().is_multiple_of(SECTOR), "{} bytes are not whole sectors", data.len());
     let groups = data.chunks_mut(PARALLEL * SECTOR).enumerate();
     groups.map(move |(at, group)| (sector.wrapping_add((at * PARALLEL) as u64), group))
-}
-
-fn xor(blocks: &mut [Block], masks: &[u128; PARALLEL]) {
-    for (block, mask) in blocks.iter_mut().zip(masks) {
-        *block = (u128::from_ne_bytes((*block).into()) ^ mask.to_le()).to_ne_bytes().into();
-    }
 }
 
 fn xored(one: &Block, other: &Block) -> Block {
