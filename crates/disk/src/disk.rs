@@ -14,7 +14,7 @@ use isobath_image::options::OpenOptions;
 use isobath_image::readers::Readers;
 use isobath_image::writer::{StopOnPanic, Writer};
 use isobath_image::{DiskError, Result, invariant, lock_order};
-use isobath_storage::{Host, IoBuf, Storage};
+use isobath_storage::{Host, IoBuf, Storage, StorageExt};
 use isobath_sync::AsyncMutex;
 use isobath_sync::order::in_order;
 use parking_lot::RwLock;
@@ -284,6 +284,11 @@ impl<H: Host> Disk<H> {
     /// The active layer, if it is a qcow2 image.
     pub fn active_qcow2(&self) -> Option<&Qcow2> {
         self.chain.active().as_qcow2()
+    }
+
+    /// Asks the host to begin to write back what was written.
+    pub(crate) async fn begin_write_back(&self) {
+        self.chain.active().data().begin_write_back().await;
     }
 
     /// Flushes and brings the image into its final state: no leaked clusters, bitmaps valid where

@@ -56,6 +56,7 @@ pub use restart_memory::RestartDirectories;
 pub use storage::FileStorage;
 
 use crate::lock::Wanted;
+use isobath_ring::unblock;
 use isobath_storage::Operation;
 use isobath_storage::{
     Access, Allocation, BoxFuture, Capabilities, Extensions, Hints, Identity, IoBuf, Layout,
@@ -73,17 +74,13 @@ impl Storage for FileStorage {
     }
 
     fn capabilities(&self) -> Capabilities {
+        // How the file is best written is not worth the system calls where it is only read.
+        let read_only = self.writing.has_ended();
         Capabilities {
-            read_only: self.writing.has_ended(),
+            read_only,
             extends_with_zeroes: self.kind == Kind::Regular,
-            gains_from_written_space: *self.gains.get_or_init(|| {
-                let found = self.kept().and_then(|target| sys::file_system(&target.file));
-                self.kind == Kind::Regular && found.is_ok_and(flush::gains_from_written_space)
-            }),
-            atomic_write: *self.atomic.get_or_init(|| {
-                let found = self.kept().ok().map(|target| atomic::of_file(&target.file));
-                found.unwrap_or(SECTOR)
-            }),
+            gains_from_written_space: !read_only && self.gains_from_written_space(),
+            atomic_write: if read_only { SECTOR } else { self.atomic_write() },
             clone_alignment: *self.clones.get_or_init(|| self.find_clone_alignment()),
             is_device: self.kind != Kind::Regular,
             begins_at: 0,
@@ -303,6 +300,16 @@ impl Hints for FileStorage {
         Box::pin(async move {
             if let Ok(target) = self.target().await {
                 sys::advise(&target.file, advice);
+            }
+        })
+    }
+
+    fn begin_write_back(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async {
+            let Ok(target) = self.kept() else { return };
+            let begun = unblock(move || sys::begin_write_back(&target.file)).await;
+            if let Err(error) = begun {
+                tracing::debug!(name = ?self.file.name, %error, "cannot begin to write back");
             }
         })
     }

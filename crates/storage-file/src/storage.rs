@@ -1,8 +1,9 @@
 //! An open file, and what its operations share.
 
+use super::atomic;
 use super::cached::Cached;
 use super::direct::Direct;
-use super::flush::Durability;
+use super::flush::{self, Durability};
 use super::landing::unblocked;
 use super::named::Named;
 use super::open::Kind;
@@ -12,7 +13,7 @@ use super::sys;
 use super::transfer::{self, Target};
 use arc_swap::ArcSwap;
 use isobath_storage::error::{Operation, StorageError};
-use isobath_storage::{Allocation, IoBuf, Result};
+use isobath_storage::{Allocation, IoBuf, Result, SECTOR};
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -149,6 +150,22 @@ impl FileStorage {
             Some(direct) => direct.write(target, offset, buf).await,
             None => transfer::write(target, offset, buf).await,
         }
+    }
+
+    /// Whether the file system is one where flushes are cheaper in written space.
+    pub(super) fn gains_from_written_space(&self) -> bool {
+        *self.gains.get_or_init(|| {
+            let found = self.kept().and_then(|target| sys::file_system(&target.file));
+            self.kind == Kind::Regular && found.is_ok_and(flush::gains_from_written_space)
+        })
+    }
+
+    /// The size of the device's atomic writes.
+    pub(super) fn atomic_write(&self) -> u64 {
+        *self.atomic.get_or_init(|| {
+            let found = self.kept().ok().map(|target| atomic::of_file(&target.file));
+            found.unwrap_or(SECTOR)
+        })
     }
 
     pub(super) fn length_of(&self, file: &OwnedFd) -> io::Result<u64> {

@@ -1,8 +1,8 @@
 //! Wrapping hosts: every operation is forwarded, and hooks are called before and after it.
 
 use isobath_storage::{
-    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, OpenMode,
-    Reflink, Result, Roles, Stamp, Stamps, Storage, ZeroMode,
+    Access, Allocation, BoxFuture, Capabilities, Extensions, FileId, Hints, Host, Identity, IoBuf,
+    Layout, OpenMode, Reflink, Result, Roles, Stamp, Stamps, Storage, ZeroMode,
 };
 use std::future::Future;
 use std::path::{Path, PathBuf};
@@ -89,6 +89,9 @@ pub trait Hooks: Send + Sync + 'static {
         begun: Self::Begun,
         done: Option<Call<'_>>,
     ) -> impl Future<Output = Result<()>>;
+
+    /// Called before the wrapped file is asked to begin to write back.
+    fn begin_write_back(&self) {}
 
     /// The file's capabilities, given the wrapped file's.
     fn capabilities(&self, own: Capabilities) -> Capabilities {
@@ -228,6 +231,7 @@ impl<S: Storage, K: Hooks> Storage for PassThroughFile<S, K> {
         Extensions {
             roles: roles.then_some(self),
             stamps: stamps.then_some(self),
+            hints: Some(self),
             ..inner.with_reflink(reflink.then_some(self as &dyn Reflink<Self>))
         }
     }
@@ -314,5 +318,20 @@ impl<S: Storage, K: Hooks> Stamps for PassThroughFile<S, K> {
 
     fn settled_stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>> {
         Box::pin(self.around(Call::Query, self.inner.settled_stamp()))
+    }
+}
+
+impl<S: Storage, K: Hooks> Hints for PassThroughFile<S, K> {
+    fn advise(&self, access: Access) -> BoxFuture<'_, ()> {
+        Box::pin(self.inner.advise(access))
+    }
+
+    fn begin_write_back(&self) -> BoxFuture<'_, ()> {
+        self.hooks.begin_write_back();
+        Box::pin(self.inner.begin_write_back())
+    }
+
+    fn lay_out(&self, layout: Layout) -> BoxFuture<'_, ()> {
+        Box::pin(self.inner.lay_out(layout))
     }
 }

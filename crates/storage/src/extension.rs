@@ -181,6 +181,12 @@ pub trait Hints {
     /// Tells the host how the file will be read from now on.
     fn advise(&self, access: Access) -> BoxFuture<'_, ()>;
 
+    /// Asks the host to begin to write to the disk what it still has in memory of the file, so that a later
+    /// [`flush`](Storage::flush) takes less time. Nothing is durable before that flush, which reports what failed here.
+    fn begin_write_back(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async {})
+    }
+
     /// Tells the host how to lay out a file that was just created, before its first bytes are written. What it does not
     /// support it ignores.
     fn lay_out(&self, layout: Layout) -> BoxFuture<'_, ()> {
@@ -212,6 +218,18 @@ pub trait StorageExt {
                 && layout != Layout::default()
             {
                 hints.lay_out(layout).await;
+            }
+        }
+    }
+
+    /// As [`Hints::begin_write_back`]; nothing without hints.
+    fn begin_write_back(&self) -> impl Future<Output = ()>
+    where
+        Self: Storage,
+    {
+        async move {
+            if let Some(hints) = self.extensions().hints {
+                hints.begin_write_back().await;
             }
         }
     }

@@ -119,10 +119,11 @@ pub struct Capabilities {
     /// another flush of the device. For blocks that were written and flushed before it does not. Writing zeroes ahead
     /// and flushing them separately, or reusing freed space, then saves half of a flush's cost. Elsewhere it gains
     /// nothing: on file systems that never overwrite (Btrfs), in memory, on block devices, and over a network, where
-    /// the remote storage is unknown.
+    /// the remote storage is unknown. A handle that only reads may not know it.
     pub gains_from_written_space: bool,
     /// Bytes that the device writes atomically, even if its power fails: each aligned block of this size in the file
-    /// holds either its old contents or what was written. A power of two, at least 512.
+    /// holds either its old contents or what was written. A power of two, at least 512, which a handle that only reads
+    /// may give in any case.
     pub atomic_write: u64,
     /// The block size in bytes, a power of two, by which [`Reflink::clone_range`] may share another file's space in
     /// this one; `None` if it is known that it cannot.

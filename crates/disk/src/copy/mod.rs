@@ -26,6 +26,8 @@ use zeroes::runs;
 
 /// Bytes read and written at once.
 const CHUNK: u64 = 2 << 20;
+/// How many bytes are copied before the target's host is asked to write them back.
+const WRITE_BACK: u64 = 32 << 20;
 /// The minimum read at once for compression.
 const COMPRESSED_CHUNK: u64 = 256 << 10;
 /// The least that is salvaged.
@@ -237,7 +239,10 @@ impl<H: Host> DiskCopy<H> {
             };
             buf.unsplit(spare);
             spare = buf;
-            self.done.fetch_add(length, Ordering::Relaxed);
+            let done = self.done.fetch_add(length, Ordering::Relaxed);
+            if done / WRITE_BACK != (done + length) / WRITE_BACK {
+                self.target.begin_write_back().await;
+            }
         }
         Ok(())
     }

@@ -35,3 +35,4 @@ mod small_map;
 mod snapshots_stay;
 mod stop_and_go;
 mod stopped;
+mod write_back;
