@@ -42,7 +42,8 @@ def run(count, length):
     def alone(load, name, _program):
         size, depth, writes = LOADS[load]
         total = mib << 20 if size > 4096 else (mib << 20) // 4
-        command = [tools.ISOBATH, "bench", *secret, "--image-opts", "-d", depth, "-s", size, *(["-w"] if writes else [])]
+        command = [tools.ISOBATH, "bench", *secret, "--image-opts", "-d", depth, "-s", size]
+        command += ["-w"] if writes else []
         # Opening an image derives a key, which the time of one request shows.
         opening = measured(*command, "-c", 1, named[name])
         sample = measured(*command, "-c", total // size, named[name])

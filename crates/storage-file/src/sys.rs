@@ -111,8 +111,8 @@ pub(super) fn advise(file: &OwnedFd, advice: libc::c_int) {
     unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, advice) };
 }
 
-/// Starts to write all of a file's dirty pages, and waits at most until the disk takes requests. An error of the disk is
-/// left to the next sync.
+/// Starts to write all of a file's dirty pages, and waits at most until the disk takes requests. An error of the disk
+/// is left to the next sync.
 pub(super) fn begin_write_back(file: &OwnedFd) -> io::Result<()> {
     // SAFETY: the call takes no memory.
     done(unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, libc::SYNC_FILE_RANGE_WRITE) })

@@ -1,5 +1,6 @@
 //! Ciphers, hashes and random bytes. A build without the feature `ciphers` uses `absent.rs` instead.
 
+mod blocks;
 mod hashes;
 mod sectors;
 mod xts;

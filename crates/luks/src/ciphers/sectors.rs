@@ -1,26 +1,16 @@
 //! The encryption of sectors.
 
+use super::blocks::{BLOCK, BLOCKS, Block, PARALLEL};
 use super::xts;
 use crate::algorithms::{CipherAlgorithm, CipherMode, CipherSpec, IvGenerator, SECTOR};
 use crate::error::{Error, Result};
 use aes::cipher::consts::U16;
-use aes::cipher::{Array, BlockCipherDecrypt, BlockCipherEncrypt, BlockSizeUser, KeyInit};
+use aes::cipher::{BlockCipherDecrypt, BlockCipherEncrypt, BlockSizeUser, KeyInit};
 use aes::{Aes128, Aes256, Aes256Enc};
 use sha2::{Digest, Sha256};
 use std::fmt;
 use std::sync::Arc;
 use zeroize::Zeroize;
-
-/// The length of a cipher's block in bytes.
-pub(super) const BLOCK: usize = 16;
-
-/// The number of blocks in a sector.
-pub(super) const BLOCKS: usize = SECTOR / BLOCK;
-
-/// The number of blocks passed to the cipher at a time: as many as the widest instructions process in parallel.
-pub(super) const PARALLEL: usize = 64;
-
-pub(super) type Block = Array<u8, U16>;
 
 /// Encrypts and decrypts the sectors of a disk. Clones share the keys, which are zeroized when the last clone is
 /// dropped.

@@ -1,12 +1,12 @@
-//! What XTS (IEEE 1619-2007, section 5) does beside the block cipher. The cipher calls it where the compiler may use the
-//! instructions that the cipher itself uses; only what is inlined there uses them.
+//! What XTS (IEEE 1619-2007, section 5) does beside the block cipher. The cipher calls it where the compiler may use
+//! the instructions that the cipher itself uses; only what is inlined there uses them.
 
 #![allow(
     clippy::inline_always,
     reason = "a function that is not inlined uses the oldest processor's instructions"
 )]
 
-use super::sectors::{BLOCK, BLOCKS, Block, PARALLEL};
+use super::blocks::{BLOCK, BLOCKS, Block, PARALLEL};
 use aes::cipher::consts::U16;
 use aes::cipher::{
     BlockCipherDecBackend, BlockCipherDecClosure, BlockCipherEncBackend, BlockCipherEncClosure,
@@ -77,9 +77,9 @@ impl BlockCipherDecClosure for Part<'_> {
     }
 }
 
-/// The masks of a sector's blocks: the tweak times 1, x, x², … in the field of 2¹²⁸ elements, as pairs of words, the lower
-/// one first. Several at a time, independently of each other: the first ones one by one, then each from the one that
-/// many places before it.
+/// The masks of a sector's blocks: the tweak times 1, x, x², … in the field of 2¹²⁸ elements, as pairs of words, the
+/// lower one first. Several at a time, independently of each other: the first ones one by one, then each from the one
+/// that many places before it.
 #[inline(always)]
 fn fill_masks(tweak: u128, masks: &mut [u64; 2 * BLOCKS]) {
     const LANES: usize = 8;
