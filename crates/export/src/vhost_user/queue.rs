@@ -207,6 +207,9 @@ where
                     break;
                 }
                 work = 0;
+                if self.is_half_done() {
+                    self.finish();
+                }
             }
             let Some(head) = self.ring.take()? else { break };
             taken = true;
@@ -247,6 +250,12 @@ where
                 Ok(Poll::Ready(()))
             }
         }
+    }
+
+    /// Whether as much has ended as is still to be done of what is known. The driver then hears of it, so that it can
+    /// prepare new requests meanwhile: otherwise the two sides would take turns, each asleep while the other works.
+    fn is_half_done(&self) -> bool {
+        2 * self.context.done.borrow().len() >= self.open + self.ring.left()
     }
 
     /// Starts a request, unless what describes it is in lost memory; gives the bytes that it has read at once.

@@ -217,6 +217,11 @@ impl Ring {
         Ok(available != self.next_available)
     }
 
+    /// The available entries that it knows of, and that were not taken yet.
+    pub(crate) fn left(&self) -> usize {
+        usize::from(self.seen.wrapping_sub(self.next_available))
+    }
+
     /// The descriptor at an index.
     pub(crate) fn descriptor(&self, index: u16) -> Option<Descriptor> {
         let offset = DESCRIPTOR * usize::from(index);

@@ -1,4 +1,4 @@
-//! Queues that share a thread.
+//! What a queue does while it has much to do.
 
 use crate::vhost_raw::{DATA, FEATURES, NEXT, Raw, WRITE, descriptor, header};
 use crate::vhost_served::VhostServed;
@@ -10,9 +10,11 @@ use std::sync::{Arc, Mutex};
 
 const SIZE: u64 = 1 << 20;
 
-/// Answers reads at once, in the order that it notes. The very first one holds up the thread.
+/// Answers reads at once, in the order that it notes. Some of them hold up the thread.
 struct Noting {
     order: Mutex<Vec<u64>>,
+    /// The numbers of these, from 1.
+    hold_up: &'static [usize],
     began: Sender<()>,
     go_on: Mutex<Receiver<()>>,
 }
@@ -31,12 +33,12 @@ impl BlockDevice for Noting {
     }
 
     async fn read(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
-        let first = {
+        let number = {
             let mut order = self.order.lock().unwrap();
             order.push(offset);
-            order.len() == 1
+            order.len()
         };
-        if first {
+        if self.hold_up.contains(&number) {
             self.began.send(()).unwrap();
             self.go_on.lock().unwrap().recv().unwrap();
         }
@@ -72,18 +74,29 @@ impl BlockDevice for Noting {
     }
 }
 
+/// A served device that holds up its thread in these reads, what tells when it does, and what lets it go on.
+fn served(hold_up: &'static [usize]) -> (VhostServed<Noting>, Receiver<()>, Sender<()>) {
+    let ((began, has_begun), (release, go_on)) = (channel(), channel());
+    let order = Mutex::default();
+    let device = Noting { order, hold_up, began, go_on: Mutex::new(go_on) };
+    let served = VhostServed::new(Arc::new(device), Options::default(), 1);
+    (served, has_begun, release)
+}
+
+fn describe_read(raw: &Raw, queue: u16) {
+    let place = DATA + 0x4000 * u64::from(queue);
+    raw.memory.write(place, &header(0, u64::from(queue)));
+    raw.describe(queue, 0, descriptor(place, 16, NEXT, 1));
+    raw.describe(queue, 1, descriptor(place + 0x1000, 512, NEXT | WRITE, 2));
+    raw.describe(queue, 2, descriptor(place + 0x100, 1, WRITE, 0));
+}
+
 #[test]
 fn a_request_does_not_wait_for_all_those_of_a_flooded_queue() {
-    let ((began, has_begun), (release, go_on)) = (channel(), channel());
-    let device = Noting { order: Mutex::default(), began, go_on: Mutex::new(go_on) };
-    let served = VhostServed::new(Arc::new(device), Options::default(), 1);
+    let (served, has_begun, release) = served(&[1]);
     let raw = Raw::start(&served.socket, 2, 128, FEATURES);
-    for queue in 0..2_u16 {
-        let place = DATA + 0x4000 * u64::from(queue);
-        raw.memory.write(place, &header(0, u64::from(queue)));
-        raw.describe(queue, 0, descriptor(place, 16, NEXT, 1));
-        raw.describe(queue, 1, descriptor(place + 0x1000, 512, NEXT | WRITE, 2));
-        raw.describe(queue, 2, descriptor(place + 0x100, 1, WRITE, 0));
+    for queue in 0..2 {
+        describe_read(&raw, queue);
     }
     for _ in 0..128 {
         raw.offer(0, 0);
@@ -99,4 +112,23 @@ fn a_request_does_not_wait_for_all_those_of_a_flooded_queue() {
     let order = served.device.order.lock().unwrap().clone();
     let before = order.iter().position(|offset| *offset == 512).unwrap();
     assert!(before <= 16, "{before} requests of the flooded queue came before");
+}
+
+#[test]
+fn the_first_half_of_a_batch_is_shown_before_the_last_of_it_is_done() {
+    let (served, has_begun, release) = served(&[1, 32]);
+    let raw = Raw::start(&served.socket, 1, 32, FEATURES);
+    describe_read(&raw, 0);
+    raw.offer(0, 0);
+    raw.kick(0);
+    has_begun.recv().unwrap();
+    for _ in 1..32 {
+        raw.offer(0, 0);
+    }
+    release.send(()).unwrap();
+    has_begun.recv().unwrap();
+    let shown = raw.used_index(0);
+    release.send(()).unwrap();
+    assert!((16..32).contains(&shown), "{shown} of 32 requests");
+    raw.wait_used(0, 32);
 }
