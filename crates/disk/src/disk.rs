@@ -10,8 +10,9 @@ use isobath_chain::map::{Map, MapStats, SLICE_UNITS};
 use isobath_chain::open::open_chain;
 use isobath_image::layer::ImageFormat;
 use isobath_image::layer::{Layer, Qcow2, Qcow2Layer};
+use isobath_image::memory::{Reserved, refused};
 use isobath_image::options::OpenOptions;
-use isobath_image::readers::Readers;
+use isobath_image::readers::{CACHED_CLUSTERS, Readers};
 use isobath_image::writer::{StopOnPanic, Writer};
 use isobath_image::{DiskError, Result, invariant, lock_order};
 use isobath_storage::{Host, IoBuf, Storage};
@@ -25,6 +26,14 @@ use std::sync::{Arc, OnceLock};
 
 /// The default memory limit of the map: enough for a disk of 1 TiB in 64 KiB clusters.
 pub const DEFAULT_MAP_CACHE: usize = 132 << 20;
+
+/// A map has at most this part of a memory limit.
+const MAP_SHARE: u64 = 16;
+/// Bytes that an open disk may take besides its map: tables that are merged (8 MiB), segments of its index.
+const READING: u64 = 12 << 20;
+/// Bytes that the writer of a qcow2 image may take: cached pages of tables (8 MiB) and refcounts (16 MiB), and changes
+/// of its journal that are not in their places (12 MiB).
+const WRITING: u64 = 36 << 20;
 
 /// Slices resolved at once, each with at most 64 tables' parts in memory.
 const RESOLVERS: usize = 8;
@@ -85,6 +94,8 @@ pub struct Disk<H: Host> {
     pub map: Arc<Map>,
     /// The map's limit follows the disk's size.
     map_fits: bool,
+    /// What the disk takes of a memory limit, besides its layers.
+    memory: Option<Arc<Reserved>>,
     /// The read requests in flight.
     pub readers: Arc<Readers>,
     /// Present when the disk was opened for writing.
@@ -128,7 +139,10 @@ impl<H: Host> Disk<H> {
     ) -> Result<Self> {
         let unit_bits = chain.unit_bits();
         let wanted = whole_map(chain.active().size(), unit_bits);
-        let budget = options.map_cache.unwrap_or(wanted);
+        let most = options.memory.as_ref().map(|limit| (limit.bytes() / MAP_SHARE) as usize);
+        let budget = options.map_cache.unwrap_or(wanted.min(most.unwrap_or(wanted)));
+        let map = Map::new(unit_bits, budget, chain.active_index());
+        let memory = reserve(&chain, &map, options)?;
         let writer = match (options.writable, Qcow2Layer::of(chain.active())) {
             (true, Some(layer)) => {
                 // This applies even if its backing file is not open: others will read the image with it.
@@ -140,8 +154,9 @@ impl<H: Host> Disk<H> {
         };
         Ok(Self {
             host,
-            map: Arc::new(Map::new(unit_bits, budget, chain.active_index())),
-            map_fits: options.map_cache.is_none(),
+            map: Arc::new(map),
+            map_fits: options.map_cache.is_none() && options.memory.is_none(),
+            memory,
             readers: Arc::default(),
             writer,
             retiring: RwLock::default(),
@@ -172,6 +187,7 @@ impl<H: Host> Disk<H> {
             host: Arc::clone(&self.host),
             map,
             map_fits: self.map_fits,
+            memory: self.memory.clone(),
             readers: Arc::clone(&self.readers),
             writer,
             retires: AtomicBool::new(retiring.is_some()),
@@ -385,6 +401,23 @@ pub async fn wait_for_size(resized: &Event, size: impl Fn() -> u64, known: u64) 
         }
         changed.await;
     }
+}
+
+/// Reserves what a disk may take, besides its layers.
+fn reserve<S: Storage>(
+    chain: &Chain<S>,
+    map: &Map,
+    options: &OpenOptions,
+) -> Result<Option<Arc<Reserved>>> {
+    let Some(limit) = &options.memory else { return Ok(None) };
+    let clusters = chain.layers().filter_map(|(_, layer)| layer.as_qcow2());
+    let cluster = clusters.map(|qcow2| qcow2.geometry.cluster_size()).max().unwrap_or(0);
+    let writes = options.writable && chain.active().as_qcow2().is_some();
+    let writing = if writes { WRITING } else { 0 };
+    let bytes = READING + CACHED_CLUSTERS as u64 * cluster + writing;
+    let reserved = limit.reserve("its map with its other caches", map.stats().budget + bytes);
+    let reserved = reserved.map_err(|error| refused(chain.active().name(), &error))?;
+    Ok(Some(Arc::new(reserved)))
 }
 
 /// The memory for the map of a whole disk of `size` bytes, up to the default limit.

@@ -4,15 +4,19 @@ use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::task::{Context, Poll, Waker};
 
-/// Bytes guaranteed to each client regardless of what the others hold, so that requests of common sizes always proceed.
+/// Bytes guaranteed to each client regardless of what the others hold, so that requests of common sizes always proceed;
+/// fewer if the process has a memory limit.
 pub(crate) const ASSURED: usize = 4 << 20;
 /// Beyond that, a client may hold at most the free bytes divided by this.
 const PART: usize = 8;
 
 /// Bytes shared among clients. A client that does not receive its replies keeps what it holds, but since it gets only a
-/// part of the free bytes, there are always some left for the others.
+/// part of the free bytes, there are always some left for the others. A request that is larger than this part, however
+/// much is free, gets its bytes when nobody holds any.
 pub(crate) struct Budget {
     limit: usize,
+    /// Bytes guaranteed to each client.
+    assured: usize,
     state: Mutex<Shares>,
 }
 
@@ -32,10 +36,15 @@ pub(crate) struct Share<'a> {
 }
 
 impl Budget {
-    /// A budget of `limit` bytes in addition to the bytes guaranteed to clients.
-    pub(crate) const fn new(limit: usize) -> Self {
+    /// A budget of `limit` bytes in addition to `assured` bytes of each client.
+    pub(crate) const fn new(limit: usize, assured: usize) -> Self {
         let none = Shares { held: 0, next: 0, waiting: BTreeMap::new() };
-        Self { limit, state: Mutex::new(none) }
+        Self { limit, assured, state: Mutex::new(none) }
+    }
+
+    /// How many of `held` bytes exceed the guaranteed bytes.
+    fn beyond(&self, held: usize) -> usize {
+        held.saturating_sub(self.assured)
     }
 
     /// Bytes that clients hold beyond their guaranteed bytes.
@@ -53,14 +62,19 @@ impl Budget {
 impl Share<'_> {
     /// Takes this many more bytes once they are available. One request at a time may wait.
     pub(crate) fn poll_take(&mut self, bytes: usize, cx: &Context<'_>) -> Poll<()> {
-        let (before, after) = (beyond(self.held), beyond(self.held.saturating_add(bytes)));
+        let before = self.budget.beyond(self.held);
+        let after = self.budget.beyond(self.held.saturating_add(bytes));
         if before == after && self.key.is_none() {
             self.held += bytes;
             return Poll::Ready(());
         }
         let mut state = self.budget.state.lock();
-        let free = self.budget.limit.saturating_sub(state.held);
-        if after > before && after > free / PART {
+        let Budget { limit, assured, .. } = *self.budget;
+        let free = limit.saturating_sub(state.held);
+        // A part of what is guaranteed is for what the client holds anyway.
+        let is_large = bytes > assured / 2 + limit / PART;
+        let is_alone = is_large && state.held == 0 && after <= limit;
+        if after > before && after > free / PART && !is_alone {
             let key = *self.key.get_or_insert_with(|| {
                 state.next += 1;
                 state.next
@@ -78,9 +92,9 @@ impl Share<'_> {
 
     /// Counts bytes that the client holds already, whether they are available or not.
     pub(crate) fn hold(&mut self, bytes: usize) {
-        let before = beyond(self.held);
+        let before = self.budget.beyond(self.held);
         self.held = self.held.saturating_add(bytes);
-        let more = beyond(self.held) - before;
+        let more = self.budget.beyond(self.held) - before;
         if more > 0 {
             self.budget.state.lock().held += more;
         }
@@ -88,9 +102,9 @@ impl Share<'_> {
 
     /// Releases bytes.
     pub(crate) fn give(&mut self, bytes: usize) {
-        let before = beyond(self.held);
+        let before = self.budget.beyond(self.held);
         self.held = self.held.saturating_sub(bytes);
-        let given = before - beyond(self.held);
+        let given = before - self.budget.beyond(self.held);
         if given == 0 {
             return;
         }
@@ -101,11 +115,6 @@ impl Share<'_> {
         };
         waiting.into_values().for_each(Waker::wake);
     }
-}
-
-/// How many of `held` bytes exceed the guaranteed bytes.
-fn beyond(held: usize) -> usize {
-    held.saturating_sub(ASSURED)
 }
 
 impl Drop for Share<'_> {
@@ -132,7 +141,7 @@ mod tests {
 
     #[test]
     fn however_much_some_hold_there_is_something_left() {
-        let budget = Budget::new(512 * MIB);
+        let budget = Budget::new(512 * MIB, ASSURED);
         // Each takes as much as it can get, in requests of every size.
         let mut greedy: Vec<_> = (0..128).map(|_| budget.share()).collect();
         for share in &mut greedy {
@@ -154,7 +163,7 @@ mod tests {
 
     #[test]
     fn what_a_client_holds_anyway_counts() {
-        let budget = Budget::new(16 * MIB);
+        let budget = Budget::new(16 * MIB, ASSURED);
         let held = || budget.state.lock().held;
         let mut share = budget.share();
         share.hold(MIB);
@@ -181,7 +190,7 @@ mod tests {
     fn who_waits_is_woken_and_who_leaves_is_forgotten() {
         let count = Arc::new(Count(AtomicUsize::new(0)));
         let waker = Waker::from(count.clone());
-        let budget = Budget::new(64 * MIB);
+        let budget = Budget::new(64 * MIB, ASSURED);
         let (mut one, mut other) = (budget.share(), budget.share());
         assert!(takes(&mut one, 12 * MIB));
         assert!(other.poll_take(12 * MIB, &Context::from_waker(&waker)).is_pending());
@@ -194,5 +203,18 @@ mod tests {
         assert!(budget.state.lock().waiting.is_empty());
         one.give(100 * MIB);
         assert_eq!(budget.held(), 0);
+    }
+
+    #[test]
+    fn a_request_that_is_larger_than_any_part_waits_until_nobody_holds_bytes() {
+        let budget = Budget::new(40 * MIB, MIB);
+        let (mut large, mut other) = (budget.share(), budget.share());
+        assert!(takes(&mut other, 3 * MIB));
+        assert!(!takes(&mut large, 32 * MIB));
+        other.give(2 * MIB);
+        assert!(takes(&mut large, 32 * MIB));
+        assert!(!takes(&mut other, 4 * MIB) && takes(&mut other, MIB / 2));
+        assert!(!takes(&mut budget.share(), 42 * MIB), "there are never so many");
+        assert_eq!(budget.held(), 31 * MIB + MIB / 2);
     }
 }

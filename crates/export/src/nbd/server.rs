@@ -24,13 +24,19 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Bytes of free buffers that a thread keeps for its sessions.
-const POOL_BYTES: usize = 32 << 20;
+/// Bytes of free buffers that a thread keeps for its sessions, unless less is wanted.
+const FREE_BUFFERS: usize = 32 << 20;
+/// Bytes that a connection takes besides its requests: the window of what was received, and replies without data.
+const CONNECTION: usize = 192 << 10;
+/// The least bytes that a connection is assured of: at least twice those of TLS.
+const LEAST_ASSURED: usize = 3 << 19;
+/// The least memory with which a server carries out every request.
+const LEAST_MEMORY: usize = 96 << 20;
 /// How often to check whether the last replies have arrived.
 const DELIVERY_PAUSE: Duration = Duration::from_millis(2);
 
 thread_local! {
-    static POOL: Rc<Pool> = Rc::new(Pool::new(POOL_BYTES));
+    static POOL: Rc<Pool> = Rc::new(Pool::new(FREE_BUFFERS));
 }
 
 /// Limits for clients.
@@ -42,9 +48,13 @@ pub struct Limits {
     pub when_full: WhenFull,
     /// What one connection may have in flight. At the limit, nothing more is received from it until replies are sent.
     pub in_flight: InFlight,
-    /// Bytes of memory that the requests in flight of all connections together may take, in addition to 4 MiB of each
-    /// connection. A connection may hold an eighth of what is free.
+    /// Bytes of memory that the requests in flight of all connections together may take, in addition to those that each
+    /// is [assured](Self::assured) of. A connection may hold an eighth of what is free.
     pub memory: usize,
+    /// Bytes that the requests in flight of each connection may take, whatever those of the others do.
+    pub assured: usize,
+    /// Bytes of free buffers that each thread keeps.
+    pub free_buffers: usize,
     /// How long a handshake may take.
     pub handshake: Duration,
     /// How long a client may take to receive its last replies after [`Server::stop`].
@@ -63,13 +73,16 @@ pub enum WhenFull {
 }
 
 impl Default for Limits {
-    /// 128 connections with 128 requests and 64 MiB each, 1 GiB together; 30 s for a handshake, 10 s to drain.
+    /// 128 connections with 128 requests and 64 MiB each, 1 GiB together, of which each is assured of 4 MiB; 32 MiB of
+    /// free buffers for each thread; 30 s for a handshake, 10 s to drain.
     fn default() -> Self {
         Self {
             connections: 128,
             when_full: WhenFull::default(),
             in_flight: InFlight { requests: 128, bytes: 64 << 20 },
             memory: 512 << 20,
+            assured: ASSURED,
+            free_buffers: FREE_BUFFERS,
             handshake: Duration::from_secs(30),
             drain: Duration::from_secs(10),
         }
@@ -79,7 +92,23 @@ impl Default for Limits {
 impl Limits {
     /// The most memory that requests in flight take, in bytes, whatever clients do.
     pub const fn most_memory(&self) -> usize {
-        self.memory.saturating_add(self.connections.saturating_mul(ASSURED))
+        self.memory.saturating_add(self.connections.saturating_mul(self.assured))
+    }
+
+    /// Limits with which a server on `threads` threads takes at most so many bytes of memory, and how many it then
+    /// takes. Fewer than [`LEAST_MEMORY`] become as many: any request must fit. With little memory there are fewer
+    /// connections.
+    pub(super) fn within(bytes: usize, threads: usize) -> (Self, u64) {
+        let mut limits = Self::default();
+        let bytes = bytes.max(LEAST_MEMORY);
+        let (each, all) = (CONNECTION + LEAST_ASSURED, bytes / 2);
+        limits.connections = limits.connections.min(all / each);
+        limits.assured = limits.assured.min(all / limits.connections - CONNECTION);
+        limits.free_buffers = limits.free_buffers.min(bytes / 8 / threads.max(1));
+        limits.memory = limits.memory.min(bytes - all - bytes / 8);
+        let besides = limits.connections * CONNECTION + limits.free_buffers * threads.max(1);
+        let most = limits.most_memory() + besides;
+        (limits, most as u64)
     }
 }
 
@@ -130,7 +159,7 @@ impl<D: BlockDevice> Server<D> {
         let server = Self {
             exports: Exports::new(limits.connections > 1),
             limits,
-            budget: Budget::new(limits.memory),
+            budget: Budget::new(limits.memory, limits.assured),
             stop: Stop::default(),
             admission: Arc::new(admission),
             live,
@@ -392,6 +421,7 @@ impl<D: BlockDevice> Server<D> {
     ) -> Result<(), SessionError> {
         tracing::debug!(export = entry.export.name, ?agreement, "a client selected an export");
         let pool = POOL.with(Rc::clone);
+        pool.limit_to(self.limits.free_buffers);
         let limit = self.limits.in_flight;
         let mut share = self.budget.share();
         share.hold(held);
@@ -444,6 +474,21 @@ impl Transport for Connection {
 mod tests {
     use super::*;
     use isobath_disk::{BlockStatus, Result, ZeroFlags};
+
+    #[test]
+    fn any_request_fits_into_whatever_memory_a_server_has() {
+        const MIB: usize = 1 << 20;
+        for threads in [0, 1, 2, 8] {
+            for bytes in [0, 96 * MIB, 128 * MIB, 512 * MIB, 16 << 30] {
+                let (limits, most) = Limits::within(bytes, threads);
+                assert!(most as usize <= bytes.max(LEAST_MEMORY), "{bytes} {limits:?}");
+                assert!(limits.memory > 32 * MIB, "{limits:?}");
+                assert!(limits.assured >= 2 * Connection::MEMORY && limits.connections > 20);
+            }
+        }
+        let (limits, most) = Limits::within(16 << 30, 8);
+        assert_eq!((limits, most as usize), (Limits::default(), (1024 + 24 + 8 * 32) * MIB));
+    }
 
     struct NoDisk;
 
