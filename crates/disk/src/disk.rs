@@ -10,10 +10,10 @@ use isobath_chain::map::{Map, MapStats, SLICE_UNITS};
 use isobath_chain::open::open_chain;
 use isobath_image::layer::ImageFormat;
 use isobath_image::layer::{Layer, Qcow2, Qcow2Layer};
-use isobath_image::memory::{Reserved, refused};
+use isobath_image::memory::{MemoryLimit, Reserved, refused};
 use isobath_image::options::OpenOptions;
 use isobath_image::readers::{CACHED_CLUSTERS, Readers};
-use isobath_image::writer::{StopOnPanic, Writer};
+use isobath_image::writer::{QCOW2_MEMORY, StopOnPanic, Writer};
 use isobath_image::{DiskError, Result, invariant, lock_order};
 use isobath_storage::{Host, IoBuf, Storage};
 use isobath_sync::AsyncMutex;
@@ -31,9 +31,6 @@ pub const DEFAULT_MAP_CACHE: usize = 132 << 20;
 const MAP_SHARE: u64 = 16;
 /// Bytes that an open disk may take besides its map: tables that are merged (8 MiB), segments of its index.
 const READING: u64 = 12 << 20;
-/// Bytes that the writer of a qcow2 image may take: cached pages of tables (8 MiB) and refcounts (16 MiB), and changes
-/// of its journal that are not in their places (12 MiB).
-const WRITING: u64 = 36 << 20;
 
 /// Slices resolved at once, each with at most 64 tables' parts in memory.
 const RESOLVERS: usize = 8;
@@ -94,8 +91,8 @@ pub struct Disk<H: Host> {
     pub map: Arc<Map>,
     /// The map's limit follows the disk's size.
     map_fits: bool,
-    /// What the disk takes of a memory limit, besides its layers.
-    memory: Option<Arc<Reserved>>,
+    /// What the disk takes of a memory limit, besides its layers. A change of the chain may add to it.
+    memory: Vec<Arc<Reserved>>,
     /// The read requests in flight.
     pub readers: Arc<Readers>,
     /// Present when the disk was opened for writing.
@@ -142,7 +139,7 @@ impl<H: Host> Disk<H> {
         let most = options.memory.as_ref().map(|limit| (limit.bytes() / MAP_SHARE) as usize);
         let budget = options.map_cache.unwrap_or(wanted.min(most.unwrap_or(wanted)));
         let map = Map::new(unit_bits, budget, chain.active_index());
-        let memory = reserve(&chain, &map, options)?;
+        let memory = Vec::from_iter(reserve(&chain, &map, options)?);
         let writer = match (options.writable, Qcow2Layer::of(chain.active())) {
             (true, Some(layer)) => {
                 // This applies even if its backing file is not open: others will read the image with it.
@@ -201,6 +198,30 @@ impl<H: Host> Disk<H> {
         };
         next.check_parts()?;
         Ok(next)
+    }
+
+    /// The disk with more of a memory limit.
+    pub(crate) fn taking(mut self, more: Option<Arc<Reserved>>) -> Self {
+        self.memory.extend(more);
+        self
+    }
+
+    /// Reserves what the disk may take more once `overlay`, a qcow2 image with clusters of `cluster` bytes, is its
+    /// active layer.
+    pub(crate) fn reserve_overlay(
+        &self,
+        limit: &Arc<MemoryLimit>,
+        overlay: &Path,
+        cluster: u64,
+    ) -> Result<Option<Arc<Reserved>>> {
+        let cluster = cluster.max(largest_cluster(&self.chain));
+        let all = needs(self.map.stats().budget, cluster, true);
+        let more = all.saturating_sub(self.memory.iter().map(|one| one.bytes()).sum());
+        if more == 0 {
+            return Ok(None);
+        }
+        let reserved = limit.reserve("the disk, once it is the active layer,", more);
+        Ok(Some(Arc::new(reserved.map_err(|error| refused(overlay, &error))?)))
     }
 
     /// Checks that the map and the writers are those of the chain.
@@ -410,14 +431,23 @@ fn reserve<S: Storage>(
     options: &OpenOptions,
 ) -> Result<Option<Arc<Reserved>>> {
     let Some(limit) = &options.memory else { return Ok(None) };
-    let clusters = chain.layers().filter_map(|(_, layer)| layer.as_qcow2());
-    let cluster = clusters.map(|qcow2| qcow2.geometry.cluster_size()).max().unwrap_or(0);
     let writes = options.writable && chain.active().as_qcow2().is_some();
-    let writing = if writes { WRITING } else { 0 };
-    let bytes = READING + CACHED_CLUSTERS as u64 * cluster + writing;
-    let reserved = limit.reserve("its map with its other caches", map.stats().budget + bytes);
+    let bytes = needs(map.stats().budget, largest_cluster(chain), writes);
+    let reserved = limit.reserve("its map with its other caches", bytes);
     let reserved = reserved.map_err(|error| refused(chain.active().name(), &error))?;
     Ok(Some(Arc::new(reserved)))
+}
+
+/// The bytes in the largest cluster of a chain's qcow2 images; 0 without one.
+fn largest_cluster<S: Storage>(chain: &Chain<S>) -> u64 {
+    let images = chain.layers().filter_map(|(_, layer)| layer.as_qcow2());
+    images.map(|qcow2| qcow2.geometry.cluster_size()).max().unwrap_or(0)
+}
+
+/// Bytes that a disk may take, besides its layers: with a map of `map` bytes and clusters of at most `cluster` bytes,
+/// and if it `writes` to a qcow2 image.
+fn needs(map: u64, cluster: u64, writes: bool) -> u64 {
+    map + READING + CACHED_CLUSTERS as u64 * cluster + if writes { QCOW2_MEMORY } else { 0 }
 }
 
 /// The memory for the map of a whole disk of `size` bytes, up to the default limit.

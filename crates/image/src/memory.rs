@@ -15,6 +15,8 @@ const LAYER: u64 = 4200;
 pub struct MemoryLimit {
     bytes: u64,
     reserved: Mutex<u64>,
+    /// What a part holds of the whole limit.
+    _whole: Option<Reserved>,
 }
 
 /// Bytes that are reserved until this is dropped.
@@ -56,7 +58,21 @@ impl fmt::Display for Mebibytes {
 impl MemoryLimit {
     /// A limit of so many bytes.
     pub fn new(bytes: u64) -> Arc<Self> {
-        Arc::new(Self { bytes, reserved: Mutex::new(0) })
+        Arc::new(Self { bytes, reserved: Mutex::new(0), _whole: None })
+    }
+
+    /// A limit of so many bytes for what is not known yet, which are reserved from this one until the part and
+    /// everything in it is dropped.
+    ///
+    /// # Errors
+    /// Less is left.
+    pub fn part(
+        self: &Arc<Self>,
+        what: impl Into<String>,
+        bytes: u64,
+    ) -> Result<Arc<Self>, OutOfMemory> {
+        let whole = self.reserve(what, bytes)?;
+        Ok(Arc::new(Self { bytes, reserved: Mutex::new(0), _whole: Some(whole) }))
     }
 
     /// The limit in bytes.
@@ -89,6 +105,14 @@ impl MemoryLimit {
         Ok(Reserved { limit: Arc::clone(self), bytes })
     }
 
+    /// The part for an image that is yet to be created, whose L1 table will have so many bytes.
+    ///
+    /// # Errors
+    /// Less is left.
+    pub fn part_for_layer(self: &Arc<Self>, image: &Path, l1: u64) -> Result<Arc<Self>, DiskError> {
+        self.part("its L1 table", l1 + LAYER).map_err(|error| refused(image, &error))
+    }
+
     /// Reserves what an image takes whose L1 table has so many bytes.
     pub(crate) fn reserve_layer(
         self: &Arc<Self>,
@@ -96,6 +120,13 @@ impl MemoryLimit {
         l1: u64,
     ) -> Result<Reserved, DiskError> {
         self.reserve("its L1 table", l1 + LAYER).map_err(|error| refused(image, &error))
+    }
+}
+
+impl Reserved {
+    /// How many bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
     }
 }
 
@@ -140,8 +171,24 @@ mod tests {
     }
 
     #[test]
+    fn a_part_is_reserved_until_everything_in_it_is_given_back() {
+        let limit = MemoryLimit::new(10);
+        assert!(limit.part("too much", 11).is_err());
+        let part = limit.part("a part", 6).unwrap();
+        assert_eq!((limit.reserved(), part.reserved()), (6, 0));
+        let one = part.reserve("one", 4).unwrap();
+        assert!(part.reserve("more than the part", 3).is_err());
+        drop(part);
+        assert_eq!(limit.reserved(), 6);
+        drop(one);
+        assert_eq!(limit.reserved(), 0);
+    }
+
+    #[test]
     fn what_was_not_reserved_is_noticed() {
-        let limit = |reserved| Arc::new(MemoryLimit { bytes: 2, reserved: Mutex::new(reserved) });
+        let limit = |reserved| {
+            Arc::new(MemoryLimit { bytes: 2, reserved: Mutex::new(reserved), _whole: None })
+        };
         must_panic(|| limit(3).reserve("", 1), "no more memory is reserved than the limit has");
         let given_back = || drop(Reserved { limit: limit(1), bytes: 2 });
         must_panic(given_back, "memory that is given back was reserved");
