@@ -7,12 +7,14 @@ use std::task::{Context, Poll, Waker};
 /// Bytes guaranteed to each client regardless of what the others hold, so that requests of common sizes always proceed;
 /// fewer if the process has a memory limit.
 pub(crate) const ASSURED: usize = 4 << 20;
+/// The least that a client can be guaranteed, besides what it holds anyway.
+pub(crate) const LEAST_PIECE: usize = 64 << 10;
 /// Beyond that, a client may hold at most the free bytes divided by this.
 const PART: usize = 8;
 
 /// Bytes shared among clients. A client that does not receive its replies keeps what it holds, but since it gets only a
-/// part of the free bytes, there are always some left for the others. A request that is larger than this part, however
-/// much is free, gets its bytes when nobody holds any.
+/// part of the free bytes, there are always some left for the others. How many is up to all others: only a
+/// [piece](Share::piece) of what is guaranteed can always be had.
 pub(crate) struct Budget {
     limit: usize,
     /// Bytes guaranteed to each client.
@@ -69,12 +71,8 @@ impl Share<'_> {
             return Poll::Ready(());
         }
         let mut state = self.budget.state.lock();
-        let Budget { limit, assured, .. } = *self.budget;
-        let free = limit.saturating_sub(state.held);
-        // A part of what is guaranteed is for what the client holds anyway.
-        let is_large = bytes > assured / 2 + limit / PART;
-        let is_alone = is_large && state.held == 0 && after <= limit;
-        if after > before && after > free / PART && !is_alone {
+        let free = self.budget.limit.saturating_sub(state.held);
+        if after > before && after > free / PART {
             let key = *self.key.get_or_insert_with(|| {
                 state.next += 1;
                 state.next
@@ -88,6 +86,20 @@ impl Share<'_> {
             state.waiting.remove(&key);
         }
         Poll::Ready(())
+    }
+
+    /// Forgets that a request waited, which will not be carried out as a whole.
+    pub(crate) fn wait_no_longer(&mut self) {
+        if let Some(key) = self.key.take() {
+            self.budget.state.lock().waiting.remove(&key);
+        }
+    }
+
+    /// How many bytes the client can take whatever the others hold, besides those that it holds: a power of two,
+    /// rounded down.
+    pub(crate) fn piece(&self) -> usize {
+        let left = self.budget.assured.saturating_sub(self.held);
+        left.checked_ilog2().map_or(0, |bits| 1 << bits).max(LEAST_PIECE)
     }
 
     /// Counts bytes that the client holds already, whether they are available or not.
@@ -120,9 +132,7 @@ impl Share<'_> {
 impl Drop for Share<'_> {
     fn drop(&mut self) {
         self.give(self.held);
-        if let Some(key) = self.key {
-            self.budget.state.lock().waiting.remove(&key);
-        }
+        self.wait_no_longer();
     }
 }
 
@@ -206,15 +216,19 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_is_larger_than_any_part_waits_until_nobody_holds_bytes() {
-        let budget = Budget::new(40 * MIB, MIB);
-        let (mut large, mut other) = (budget.share(), budget.share());
-        assert!(takes(&mut other, 3 * MIB));
-        assert!(!takes(&mut large, 32 * MIB));
-        other.give(2 * MIB);
-        assert!(takes(&mut large, 32 * MIB));
-        assert!(!takes(&mut other, 4 * MIB) && takes(&mut other, MIB / 2));
-        assert!(!takes(&mut budget.share(), 42 * MIB), "there are never so many");
-        assert_eq!(budget.held(), 31 * MIB + MIB / 2);
+    fn a_piece_is_there_whatever_others_hold() {
+        let budget = Budget::new(0, 3 * MIB / 2);
+        let mut greedy = budget.share();
+        greedy.hold(100 * MIB);
+        let mut share = budget.share();
+        assert_eq!(share.piece(), MIB);
+        share.hold(MIB / 2);
+        assert_eq!(share.piece(), MIB, "beside what it holds anyway");
+        assert!(takes(&mut share, MIB));
+        assert!(!takes(&mut share, 4096));
+        assert_eq!(budget.state.lock().waiting.len(), 1);
+        share.wait_no_longer();
+        assert!(budget.state.lock().waiting.is_empty());
+        assert_eq!(share.piece(), LEAST_PIECE);
     }
 }

@@ -7,7 +7,7 @@ use super::live::{Gone, Live};
 use super::session::{InFlight, Negotiated, Negotiation, Session, SessionError, greet, negotiate};
 use super::transport::Transport;
 use super::window::Window;
-use crate::budget::{ASSURED, Budget};
+use crate::budget::{ASSURED, Budget, LEAST_PIECE};
 use crate::frontend::{Entrance, Offered, RemoveMode};
 use crate::pool::Pool;
 use crate::stop::Stop;
@@ -28,9 +28,9 @@ use std::time::Duration;
 const FREE_BUFFERS: usize = 32 << 20;
 /// Bytes that a connection takes besides its requests: the window of what was received, and replies without data.
 const CONNECTION: usize = 192 << 10;
-/// The least bytes that a connection is assured of: at least twice those of TLS.
-const LEAST_ASSURED: usize = 3 << 19;
-/// The least memory with which a server carries out every request.
+/// The least bytes that a connection is assured of with a limit on memory: those of TLS, and a request of 1 MiB.
+const LEAST_ASSURED: usize = Connection::MEMORY + (1 << 20);
+/// The least memory of a server, with 27 connections.
 const LEAST_MEMORY: usize = 96 << 20;
 /// How often to check whether the last replies have arrived.
 const DELIVERY_PAUSE: Duration = Duration::from_millis(2);
@@ -51,7 +51,9 @@ pub struct Limits {
     /// Bytes of memory that the requests in flight of all connections together may take, in addition to those that each
     /// is [assured](Self::assured) of. A connection may hold an eighth of what is free.
     pub memory: usize,
-    /// Bytes that the requests in flight of each connection may take, whatever those of the others do.
+    /// Bytes that the requests in flight of each connection may take, whatever those of the others do; at least enough
+    /// for TLS and a request of 64 KiB. A read or write that does not fit into what is left otherwise is carried out in
+    /// pieces that fit into this, so that it never waits for other clients.
     pub assured: usize,
     /// Bytes of free buffers that each thread keeps.
     pub free_buffers: usize,
@@ -92,12 +94,17 @@ impl Default for Limits {
 impl Limits {
     /// The most memory that requests in flight take, in bytes, whatever clients do.
     pub const fn most_memory(&self) -> usize {
-        self.memory.saturating_add(self.connections.saturating_mul(self.assured))
+        self.memory.saturating_add(self.connections.saturating_mul(self.guaranteed()))
+    }
+
+    /// Bytes that each connection is assured of.
+    const fn guaranteed(&self) -> usize {
+        let least = Connection::MEMORY + LEAST_PIECE;
+        if self.assured < least { least } else { self.assured }
     }
 
     /// Limits with which a server on `threads` threads takes at most so many bytes of memory, and how many it then
-    /// takes. Fewer than [`LEAST_MEMORY`] become as many: any request must fit. With little memory there are fewer
-    /// connections.
+    /// takes. Fewer than [`LEAST_MEMORY`] become as many. With little memory there are fewer connections.
     pub(super) fn within(bytes: usize, threads: usize) -> (Self, u64) {
         let mut limits = Self::default();
         let bytes = bytes.max(LEAST_MEMORY);
@@ -159,7 +166,7 @@ impl<D: BlockDevice> Server<D> {
         let server = Self {
             exports: Exports::new(limits.connections > 1),
             limits,
-            budget: Budget::new(limits.memory, limits.assured),
+            budget: Budget::new(limits.memory, limits.guaranteed()),
             stop: Stop::default(),
             admission: Arc::new(admission),
             live,
@@ -472,22 +479,37 @@ impl Transport for Connection {
 
 #[cfg(test)]
 mod tests {
+    use super::super::bitmap::MAX_BITMAPS;
+    use super::super::request::Command;
+    use super::super::serve::memory_of;
     use super::*;
     use isobath_disk::{BlockStatus, Result, ZeroFlags};
 
     #[test]
-    fn any_request_fits_into_whatever_memory_a_server_has() {
+    fn a_server_takes_no_more_than_the_memory_that_it_is_given() {
         const MIB: usize = 1 << 20;
         for threads in [0, 1, 2, 8] {
             for bytes in [0, 96 * MIB, 128 * MIB, 512 * MIB, 16 << 30] {
                 let (limits, most) = Limits::within(bytes, threads);
                 assert!(most as usize <= bytes.max(LEAST_MEMORY), "{bytes} {limits:?}");
-                assert!(limits.memory > 32 * MIB, "{limits:?}");
-                assert!(limits.assured >= 2 * Connection::MEMORY && limits.connections > 20);
+                assert!(limits.assured >= Connection::MEMORY + MIB && limits.connections > 20);
             }
         }
+        assert_eq!(Limits::within(0, 1).0.connections, 27, "the number is documented");
         let (limits, most) = Limits::within(16 << 30, 8);
         assert_eq!((limits, most as usize), (Limits::default(), (1024 + 24 + 8 * 32) * MIB));
+    }
+
+    #[test]
+    fn what_is_not_carried_out_in_pieces_fits_into_what_a_client_is_assured_of() {
+        let cache = Command::Cache { offset: 0, length: u32::MAX };
+        let status = |one| Command::BlockStatus { offset: 0, length: u32::MAX, one };
+        for command in [cache, status(false), status(true)] {
+            assert!(!command.can_be_divided());
+            // With a limit on memory no bitmaps are exported.
+            assert!(memory_of(command, 2) + Connection::MEMORY <= LEAST_ASSURED);
+            assert!(memory_of(command, 2 + MAX_BITMAPS) + Connection::MEMORY <= ASSURED);
+        }
     }
 
     struct NoDisk;

@@ -17,6 +17,7 @@ mod fuse_random;
 mod memory_disk;
 mod nbd_clients;
 mod nbd_exports;
+mod nbd_large;
 mod nbd_pauses;
 mod nbd_session;
 mod nbd_tls;
