@@ -99,13 +99,14 @@ struct Shared {
 impl VhostUserFrontend {
     /// A device's share of a memory limit, and what it takes besides.
     fn bounces(&self, memory: &Arc<MemoryLimit>) -> Result<(Bounces, Reserved), OutOfMemory> {
+        // Before what all share, which stays.
+        let reserved = memory.reserve("a vhost-user-blk export", DEVICE as u64)?;
         let shared = if let Some(shared) = self.shared.get() {
             shared
         } else {
             let shared = Shared::of(memory, self.workers.len().max(1))?;
             self.shared.get_or_init(|| shared)
         };
-        let reserved = memory.reserve("a vhost-user-blk export", DEVICE as u64)?;
         Ok((Bounces::of(shared.budget).keeping(shared.free), reserved))
     }
 }
@@ -159,14 +160,16 @@ impl<D: BlockDevice> Frontend<D> for VhostUserFrontend {
         if let Some(microseconds) = settings.number("poll") {
             options.poll = Duration::from_micros(microseconds);
         }
+        options.check()?;
+        let accepting = listener.as_fd().try_clone_to_owned()?;
         let (server, reserved) = match &self.memory {
+            // What all devices share is reserved for good: from here on nothing else fails.
             Some(memory) => {
                 let (bounces, reserved) = self.bounces(memory)?;
                 (Server::bouncing(disk.device, options, bounces)?, Some(reserved))
             }
             None => (Server::new(disk.device, options)?, None),
         };
-        let accepting = listener.as_fd().try_clone_to_owned()?;
         let control = Control { server: Arc::clone(&server), path };
         let mut workers = self.workers.clone();
         // Many machines have a single queue: let those of different disks be on different threads.
@@ -223,6 +226,30 @@ impl<D: BlockDevice> ExportControl for Control<D> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_export_that_does_not_fit_keeps_nothing_of_a_memory_limit() {
+        let frontend = VhostUserFrontend {
+            workers: Vec::new(),
+            exports: AtomicUsize::new(0),
+            memory: None,
+            shared: OnceCell::new(),
+        };
+        let memory = MemoryLimit::new(256 << 20);
+        let shared = 24 << 20;
+        let rest = |left: u64| memory.reserve("the rest", memory.bytes() - left).unwrap();
+        for left in [0, DEVICE as u64, shared, shared + DEVICE as u64 - 1] {
+            let rest = rest(left);
+            assert!(frontend.bounces(&memory).is_err());
+            assert_eq!(memory.reserved(), rest.bytes(), "{left}");
+            assert!(frontend.shared.get().is_none());
+        }
+        let rest = rest(shared + DEVICE as u64);
+        let (bounces, reserved) = frontend.bounces(&memory).unwrap();
+        assert!(frontend.bounces(&memory).is_err());
+        drop((bounces, reserved, rest));
+        assert_eq!(memory.reserved(), shared, "what all share stays");
+    }
 
     #[test]
     fn any_name_gives_a_serial_number() {
