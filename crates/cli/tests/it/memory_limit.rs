@@ -1,6 +1,6 @@
 //! `serve --memory-limit`.
 
-use crate::serving::{ISOBATH, Served};
+use crate::serving::{ISOBATH, QemuIo, Served};
 use isobath_qmp::client::{Address, Client};
 use isobath_testkit::nbd::{Nbd, Request};
 use isobath_testkit::process::run;
@@ -102,24 +102,58 @@ fn greedy_clients_of_many_disks_take_no_more_than_the_limit() {
     let _ = served.server.stop().ok();
 }
 
+/// A client that has asked for 64 MiB, and never reads.
+fn deaf(socket: &Path, export: &str) -> UnixStream {
+    let mut stream = Greedy::connect(socket, export).stream;
+    let request = [0x25, 0x60, 0x95, 0x13, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    let request = [&request[..], &[0; 8], &(1_u32 << 20).to_be_bytes()].concat();
+    stream.write_all(&request.repeat(64)).unwrap();
+    stream
+}
+
+/// What a client writes into its part of the disk: bytes that are nowhere else in it.
+fn contents(client: usize, length: usize) -> Vec<u8> {
+    let word = |at: usize| ((client as u64 + 1) << 32 | at as u64).to_le_bytes();
+    (0..length / 8).flat_map(word).collect()
+}
+
 #[test]
-fn the_largest_requests_are_carried_out_with_the_least_limit() {
-    let (_directory, images) = images(1, 64 * MIB);
+fn the_largest_requests_are_carried_out_with_the_least_limit_beside_clients_that_never_read() {
+    const CLIENTS: usize = 4;
+    const LARGEST: usize = 32 << 20;
+    let (_directory, images) = images(1, (CLIENTS * LARGEST) as u64);
     let served = Served::start(&images, &["--memory-limit", "256M", "--threads", "2"]);
-    let mut clients = [(); 4].map(|()| Nbd::connect(&served.socket, "disk0").unwrap());
+    let process = served.server.pid();
+    let before = status(process, "RssAnon");
+    let deaf: Vec<_> = (0..8).map(|_| deaf(&served.socket, "disk0")).collect();
+    until("replies that nobody reads", || status(process, "RssAnon") > before + 12 * MIB);
     std::thread::scope(|scope| {
-        for (number, client) in clients.iter_mut().enumerate() {
+        for client in 0..CLIENTS {
+            let socket = &served.socket;
             scope.spawn(move || {
-                let data = vec![number as u8 + 1; 32 << 20];
-                client.write(number as u64 % 2 * (32 * MIB), &data).unwrap();
-                let read = Request::Read { offset: 0, length: 32 << 20 };
-                assert_eq!(client.submit(&[read, read]).unwrap().len(), 2);
+                let mut connection = Nbd::connect(socket, "disk0").unwrap();
+                let data = contents(client, LARGEST);
+                let offset = (client * LARGEST) as u64;
+                let read = Request::Read { offset, length: LARGEST as u32 };
+                connection.write(offset, &data).unwrap();
+                let read = connection.submit(&[read, read]).unwrap();
+                assert!(read.len() == 2 && read.iter().all(|read| *read == data), "{client}");
             });
         }
     });
-    let most = status(served.server.pid(), "VmHWM");
+    // QEMU's replies are structured, and come in pieces.
+    let mut qemu = QemuIo::open("raw", served.uri("disk0"));
+    qemu.ok("write -P 7 0 32M");
+    qemu.ok("read -P 7 0 32M");
+    drop((qemu, deaf));
+    let most = status(process, "VmHWM");
     assert!(most < 256 * MIB + BESIDES, "{} MiB", most / MIB);
-    let _ = served.stop();
+    let _ = served.server.stop().ok();
+    let disk = qemu::read_disk(&images[0], "qcow2");
+    assert!(disk[..LARGEST].iter().all(|byte| *byte == 7));
+    for (client, part) in disk.chunks(LARGEST).enumerate().skip(1) {
+        assert!(part == contents(client, LARGEST), "{client}");
+    }
 }
 
 #[test]
