@@ -133,8 +133,8 @@ fn requests_that_are_held_take_no_memory_from_others() {
         describe_copied(&raw, direction);
         (0..SENT).for_each(|_| raw.offer(0, 0));
         raw.kick(0);
-        // Those that are tried have memory, and fail together.
-        until("attempts", || disk.running.load(Ordering::Relaxed) >= 4);
+        // Some have memory and are tried, to fail together, and the others wait for memory.
+        until("all requests", || disk.admitted.lock().len() == usize::from(SENT));
         disk.release();
         until_held(disk, usize::from(SENT));
 
