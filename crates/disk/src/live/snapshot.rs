@@ -135,8 +135,8 @@ impl<H: Host> LiveDisk<H> {
         Ok(())
     }
 
-    /// Creates the overlay. Returns the limit on what it takes as a layer, and what the disk takes more with it: both are
-    /// reserved before there is a file.
+    /// Creates the overlay. Returns the limit on what it takes as a layer, and what the disk takes more with it: both
+    /// are reserved before there is a file.
     async fn create_overlay(&self, disk: &Disk<H>, path: &Path) -> Result<Room> {
         Box::pin(self.check_nothing_lost(disk.host(), path)).await?;
         let active = disk.chain.active();

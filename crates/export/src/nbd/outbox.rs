@@ -52,8 +52,8 @@ impl Outbox {
         }
     }
 
-    /// Adds a reply: a header, and the data that follows it. `reserved` is added to the batch. Without a header, the data
-    /// continues the reply before.
+    /// Adds a reply: a header, and the data that follows it. `reserved` is added to the batch. Without a header, the
+    /// data continues the reply before.
     pub(crate) fn push(&mut self, header: &[u8], data: Option<Pooled>, reserved: usize) {
         if !header.is_empty() {
             self.push_header(header);

@@ -1,7 +1,7 @@
 //! Reads and writes that are larger than the memory which a client can have now: they are carried out in pieces.
 //!
-//! A piece fits into the memory that the client is assured of, so that it never waits for what others hold, whatever they
-//! do. The client's other requests have been answered before, and those after it are received when it is done.
+//! A piece fits into the memory that the client is assured of, so that it never waits for what others hold, whatever
+//! they do. The client's other requests have been answered before, and those after it are received when it is done.
 
 use super::reply;
 use super::request::{Command, Request};

@@ -13,8 +13,8 @@ use isobath_disk::{BlockDevice, BlockStatus, DiskError, ZeroFlags};
 
 /// Bytes read at a time for `CACHE`.
 const CACHE_STEP: u32 = 1 << 20;
-/// Maximum number of extents to query for one `BLOCK_STATUS`, and for one with `REQ_ONE`. The first is what a context has
-/// room for in 32 KiB of the reply.
+/// Maximum number of extents to query for one `BLOCK_STATUS`, and for one with `REQ_ONE`. The first is what a context
+/// has room for in 32 KiB of the reply.
 const MAX_RUNS: (usize, usize) = (4092, 64);
 
 /// Bytes of an extent in a reply, and an upper bound of those before the extents of a context.

@@ -488,8 +488,8 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
     }
 
     /// Waits until one more request of `bytes` bytes may be in flight. The task is polled again whenever a send has
-    /// made room. Returns `false`, and reserves nothing, if the request `can_be_divided`, is the only one, and its bytes
-    /// would have to be waited for: others may keep those for as long as they like.
+    /// made room. Returns `false`, and reserves nothing, if the request `can_be_divided`, is the only one, and its
+    /// bytes would have to be waited for: others may keep those for as long as they like.
     async fn reserve(&self, bytes: usize, can_be_divided: bool) -> Result<bool, End> {
         poll_fn(|cx| {
             let (requests, held) = (self.requests.get(), self.bytes.get());

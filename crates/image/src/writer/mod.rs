@@ -28,8 +28,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// then.
 const PENDING_LIMIT: usize = 64 << 10;
 
-/// Bytes that the writer of a qcow2 image may take, besides what grows with its disk: cached pages of tables (8 MiB) and
-/// refcounts (16 MiB), and changes that its journal has and that are not in their places (12 MiB).
+/// Bytes that the writer of a qcow2 image may take, besides what grows with its disk: cached pages of tables (8 MiB)
+/// and refcounts (16 MiB), and changes that its journal has and that are not in their places (12 MiB).
 pub const QCOW2_MEMORY: u64 =
     tables::CACHE_BYTES as u64 + alloc::CACHE_BYTES + durability::JOURNAL_MEMORY;
 
