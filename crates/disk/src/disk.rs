@@ -10,9 +10,10 @@ use isobath_chain::map::{Map, MapStats, SLICE_UNITS};
 use isobath_chain::open::open_chain;
 use isobath_image::layer::ImageFormat;
 use isobath_image::layer::{Layer, Qcow2, Qcow2Layer};
+use isobath_image::memory::{MemoryLimit, Reserved, refused};
 use isobath_image::options::OpenOptions;
-use isobath_image::readers::Readers;
-use isobath_image::writer::{StopOnPanic, Writer};
+use isobath_image::readers::{CACHED_CLUSTERS, Readers};
+use isobath_image::writer::{QCOW2_MEMORY, StopOnPanic, Writer};
 use isobath_image::{DiskError, Result, invariant, lock_order};
 use isobath_storage::{Host, IoBuf, Storage, StorageExt};
 use isobath_sync::AsyncMutex;
@@ -25,6 +26,11 @@ use std::sync::{Arc, OnceLock};
 
 /// The default memory limit of the map: enough for a disk of 1 TiB in 64 KiB clusters.
 pub const DEFAULT_MAP_CACHE: usize = 132 << 20;
+
+/// A map has at most this part of a memory limit.
+const MAP_SHARE: u64 = 16;
+/// Bytes that an open disk may take besides its map: tables that are merged (8 MiB), segments of its index.
+const READING: u64 = 12 << 20;
 
 /// Slices resolved at once, each with at most 64 tables' parts in memory.
 const RESOLVERS: usize = 8;
@@ -85,6 +91,8 @@ pub struct Disk<H: Host> {
     pub map: Arc<Map>,
     /// The map's limit follows the disk's size.
     map_fits: bool,
+    /// What the disk takes of a memory limit, besides its layers. A change of the chain may add to it.
+    memory: Vec<Arc<Reserved>>,
     /// The read requests in flight.
     pub readers: Arc<Readers>,
     /// Present when the disk was opened for writing.
@@ -128,7 +136,10 @@ impl<H: Host> Disk<H> {
     ) -> Result<Self> {
         let unit_bits = chain.unit_bits();
         let wanted = whole_map(chain.active().size(), unit_bits);
-        let budget = options.map_cache.unwrap_or(wanted);
+        let most = options.memory.as_ref().map(|limit| (limit.bytes() / MAP_SHARE) as usize);
+        let budget = options.map_cache.unwrap_or(wanted.min(most.unwrap_or(wanted)));
+        let map = Map::new(unit_bits, budget, chain.active_index());
+        let memory = Vec::from_iter(reserve(&chain, &map, options)?);
         let writer = match (options.writable, Qcow2Layer::of(chain.active())) {
             (true, Some(layer)) => {
                 // This applies even if its backing file is not open: others will read the image with it.
@@ -140,8 +151,9 @@ impl<H: Host> Disk<H> {
         };
         Ok(Self {
             host,
-            map: Arc::new(Map::new(unit_bits, budget, chain.active_index())),
-            map_fits: options.map_cache.is_none(),
+            map: Arc::new(map),
+            map_fits: options.map_cache.is_none() && options.memory.is_none(),
+            memory,
             readers: Arc::default(),
             writer,
             retiring: RwLock::default(),
@@ -172,6 +184,7 @@ impl<H: Host> Disk<H> {
             host: Arc::clone(&self.host),
             map,
             map_fits: self.map_fits,
+            memory: self.memory.clone(),
             readers: Arc::clone(&self.readers),
             writer,
             retires: AtomicBool::new(retiring.is_some()),
@@ -185,6 +198,30 @@ impl<H: Host> Disk<H> {
         };
         next.check_parts()?;
         Ok(next)
+    }
+
+    /// The disk with more of a memory limit.
+    pub(crate) fn taking(mut self, more: Option<Arc<Reserved>>) -> Self {
+        self.memory.extend(more);
+        self
+    }
+
+    /// Reserves what the disk may take more once `overlay`, a qcow2 image with clusters of `cluster` bytes, is its
+    /// active layer.
+    pub(crate) fn reserve_overlay(
+        &self,
+        limit: &Arc<MemoryLimit>,
+        overlay: &Path,
+        cluster: u64,
+    ) -> Result<Option<Arc<Reserved>>> {
+        let cluster = cluster.max(largest_cluster(&self.chain));
+        let all = needs(self.map.stats().budget, cluster, true);
+        let more = all.saturating_sub(self.memory.iter().map(|one| one.bytes()).sum());
+        if more == 0 {
+            return Ok(None);
+        }
+        let reserved = limit.reserve("the disk, once it is the active layer,", more);
+        Ok(Some(Arc::new(reserved.map_err(|error| refused(overlay, &error))?)))
     }
 
     /// Checks that the map and the writers are those of the chain.
@@ -390,6 +427,32 @@ pub async fn wait_for_size(resized: &Event, size: impl Fn() -> u64, known: u64) 
         }
         changed.await;
     }
+}
+
+/// Reserves what a disk may take, besides its layers.
+fn reserve<S: Storage>(
+    chain: &Chain<S>,
+    map: &Map,
+    options: &OpenOptions,
+) -> Result<Option<Arc<Reserved>>> {
+    let Some(limit) = &options.memory else { return Ok(None) };
+    let writes = options.writable && chain.active().as_qcow2().is_some();
+    let bytes = needs(map.stats().budget, largest_cluster(chain), writes);
+    let reserved = limit.reserve("its map with its other caches", bytes);
+    let reserved = reserved.map_err(|error| refused(chain.active().name(), &error))?;
+    Ok(Some(Arc::new(reserved)))
+}
+
+/// The bytes in the largest cluster of a chain's qcow2 images; 0 without one.
+fn largest_cluster<S: Storage>(chain: &Chain<S>) -> u64 {
+    let images = chain.layers().filter_map(|(_, layer)| layer.as_qcow2());
+    images.map(|qcow2| qcow2.geometry.cluster_size()).max().unwrap_or(0)
+}
+
+/// Bytes that a disk may take, besides its layers: with a map of `map` bytes and clusters of at most `cluster` bytes,
+/// and if it `writes` to a qcow2 image.
+fn needs(map: u64, cluster: u64, writes: bool) -> u64 {
+    map + READING + CACHED_CLUSTERS as u64 * cluster + if writes { QCOW2_MEMORY } else { 0 }
 }
 
 /// The memory for the map of a whole disk of `size` bytes, up to the default limit.

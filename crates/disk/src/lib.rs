@@ -72,6 +72,7 @@ pub use isobath_image::encryption::{self, Secrets};
 pub use isobath_image::error::{self, DiskError, Result};
 pub use isobath_image::keys::{KeyChange, change_keys};
 pub use isobath_image::layer::{ImageFormat, Layer};
+pub use isobath_image::memory::{self, MemoryLimit};
 pub use isobath_image::offline::check;
 pub use isobath_image::options::{BackingFile, Below, OpenOptions, SnapshotChoice, Trust};
 #[doc(hidden)]

@@ -4,15 +4,21 @@ use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::task::{Context, Poll, Waker};
 
-/// Bytes guaranteed to each client regardless of what the others hold, so that requests of common sizes always proceed.
+/// Bytes guaranteed to each client regardless of what the others hold, so that requests of common sizes always proceed;
+/// fewer if the process has a memory limit.
 pub(crate) const ASSURED: usize = 4 << 20;
+/// The least that a client can be guaranteed, besides what it holds anyway.
+pub(crate) const LEAST_PIECE: usize = 64 << 10;
 /// Beyond that, a client may hold at most the free bytes divided by this.
 const PART: usize = 8;
 
 /// Bytes shared among clients. A client that does not receive its replies keeps what it holds, but since it gets only a
-/// part of the free bytes, there are always some left for the others.
+/// part of the free bytes, there are always some left for the others. How many is up to all others: only a
+/// [piece](Share::piece) of what is guaranteed can always be had.
 pub(crate) struct Budget {
     limit: usize,
+    /// Bytes guaranteed to each client.
+    assured: usize,
     state: Mutex<Shares>,
 }
 
@@ -32,10 +38,15 @@ pub(crate) struct Share<'a> {
 }
 
 impl Budget {
-    /// A budget of `limit` bytes in addition to the bytes guaranteed to clients.
-    pub(crate) const fn new(limit: usize) -> Self {
+    /// A budget of `limit` bytes in addition to `assured` bytes of each client.
+    pub(crate) const fn new(limit: usize, assured: usize) -> Self {
         let none = Shares { held: 0, next: 0, waiting: BTreeMap::new() };
-        Self { limit, state: Mutex::new(none) }
+        Self { limit, assured, state: Mutex::new(none) }
+    }
+
+    /// How many of `held` bytes exceed the guaranteed bytes.
+    fn beyond(&self, held: usize) -> usize {
+        held.saturating_sub(self.assured)
     }
 
     /// Bytes that clients hold beyond their guaranteed bytes.
@@ -53,7 +64,8 @@ impl Budget {
 impl Share<'_> {
     /// Takes this many more bytes once they are available. One request at a time may wait.
     pub(crate) fn poll_take(&mut self, bytes: usize, cx: &Context<'_>) -> Poll<()> {
-        let (before, after) = (beyond(self.held), beyond(self.held.saturating_add(bytes)));
+        let before = self.budget.beyond(self.held);
+        let after = self.budget.beyond(self.held.saturating_add(bytes));
         if before == after && self.key.is_none() {
             self.held += bytes;
             return Poll::Ready(());
@@ -76,11 +88,25 @@ impl Share<'_> {
         Poll::Ready(())
     }
 
+    /// Forgets that a request waited, which will not be carried out as a whole.
+    pub(crate) fn wait_no_longer(&mut self) {
+        if let Some(key) = self.key.take() {
+            self.budget.state.lock().waiting.remove(&key);
+        }
+    }
+
+    /// How many bytes the client can take whatever the others hold, besides those that it holds: a power of two,
+    /// rounded down.
+    pub(crate) fn piece(&self) -> usize {
+        let left = self.budget.assured.saturating_sub(self.held);
+        left.checked_ilog2().map_or(0, |bits| 1 << bits).max(LEAST_PIECE)
+    }
+
     /// Counts bytes that the client holds already, whether they are available or not.
     pub(crate) fn hold(&mut self, bytes: usize) {
-        let before = beyond(self.held);
+        let before = self.budget.beyond(self.held);
         self.held = self.held.saturating_add(bytes);
-        let more = beyond(self.held) - before;
+        let more = self.budget.beyond(self.held) - before;
         if more > 0 {
             self.budget.state.lock().held += more;
         }
@@ -88,9 +114,9 @@ impl Share<'_> {
 
     /// Releases bytes.
     pub(crate) fn give(&mut self, bytes: usize) {
-        let before = beyond(self.held);
+        let before = self.budget.beyond(self.held);
         self.held = self.held.saturating_sub(bytes);
-        let given = before - beyond(self.held);
+        let given = before - self.budget.beyond(self.held);
         if given == 0 {
             return;
         }
@@ -103,17 +129,10 @@ impl Share<'_> {
     }
 }
 
-/// How many of `held` bytes exceed the guaranteed bytes.
-fn beyond(held: usize) -> usize {
-    held.saturating_sub(ASSURED)
-}
-
 impl Drop for Share<'_> {
     fn drop(&mut self) {
         self.give(self.held);
-        if let Some(key) = self.key {
-            self.budget.state.lock().waiting.remove(&key);
-        }
+        self.wait_no_longer();
     }
 }
 
@@ -132,7 +151,7 @@ mod tests {
 
     #[test]
     fn however_much_some_hold_there_is_something_left() {
-        let budget = Budget::new(512 * MIB);
+        let budget = Budget::new(512 * MIB, ASSURED);
         // Each takes as much as it can get, in requests of every size.
         let mut greedy: Vec<_> = (0..128).map(|_| budget.share()).collect();
         for share in &mut greedy {
@@ -154,7 +173,7 @@ mod tests {
 
     #[test]
     fn what_a_client_holds_anyway_counts() {
-        let budget = Budget::new(16 * MIB);
+        let budget = Budget::new(16 * MIB, ASSURED);
         let held = || budget.state.lock().held;
         let mut share = budget.share();
         share.hold(MIB);
@@ -181,7 +200,7 @@ mod tests {
     fn who_waits_is_woken_and_who_leaves_is_forgotten() {
         let count = Arc::new(Count(AtomicUsize::new(0)));
         let waker = Waker::from(count.clone());
-        let budget = Budget::new(64 * MIB);
+        let budget = Budget::new(64 * MIB, ASSURED);
         let (mut one, mut other) = (budget.share(), budget.share());
         assert!(takes(&mut one, 12 * MIB));
         assert!(other.poll_take(12 * MIB, &Context::from_waker(&waker)).is_pending());
@@ -194,5 +213,22 @@ mod tests {
         assert!(budget.state.lock().waiting.is_empty());
         one.give(100 * MIB);
         assert_eq!(budget.held(), 0);
+    }
+
+    #[test]
+    fn a_piece_is_there_whatever_others_hold() {
+        let budget = Budget::new(0, 3 * MIB / 2);
+        let mut greedy = budget.share();
+        greedy.hold(100 * MIB);
+        let mut share = budget.share();
+        assert_eq!(share.piece(), MIB);
+        share.hold(MIB / 2);
+        assert_eq!(share.piece(), MIB, "beside what it holds anyway");
+        assert!(takes(&mut share, MIB));
+        assert!(!takes(&mut share, 4096));
+        assert_eq!(budget.state.lock().waiting.len(), 1);
+        share.wait_no_longer();
+        assert!(budget.state.lock().waiting.is_empty());
+        assert_eq!(share.piece(), LEAST_PIECE);
     }
 }

@@ -4,7 +4,7 @@
 //! again. The command line and QMP do both only through this module, guided by the description in [`Protocol`].
 
 use crate::tls::Security;
-use isobath_disk::BlockDevice;
+use isobath_disk::{BlockDevice, MemoryLimit};
 use isobath_ring::Handle;
 use isobath_ring::net::Listener;
 use std::collections::BTreeMap;
@@ -193,6 +193,9 @@ pub struct Start {
     /// Where clients of all exports connect. A [shared](Protocol::shared) server without listeners accepts no exports;
     /// a server that is not shared has no listeners.
     pub listeners: Vec<Entrance>,
+    /// What the frontend may take for requests is reserved here, and what does not fit is refused. `None` for each
+    /// frontend's own limits.
+    pub memory: Option<Arc<MemoryLimit>>,
 }
 
 /// Where clients of a [shared](Protocol::shared) server connect.

@@ -12,7 +12,7 @@ const CLASSES: usize = 14;
 pub(crate) struct Pool {
     classes: [RefCell<Vec<IoBuf>>; CLASSES],
     free: Cell<usize>,
-    limit: usize,
+    limit: Cell<usize>,
 }
 
 /// A buffer of exactly the requested length, and the rest of its memory.
@@ -30,7 +30,12 @@ fn class_of(length: usize) -> Option<(usize, usize)> {
 impl Pool {
     /// A pool that keeps up to `limit` bytes of free buffers.
     pub(crate) fn new(limit: usize) -> Self {
-        Self { classes: Default::default(), free: Cell::new(0), limit }
+        Self { classes: Default::default(), free: Cell::new(0), limit: Cell::new(limit) }
+    }
+
+    /// Keeps up to `limit` bytes of free buffers from now on.
+    pub(crate) fn limit_to(&self, limit: usize) {
+        self.limit.set(limit);
     }
 
     /// A buffer of `length` bytes with arbitrary contents.
@@ -68,7 +73,7 @@ impl Pool {
         let Some((class, size)) = class_of(data.len()) else { return };
         let free = self.free.get() + size;
         if data.len() == size
-            && free <= self.limit
+            && free <= self.limit.get()
             && let Some(list) = self.classes.get(class)
         {
             list.borrow_mut().push(data);

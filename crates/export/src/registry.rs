@@ -2,11 +2,12 @@
 
 use crate::frontend::{Entrance, Frontend, FrontendError, Protocol, Start};
 use crate::{fuse, nbd, vhost_user};
-use isobath_disk::BlockDevice;
+use isobath_disk::{BlockDevice, MemoryLimit};
 use isobath_ring::{Handle, JoinHandle, spawn};
 use std::collections::BTreeMap;
 use std::io;
 use std::rc::Rc;
+use std::sync::Arc;
 
 /// The table: the protocol and the type of each frontend.
 macro_rules! frontends {
@@ -39,10 +40,23 @@ impl<D: BlockDevice> Frontends<D> {
     ///
     /// # Errors
     /// A frontend cannot be started.
-    pub fn start(workers: &[Handle], mut listeners: Listeners) -> Result<Self, FrontendError> {
+    pub fn start(workers: &[Handle], listeners: Listeners) -> Result<Self, FrontendError> {
+        Self::start_within(workers, listeners, None)
+    }
+
+    /// As [`start`](Self::start), with a limit on memory that they share with others.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start); also if less is left of the limit than a frontend may take.
+    pub fn start_within(
+        workers: &[Handle],
+        mut listeners: Listeners,
+        memory: Option<&Arc<MemoryLimit>>,
+    ) -> Result<Self, FrontendError> {
         let start = |protocol: &Protocol| Start {
             workers: workers.to_vec(),
             listeners: listeners.remove(protocol.name).unwrap_or_default(),
+            memory: memory.cloned(),
         };
         start_all(start).map(Self)
     }

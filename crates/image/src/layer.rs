@@ -2,6 +2,7 @@
 
 use crate::encryption::{Key, Protection, locked, read_through};
 use crate::l1_table::L1Table;
+use crate::memory::Reserved;
 use crate::replayed::Replayed;
 use crate::restart_log::FoundLog;
 use crate::sabotage::{self, Sabotage};
@@ -219,6 +220,8 @@ pub struct Qcow2 {
     pub opened_length: AtomicU64,
     /// The active L1 table as it is in the file; the writer holds changes that are not there yet.
     pub l1: RwLock<L1Table>,
+    /// What it takes of a memory limit.
+    pub memory: Option<Reserved>,
 }
 
 impl<S: Storage> Layer<S> {
@@ -719,6 +722,7 @@ mod tests {
             geometry: opened.geometry,
             opened_length: 0.into(),
             l1: L1Table::default().into(),
+            memory: None,
         };
         let (name, storage) = (layer.name().to_owned(), Arc::clone(layer.storage()));
         let of = || Layer::qcow2(name, storage, None, 0, qcow2, None, Protection::None);

@@ -34,6 +34,7 @@ pub mod layer;
 pub mod lock_order;
 mod lsn;
 pub mod luks;
+pub mod memory;
 pub mod name;
 pub mod offline;
 pub mod open;

@@ -219,6 +219,10 @@ pub(crate) async fn load_qcow2<H: Host>(
     if let Some(choice) = &options.snapshot {
         show_snapshot(&**storage, name, &mut header, (length, writable), choice).await?;
     }
+    let memory = match &options.memory {
+        Some(limit) => Some(limit.reserve_layer(name, u64::from(header.l1_size) * 8)?),
+        None => None,
+    };
     let l1 = read_l1(&**storage, name, &header, length, replayed.as_ref()).await?;
     let data = if header.incompatible.contains(IncompatibleFeatures::DATA_FILE) {
         let path = match (&options.data_file, header.data_file()) {
@@ -269,6 +273,7 @@ pub(crate) async fn load_qcow2<H: Host>(
         geometry,
         opened_length: length.into(),
         l1: l1.into(),
+        memory,
     };
     let (name, storage) = (name.to_owned(), Arc::clone(storage));
     let layer = Layer::qcow2(name, storage, data, file_length, qcow2, replayed, protection)

@@ -3,10 +3,12 @@
 use crate::durability::MetadataMode;
 use crate::encryption::Secrets;
 use crate::layer::ImageFormat;
+use crate::memory::MemoryLimit;
 use crate::{DiskError, Result};
 use isobath_qcow2::Snapshot;
 use isobath_storage::{Locking, OpenMode, Storage};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// Methods that set a field and return the options, to build them in one expression.
 #[macro_export]
@@ -161,6 +163,9 @@ pub struct OpenOptions {
     pub secrets: Secrets,
     /// Memory for the map in bytes; `None` uses what the disk needs, up to `DEFAULT_MAP_CACHE`.
     pub map_cache: Option<usize>,
+    /// What the disk's map, caches and L1 tables may take is reserved here: an image that does not fit is not opened.
+    /// Without a size of its own the map gets at most a sixteenth. `None` for no such bound.
+    pub memory: Option<Arc<MemoryLimit>>,
     /// What a request was answered for outlives this process being killed, flushed or not, as it does
     /// with a file: who opens the image for writing next on this machine, before that is started again,
     /// finds it. Not in mode `ordered`, nor where the image has no room for a journal; the others set
@@ -191,6 +196,7 @@ impl Default for OpenOptions {
             zones: None,
             secrets: Secrets::default(),
             map_cache: None,
+            memory: None,
             restart_log: false,
             repairing: false,
         }
@@ -247,6 +253,7 @@ setters! {
     zone_size: u64,
     zones: u32,
     map_cache: usize,
+    memory: Option<Arc<MemoryLimit>>,
     restart_log: bool,
 }
 

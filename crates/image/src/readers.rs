@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 /// The number of decompressed clusters kept, since readers of a compressed image often read the rest of a cluster next.
-const CACHED_CLUSTERS: usize = 8;
+pub const CACHED_CLUSTERS: usize = 8;
 
 /// The place of a compressed cluster. A layer's number cannot identify it, since it changes when other layers leave the
 /// chain.

@@ -158,32 +158,6 @@ fn a_chain_whose_index_cannot_be_written_is_removed() {
 }
 
 #[test]
-fn a_chain_that_is_interrupted_while_its_index_is_written_is_removed() {
-    let directory = tempfile::tempdir().unwrap();
-    let chain = directory.path().join("chain");
-    let mut process = Command::new(ISOBATH)
-        .args(["chain", "generate", "--indexed", "--layers", "300", "--size", "1G"])
-        .args(["--data", "zero", "--fill", "20%"])
-        .arg(&chain)
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    until("the active layer", || chain.join("layer-00299.qcow2").exists());
-    // SAFETY: the process is a child that was not waited for.
-    unsafe { libc::kill(process.id() as i32, libc::SIGINT) };
-    let ended = process.wait().unwrap();
-    // It may have been complete before.
-    match ended.code() {
-        Some(0) => assert!(chain.join("layer-00299.qcow2").exists()),
-        code => {
-            assert_eq!(code, Some(128 + libc::SIGINT), "{ended}");
-            assert!(!chain.exists());
-        }
-    }
-}
-
-#[test]
 fn the_index_has_progress_of_its_own() {
     let directory = tempfile::tempdir().unwrap();
     for (options, lines) in [("-p", 1), ("-p --indexed", 2), ("--indexed", 0)] {

@@ -9,11 +9,12 @@
 use super::LiveDisk;
 use crate::disk::{Disk, Retiring};
 use isobath_chain::chain::{Chain, MAX_LAYERS};
-use isobath_chain::create::{NewDisk, NewEncryption, create};
+use isobath_chain::create::{NewDisk, NewEncryption, create, plan};
 use isobath_chain::index;
 use isobath_chain::map::Map;
 use isobath_image::encryption::{Key, Secret};
 use isobath_image::layer::{ImageFormat, Layer, Qcow2Layer};
+use isobath_image::memory::{MemoryLimit, Reserved};
 use isobath_image::name::name_in_header;
 use isobath_image::open::{Opening, open_layer};
 use isobath_image::options::{OpenOptions, Trust};
@@ -42,6 +43,9 @@ impl Overlay {
         }
     }
 }
+
+/// The limit on what an overlay takes as a layer, and what the disk takes more once it is the active one.
+type Room = (Option<Arc<MemoryLimit>>, Option<Arc<Reserved>>);
 
 impl<H: Host> LiveDisk<H> {
     /// Makes the active image a backing file and `overlay` the active image. Data written before the call is in the
@@ -72,12 +76,20 @@ impl<H: Host> LiveDisk<H> {
                 reason: format!("the chain already has {MAX_LAYERS} layers, the maximum"),
             });
         }
-        if let Overlay::Create(path) = overlay {
-            self.create_overlay(&disk, path).await?;
-        }
-        let layer = self.open_overlay(&disk, overlay).await?;
+        let (room, memory) = match overlay {
+            Overlay::Create(path) => self.create_overlay(&disk, path).await?,
+            Overlay::Existing(_) => (self.options().memory.clone(), None),
+        };
+        let layer = self.open_overlay(&disk, overlay, room).await?;
         let qcow2 =
             Qcow2Layer::of(&layer).ok_or_else(|| unfit(&layer, "it is not a qcow2 image"))?;
+        let memory = match (&self.options().memory, memory) {
+            (Some(limit), None) => {
+                let cluster = qcow2.qcow2().geometry.cluster_size();
+                disk.reserve_overlay(limit, overlay.path(), cluster)?
+            }
+            (_, memory) => memory,
+        };
         let new_writer = Writer::open(&qcow2, &self.options(), false).await?;
         let mut layers: Vec<_> = disk.chain.layers().map(|(_, layer)| Arc::clone(layer)).collect();
         layers.push(Arc::clone(&layer));
@@ -94,6 +106,7 @@ impl<H: Host> LiveDisk<H> {
         }
         let retiring = Retiring { layer: disk.active_index(), writer };
         let next = disk.successor(chain, map, Some(Arc::new(new_writer)), Some(retiring))?;
+        let next = next.taking(memory);
         check_put_on(&next.chain, &disk.chain)?;
         self.replace(&disk, Arc::new(next))?;
         drop(quiet);
@@ -122,7 +135,9 @@ impl<H: Host> LiveDisk<H> {
         Ok(())
     }
 
-    async fn create_overlay(&self, disk: &Disk<H>, path: &Path) -> Result<()> {
+    /// Creates the overlay. Returns the limit on what it takes as a layer, and what the disk takes more with it: both
+    /// are reserved before there is a file.
+    async fn create_overlay(&self, disk: &Disk<H>, path: &Path) -> Result<Room> {
         Box::pin(self.check_nothing_lost(disk.host(), path)).await?;
         let active = disk.chain.active();
         let mut new = NewDisk::new(disk.size())
@@ -137,7 +152,17 @@ impl<H: Host> LiveDisk<H> {
             active.cipher()?;
             new.encryption = Some(encryption_as(active.secret(), active.name())?);
         }
-        create(disk.host(), path, &new).await.map(|_| ())
+        let room = match &self.options().memory {
+            Some(limit) => {
+                let more = disk.reserve_overlay(limit, path, new.cluster_size)?;
+                let size = disk.size().next_multiple_of(512);
+                let l1 = u64::from(plan(path, &new, size, None)?.header().l1_size) * 8;
+                (Some(limit.part_for_layer(path, l1)?), more)
+            }
+            None => (None, None),
+        };
+        create(disk.host(), path, &new).await?;
+        Ok(room)
     }
 
     /// Refuses to replace a file that has data: who names the overlays may not be who owns the files.
@@ -166,7 +191,12 @@ impl<H: Host> LiveDisk<H> {
     }
 
     /// Opens the overlay, and makes sure that it fits.
-    async fn open_overlay(&self, disk: &Disk<H>, overlay: &Overlay) -> Result<Arc<Layer<H::File>>> {
+    async fn open_overlay(
+        &self,
+        disk: &Disk<H>,
+        overlay: &Overlay,
+        memory: Option<Arc<MemoryLimit>>,
+    ) -> Result<Arc<Layer<H::File>>> {
         let path = overlay.path();
         let format = Some(ImageFormat::Qcow2);
         let options = self.options();
@@ -178,7 +208,7 @@ impl<H: Host> LiveDisk<H> {
         };
         let key = Key::Secret(secret.cloned());
         // The data file was given for the image that has been the active one.
-        let own = (*options).clone().data_file(None);
+        let own = (*options).clone().data_file(None).memory(memory);
         let opening = Opening { format, writable: true, options: &own, key: &key };
         let layer = open_layer(disk.host(), path, opening).await?;
         if disk.layers().any(|other| other.storage().id() == layer.storage().id()) {
@@ -311,7 +341,112 @@ fn encryption_as(secret: Option<&Arc<Secret>>, name: &Path) -> Result<NewEncrypt
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{chain_of, disk, live, must_violate};
+    use crate::testing::{CLUSTER, SIZE, chain_of, disk, live, must_violate};
+    use futures_executor::block_on;
+    use isobath_image::writer::QCOW2_MEMORY;
+    use isobath_storage::IoBuf;
+    use isobath_storage::memory::MemoryHost;
+
+    /// Raw disks of 4 MiB under one limit: as many as fit, but not with a snapshot.
+    fn full_of_raw_disks(host: &MemoryHost, limit: &Arc<MemoryLimit>) -> Vec<Arc<Live>> {
+        let format = Some(ImageFormat::Raw);
+        let options = OpenOptions::new().writable(true).format(format).memory(Some(limit.clone()));
+        let mut disks = Vec::new();
+        loop {
+            let name = PathBuf::from(format!("raw{}", disks.len()));
+            let new = NewDisk::new(SIZE).format(ImageFormat::Raw);
+            block_on(Box::pin(create(host, &name, &new))).unwrap();
+            match block_on(Box::pin(LiveDisk::open(host.clone(), &name, &options))) {
+                Ok(disk) => disks.push(disk),
+                Err(error) => {
+                    let full = error.to_string().contains("raise the memory limit");
+                    assert!(full && !disks.is_empty(), "{error}");
+                    return disks;
+                }
+            }
+        }
+    }
+
+    type Live = LiveDisk<MemoryHost>;
+
+    fn snapshot(live: &Live, overlay: &Overlay) -> Result<()> {
+        block_on(Box::pin(live.snapshot(overlay)))
+    }
+
+    fn refusal(live: &Live, overlay: &Overlay) -> String {
+        snapshot(live, overlay).unwrap_err().to_string()
+    }
+
+    fn exists(host: &MemoryHost, name: &str) -> bool {
+        let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
+        block_on(host.open(Path::new(name), look)).is_ok()
+    }
+
+    fn assert_works(live: &Live) {
+        block_on(live.write(0, IoBuf::copy_of(&[7; 4096]))).unwrap();
+        block_on(live.flush()).unwrap();
+        assert_eq!(*block_on(live.read(0, IoBuf::zeroed(4096))).unwrap(), [7; 4096]);
+    }
+
+    #[test]
+    fn a_snapshot_that_passes_the_memory_limit_is_refused_and_leaves_no_file() {
+        let (host, limit) = (MemoryHost::new(), MemoryLimit::new(64 << 20));
+        let mut disks = full_of_raw_disks(&host, &limit);
+        let before = limit.reserved();
+        let live = disks.pop().unwrap();
+        let overlay = Overlay::Create("top".into());
+        let refused = refusal(&live, &overlay);
+        assert!(
+            refused.contains("'top': the disk, once it is the active layer, may take 36.5 MiB of")
+                && refused.contains("of the limit of 64.0 MiB only")
+                && refused.contains("raise the memory limit, or serve less"),
+            "{refused}"
+        );
+        assert!(!exists(&host, "top"));
+        assert_eq!((limit.reserved(), live.depth()), (before, 1));
+        assert_works(&live);
+
+        drop(disks);
+        // All but the L1 table of the overlay would fit.
+        let alone = limit.reserved();
+        let more = QCOW2_MEMORY + 8 * CLUSTER;
+        let rest = limit.reserve("the rest", limit.bytes() - alone - more - 4200).unwrap();
+        let refused = refusal(&live, &overlay);
+        assert!(refused.contains("'top': its L1 table may take"), "{refused}");
+        assert!(!exists(&host, "top"));
+        assert_eq!(limit.reserved(), alone + rest.bytes());
+        drop(rest);
+
+        snapshot(&live, &overlay).unwrap();
+        assert_eq!(limit.reserved(), alone + more + 4200 + 8, "an L1 table of one entry");
+        assert_works(&live);
+        let taken = limit.reserved();
+        snapshot(&live, &Overlay::Create("higher".into())).unwrap();
+        assert_eq!(limit.reserved(), taken + 4200 + 8, "one writer goes, another comes");
+        block_on(Box::pin(live.close())).unwrap();
+        drop(live);
+        assert_eq!(limit.reserved(), 0);
+    }
+
+    #[test]
+    fn an_overlay_with_larger_clusters_is_refused_if_it_passes_the_memory_limit() {
+        let (host, limit) = (MemoryHost::new(), MemoryLimit::new(64 << 20));
+        let make = |name: &str, new: &NewDisk| {
+            block_on(Box::pin(create(&host, Path::new(name), new))).unwrap();
+        };
+        make("base", &NewDisk::new(SIZE));
+        make("top", &NewDisk::new(SIZE).cluster_size(2 << 20).backing_file("base", "qcow2"));
+        let options = OpenOptions::new().writable(true).memory(Some(limit.clone()));
+        let opened = LiveDisk::open(host.clone(), Path::new("base"), &options);
+        let live = block_on(Box::pin(opened)).unwrap();
+        let before = limit.reserved();
+        let overlay = Overlay::Existing("top".into());
+        let refused = refusal(&live, &overlay);
+        assert!(refused.contains("may take 15.5 MiB of memory"), "{refused}");
+        assert_eq!((limit.reserved(), live.depth()), (before, 1));
+        assert_works(&live);
+        block_on(Box::pin(live.close())).unwrap();
+    }
 
     #[test]
     fn an_overlay_is_encrypted_with_the_secret_of_the_layer_below() {

@@ -1,13 +1,14 @@
 //! FUSE as a [`Frontend`]: a mount for each export.
 
 use super::mount::Mount;
-use super::options::{AllowOther, Options};
+use super::options::{AllowOther, MOST_REQUESTS, Options};
 use crate::command_line::{absolute, quoted};
 use crate::frontend::{
     CommandLineOption, Export, ExportControl, ExportedDisk, Frontend, FrontendError, Parameter,
     Place, Presence, Protocol, RemoveError, RemoveMode, Settings, Shown, Start, Takes,
 };
-use isobath_disk::BlockDevice;
+use isobath_disk::memory::{OutOfMemory, Reserved};
+use isobath_disk::{BlockDevice, MemoryLimit};
 use isobath_ring::Handle;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -56,14 +57,30 @@ pub const PROTOCOL: Protocol = Protocol {
     ],
 };
 
+/// Each export has this part of a memory limit.
+const SHARE: usize = 16;
+
 /// Exports disks as files.
 pub struct FuseFrontend {
     workers: Vec<Handle>,
+    memory: Option<Arc<MemoryLimit>>,
+}
+
+impl FuseFrontend {
+    /// How many requests an export may have in flight on each thread, and what it takes of a memory limit.
+    fn requests(&self) -> Result<(usize, Option<Reserved>), OutOfMemory> {
+        let Some(memory) = &self.memory else { return Ok((MOST_REQUESTS, None)) };
+        let threads = self.workers.len().max(1);
+        let share = usize::try_from(memory.bytes()).unwrap_or(usize::MAX) / SHARE;
+        let requests = (share / threads / Options::memory(1)).clamp(1, MOST_REQUESTS);
+        let most = (threads * Options::memory(requests)) as u64;
+        Ok((requests, Some(memory.reserve("a FUSE export", most)?)))
+    }
 }
 
 impl<D: BlockDevice> Frontend<D> for FuseFrontend {
     fn start(start: Start) -> Result<Self, FrontendError> {
-        Ok(Self { workers: start.workers })
+        Ok(Self { workers: start.workers, memory: start.memory })
     }
 
     fn protocol(&self) -> &'static Protocol {
@@ -89,7 +106,9 @@ impl<D: BlockDevice> Frontend<D> for FuseFrontend {
             )
             .into());
         }
+        let (requests, reserved) = self.requests()?;
         let options = Options {
+            requests,
             writable: disk.writable,
             growable: settings.flag("growable"),
             allow_other: match settings.text("allow-other") {
@@ -101,7 +120,11 @@ impl<D: BlockDevice> Frontend<D> for FuseFrontend {
         let mount = Mount::new(disk.device, &path, options)?;
         let control = Control { mount: Arc::clone(&mount), path };
         let workers = self.workers.clone();
-        let serving = async move { mount.serve(&workers).await };
+        let serving = async move {
+            let served = mount.serve(&workers).await;
+            drop(reserved);
+            served
+        };
         Ok(Export { control: Box::new(control), serving: Box::pin(serving) })
     }
 }
@@ -128,5 +151,25 @@ impl<D: BlockDevice> ExportControl for Control<D> {
         let read_only = if shown.read_only { " --read-only" } else { "" };
         let device = format!("losetup --find --show --direct-io=on{read_only} {path}");
         vec![Place { name: path.into_owned(), uses: vec![device] }]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exports_have_their_part_of_a_memory_limit() {
+        let frontend = |memory| FuseFrontend { workers: Vec::new(), memory };
+        assert_eq!(frontend(None).requests().unwrap().0, MOST_REQUESTS);
+        let memory = MemoryLimit::new(256 << 20);
+        let frontend = frontend(Some(Arc::clone(&memory)));
+        let exports: Vec<_> = std::iter::from_fn(|| frontend.requests().ok()).collect();
+        assert!(exports.len() >= 16, "{}", exports.len());
+        assert!(exports.iter().all(|(requests, _)| *requests == 5));
+        let refused = frontend.requests().unwrap_err().to_string();
+        assert!(refused.contains("a FUSE export may take"), "{refused}");
+        drop(exports);
+        assert_eq!(memory.reserved(), 0);
     }
 }

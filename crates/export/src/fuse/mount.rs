@@ -52,7 +52,8 @@ impl<D: BlockDevice> Mount<D> {
         let growable = options.growable && !read_only;
         let (place, connection) = place::mount(mount_point, read_only, options.allow_other)?;
         greet(place.path(), &connection)?;
-        let export = Export { device, inode: Inode::new(read_only), read_only, growable };
+        let (inode, requests) = (Inode::new(read_only), options.requests);
+        let export = Export { device, inode, read_only, growable, requests };
         let connection = Mutex::new(Some(connection));
         Ok(Arc::new(Self { export, place: Mutex::new(place), stop: Stop::default(), connection }))
     }

@@ -23,6 +23,8 @@ pub(super) struct Export<D> {
     pub(super) inode: Inode,
     pub(super) read_only: bool,
     pub(super) growable: bool,
+    /// How many requests may be in flight on each thread.
+    pub(super) requests: usize,
 }
 
 /// One thread's part of serving.

@@ -48,7 +48,7 @@ impl<D: BlockDevice> Trial<D> {
     /// # Errors
     /// If the sockets cannot be created.
     pub fn new(device: Arc<D>, options: Options) -> io::Result<Self> {
-        let Options { writable, growable, allow_other: _ } = options;
+        let Options { writable, growable, allow_other: _, requests } = options;
         let read_only = !writable || device.is_read_only();
         let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
         let mut ends = [-1; 2];
@@ -59,7 +59,8 @@ impl<D: BlockDevice> Trial<D> {
         // SAFETY: both descriptors were just created, and have no other owner.
         let [served, caller] = ends.map(|end| unsafe { OwnedFd::from_raw_fd(end) });
         let growable = growable && !read_only;
-        let export = Export { device, inode: Inode::new(read_only), read_only, growable };
+        let inode = Inode::new(read_only);
+        let export = Export { device, inode, read_only, growable, requests };
         let (channel, pool) = (Channel::new(served), Pool::new(POOL_BYTES));
         Ok(Self { export, channel, caller, pool, running: Cell::new(0) })
     }

@@ -1,6 +1,6 @@
 //! One thread's loop, which receives requests from the kernel and runs them concurrently.
 
-use super::channel::{Channel, NoMessage};
+use super::channel::{Channel, MAX_WRITE, NoMessage};
 use super::serve::{Export, Service};
 use crate::pool::Pool;
 use crate::slots::Slots;
@@ -15,8 +15,6 @@ use std::task::Poll;
 
 /// Bytes of free read buffers that a thread keeps.
 const POOL_BYTES: usize = 16 << 20;
-/// Maximum number of requests in flight per thread; further ones wait in the kernel.
-const MOST: usize = 256;
 /// Number of requests to receive before those started are submitted to the ring.
 const BURST: usize = 16;
 
@@ -33,7 +31,8 @@ pub(super) async fn work<D: BlockDevice>(
     channel: &Channel,
     stop: &Stop,
 ) -> io::Result<bool> {
-    let pool = Pool::new(POOL_BYTES);
+    let most = export.requests.max(1);
+    let pool = Pool::new(POOL_BYTES.min(most * MAX_WRITE));
     let running = Cell::new(0);
     let ending = Stop::default();
     let slots = RefCell::new(Slots::new());
@@ -43,7 +42,7 @@ pub(super) async fn work<D: BlockDevice>(
             channel.readable().await?;
             let mut taken = 0;
             loop {
-                poll_fn(|_| if running.get() < MOST { Poll::Ready(()) } else { Poll::Pending })
+                poll_fn(|_| if running.get() < most { Poll::Ready(()) } else { Poll::Pending })
                     .await;
                 match channel.receive() {
                     Ok((message, payload)) => {

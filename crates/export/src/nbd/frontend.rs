@@ -10,11 +10,15 @@ use crate::frontend::{
 };
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
+use isobath_disk::memory::Reserved;
 use isobath_ring::Handle;
 use isobath_ring::net::Address;
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
+
+/// The server takes this part of a memory limit.
+const SHARE: usize = 4;
 
 /// The NBD protocol and its parameters.
 pub const PROTOCOL: Protocol = Protocol {
@@ -63,6 +67,8 @@ pub struct NbdFrontend<D> {
     /// Listeners that are not served yet.
     listeners: RefCell<Vec<Entrance>>,
     addresses: Rc<[At]>,
+    /// What the server takes of a memory limit.
+    _memory: Option<Reserved>,
 }
 
 /// An address, and what clients need there.
@@ -84,10 +90,21 @@ impl From<&Entrance> for At {
 
 impl<D: BlockDevice> Frontend<D> for NbdFrontend<D> {
     fn start(start: Start) -> Result<Self, FrontendError> {
-        let Start { workers, listeners } = start;
+        let Start { workers, listeners, memory } = start;
         let addresses = listeners.iter().map(At::from).collect();
-        let server = Arc::new(Server::new(Vec::new(), Limits::default())?);
-        Ok(Self { server, workers, listeners: RefCell::new(listeners), addresses })
+        // A server without listeners has no clients.
+        let memory = memory.filter(|_| !listeners.is_empty());
+        let (limits, reserved) = match memory {
+            Some(memory) => {
+                let share = usize::try_from(memory.bytes()).unwrap_or(usize::MAX) / SHARE;
+                let (limits, most) = Limits::within(share, workers.len());
+                (limits, Some(memory.reserve("the NBD server", most)?))
+            }
+            None => (Limits::default(), None),
+        };
+        let server = Arc::new(Server::new(Vec::new(), limits)?);
+        let listeners = RefCell::new(listeners);
+        Ok(Self { server, workers, listeners, addresses, _memory: reserved })
     }
 
     fn protocol(&self) -> &'static Protocol {

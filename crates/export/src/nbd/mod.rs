@@ -50,6 +50,7 @@ mod frontend;
 pub mod handshake;
 mod live;
 mod outbox;
+mod pieces;
 mod places;
 pub mod reply;
 pub mod request;

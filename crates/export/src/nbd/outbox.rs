@@ -52,9 +52,12 @@ impl Outbox {
         }
     }
 
-    /// Adds a reply: a header, and the data that follows it. `reserved` is added to the batch.
+    /// Adds a reply: a header, and the data that follows it. `reserved` is added to the batch. Without a header, the
+    /// data continues the reply before.
     pub(crate) fn push(&mut self, header: &[u8], data: Option<Pooled>, reserved: usize) {
-        self.push_header(header);
+        if !header.is_empty() {
+            self.push_header(header);
+        }
         if let Some(Pooled { data, spare }) = data {
             self.last.length += data.len();
             self.queued += data.len();

@@ -31,8 +31,14 @@ pub fn chunk_header(cookie: u64, flags: u16, kind: u16, length: u32) -> [u8; CHU
 
 /// The header of a structured reply to a read, before all its `length` bytes (at least 1) of data.
 pub fn read_header(cookie: u64, offset: u64, length: u32) -> [u8; READ_SIZE] {
+    read_part(cookie, offset, length, true)
+}
+
+/// The header of a chunk with a part of the data of a structured reply to a read, which may be the last one.
+pub fn read_part(cookie: u64, offset: u64, length: u32, is_last: bool) -> [u8; READ_SIZE] {
     let mut header = [0; READ_SIZE];
-    let chunk = chunk_header(cookie, chunk::FLAG_DONE, chunk::OFFSET_DATA, length + 8);
+    let flags = if is_last { chunk::FLAG_DONE } else { 0 };
+    let chunk = chunk_header(cookie, flags, chunk::OFFSET_DATA, length + 8);
     header[..CHUNK_SIZE].copy_from_slice(&chunk);
     header[CHUNK_SIZE..].copy_from_slice(&offset.to_be_bytes());
     header

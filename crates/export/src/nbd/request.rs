@@ -98,6 +98,13 @@ pub enum Command {
     },
 }
 
+impl Command {
+    /// Whether it can be carried out in pieces, one after the other.
+    pub(crate) const fn can_be_divided(self) -> bool {
+        matches!(self, Self::Read { .. } | Self::Write { .. })
+    }
+}
+
 impl Request {
     /// Length of a request header in bytes.
     pub const SIZE: usize = 28;

@@ -13,30 +13,47 @@ use isobath_disk::{BlockDevice, BlockStatus, DiskError, ZeroFlags};
 
 /// Bytes read at a time for `CACHE`.
 const CACHE_STEP: u32 = 1 << 20;
-/// Maximum number of extents to query for one `BLOCK_STATUS`, and for one with `REQ_ONE`.
-const MAX_RUNS: (usize, usize) = (4096, 64);
+/// Maximum number of extents to query for one `BLOCK_STATUS`, and for one with `REQ_ONE`. The first is what a context
+/// has room for in 32 KiB of the reply.
+const MAX_RUNS: (usize, usize) = (4092, 64);
 
 /// Bytes of an extent in a reply, and an upper bound of those before the extents of a context.
 const EXTENT: (usize, usize) = (8, 32);
 
+/// How many bytes of memory a request takes until its reply is sent, in which so many contexts are described.
+pub(crate) fn memory_of(command: Command, contexts: usize) -> usize {
+    match command {
+        Command::Read { length, .. } | Command::Write { length, .. } => {
+            Pool::footprint(length as usize)
+        }
+        Command::Cache { length, .. } => Pool::footprint(length.min(CACHE_STEP) as usize),
+        Command::BlockStatus { one, .. } => {
+            let runs = if one { MAX_RUNS.1 } else { MAX_RUNS.0 };
+            // The disk may find one more before it knows that these are too many; its list grows by doubling.
+            let found = (runs + 1).next_power_of_two() * size_of::<BlockStatus>();
+            let extents = runs * size_of::<(u32, u32)>();
+            let replies = contexts * (EXTENT.1 + EXTENT.0 * runs);
+            found + extents + replies.next_power_of_two()
+        }
+        _ => 0,
+    }
+}
+
+/// Logs the error of a request, and returns its number.
+pub(crate) fn note_failure(command: Command, error: &DiskError) -> NbdError {
+    let number = NbdError::from_errno(error.errno());
+    if number == NbdError::NotSupported {
+        tracing::debug!(?command, %error, "request refused");
+    } else {
+        tracing::warn!(?command, %error, "request failed");
+    }
+    number
+}
+
 impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
     /// How many bytes of memory a request takes until its reply is sent.
     pub(crate) fn memory(&self, command: Command) -> usize {
-        match command {
-            Command::Read { length, .. } | Command::Write { length, .. } => {
-                Pool::footprint(length as usize)
-            }
-            Command::Cache { length, .. } => Pool::footprint(length.min(CACHE_STEP) as usize),
-            Command::BlockStatus { one, .. } => {
-                let runs = if one { MAX_RUNS.1 } else { MAX_RUNS.0 };
-                // The disk may find one more before it knows that these are too many; its list grows by doubling.
-                let found = (runs + 1).next_power_of_two() * size_of::<BlockStatus>();
-                let extents = runs * size_of::<(u32, u32)>();
-                let replies = self.agreement.contexts.iter().count() * (EXTENT.1 + EXTENT.0 * runs);
-                found + extents + replies.next_power_of_two()
-            }
-            _ => 0,
-        }
+        memory_of(command, self.agreement.contexts.iter().count())
     }
 
     /// Executes one request and queues the reply.
@@ -78,19 +95,23 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
     ///
     /// A client that has left may come back, and send what was not answered once more. It must not be carried out again
     /// after that. One that has only closed its side gets an error.
-    fn steady(&self) -> Steady<'_, D> {
+    pub(crate) fn steady(&self) -> Steady<'_, D> {
         Steady::new(self.device, &self.ending)
     }
 
     /// Waits for the disk's limits, also when the client has left: what it has sent is carried out, and counts.
-    async fn admit_change(&self, length: u32) -> Result<(), DiskError> {
+    pub(crate) async fn admit_change(&self, length: u32) -> Result<(), DiskError> {
         if length > 0 {
             self.steady().admit(Direction::Write, u64::from(length)).await?;
         }
         Ok(())
     }
 
-    async fn durable(&self, fua: bool, result: Result<(), DiskError>) -> Result<(), DiskError> {
+    pub(crate) async fn durable(
+        &self,
+        fua: bool,
+        result: Result<(), DiskError>,
+    ) -> Result<(), DiskError> {
         if fua && result.is_ok() { Ok(self.steady().flush().await?) } else { result }
     }
 
@@ -132,7 +153,11 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
         }
     }
 
-    async fn serve_write(&self, offset: u64, payload: Option<Pooled>) -> Result<(), DiskError> {
+    pub(crate) async fn serve_write(
+        &self,
+        offset: u64,
+        payload: Option<Pooled>,
+    ) -> Result<(), DiskError> {
         if let Some(Pooled { data, spare }) = payload
             && !data.is_empty()
         {
@@ -227,13 +252,7 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
     }
 
     fn fail_device(&self, ticket: Ticket, command: Command, error: &DiskError) {
-        let number = NbdError::from_errno(error.errno());
-        if number == NbdError::NotSupported {
-            tracing::debug!(?command, %error, "request refused");
-        } else {
-            tracing::warn!(?command, %error, "request failed");
-        }
-        self.fail(ticket, number);
+        self.fail(ticket, note_failure(command, error));
     }
 
     pub(crate) fn fail(&self, ticket: Ticket, error: NbdError) {
@@ -245,7 +264,7 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
         }
     }
 
-    fn reply(&self, ticket: Ticket, header: &[u8], data: Option<Pooled>) {
+    pub(crate) fn reply(&self, ticket: Ticket, header: &[u8], data: Option<Pooled>) {
         self.outbox.borrow_mut().push(header, data, ticket.reserved);
     }
 }

@@ -7,7 +7,7 @@ use super::live::{Gone, Live};
 use super::session::{InFlight, Negotiated, Negotiation, Session, SessionError, greet, negotiate};
 use super::transport::Transport;
 use super::window::Window;
-use crate::budget::{ASSURED, Budget};
+use crate::budget::{ASSURED, Budget, LEAST_PIECE};
 use crate::frontend::{Entrance, Offered, RemoveMode};
 use crate::pool::Pool;
 use crate::stop::Stop;
@@ -24,13 +24,19 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Bytes of free buffers that a thread keeps for its sessions.
-const POOL_BYTES: usize = 32 << 20;
+/// Bytes of free buffers that a thread keeps for its sessions, unless less is wanted.
+const FREE_BUFFERS: usize = 32 << 20;
+/// Bytes that a connection takes besides its requests: the window of what was received, and replies without data.
+const CONNECTION: usize = 192 << 10;
+/// The least bytes that a connection is assured of with a limit on memory: those of TLS, and a request of 1 MiB.
+const LEAST_ASSURED: usize = Connection::MEMORY + (1 << 20);
+/// The least memory of a server, with 27 connections.
+const LEAST_MEMORY: usize = 96 << 20;
 /// How often to check whether the last replies have arrived.
 const DELIVERY_PAUSE: Duration = Duration::from_millis(2);
 
 thread_local! {
-    static POOL: Rc<Pool> = Rc::new(Pool::new(POOL_BYTES));
+    static POOL: Rc<Pool> = Rc::new(Pool::new(FREE_BUFFERS));
 }
 
 /// Limits for clients.
@@ -42,9 +48,15 @@ pub struct Limits {
     pub when_full: WhenFull,
     /// What one connection may have in flight. At the limit, nothing more is received from it until replies are sent.
     pub in_flight: InFlight,
-    /// Bytes of memory that the requests in flight of all connections together may take, in addition to 4 MiB of each
-    /// connection. A connection may hold an eighth of what is free.
+    /// Bytes of memory that the requests in flight of all connections together may take, in addition to those that each
+    /// is [assured](Self::assured) of. A connection may hold an eighth of what is free.
     pub memory: usize,
+    /// Bytes that the requests in flight of each connection may take, whatever those of the others do; at least enough
+    /// for TLS and a request of 64 KiB. A read or write that does not fit into what is left otherwise is carried out in
+    /// pieces that fit into this, so that it never waits for other clients.
+    pub assured: usize,
+    /// Bytes of free buffers that each thread keeps.
+    pub free_buffers: usize,
     /// How long a handshake may take.
     pub handshake: Duration,
     /// How long a client may take to receive its last replies after [`Server::stop`].
@@ -63,13 +75,16 @@ pub enum WhenFull {
 }
 
 impl Default for Limits {
-    /// 128 connections with 128 requests and 64 MiB each, 1 GiB together; 30 s for a handshake, 10 s to drain.
+    /// 128 connections with 128 requests and 64 MiB each, 1 GiB together, of which each is assured of 4 MiB; 32 MiB of
+    /// free buffers for each thread; 30 s for a handshake, 10 s to drain.
     fn default() -> Self {
         Self {
             connections: 128,
             when_full: WhenFull::default(),
             in_flight: InFlight { requests: 128, bytes: 64 << 20 },
             memory: 512 << 20,
+            assured: ASSURED,
+            free_buffers: FREE_BUFFERS,
             handshake: Duration::from_secs(30),
             drain: Duration::from_secs(10),
         }
@@ -79,7 +94,28 @@ impl Default for Limits {
 impl Limits {
     /// The most memory that requests in flight take, in bytes, whatever clients do.
     pub const fn most_memory(&self) -> usize {
-        self.memory.saturating_add(self.connections.saturating_mul(ASSURED))
+        self.memory.saturating_add(self.connections.saturating_mul(self.guaranteed()))
+    }
+
+    /// Bytes that each connection is assured of.
+    const fn guaranteed(&self) -> usize {
+        let least = Connection::MEMORY + LEAST_PIECE;
+        if self.assured < least { least } else { self.assured }
+    }
+
+    /// Limits with which a server on `threads` threads takes at most so many bytes of memory, and how many it then
+    /// takes. Fewer than [`LEAST_MEMORY`] become as many. With little memory there are fewer connections.
+    pub(super) fn within(bytes: usize, threads: usize) -> (Self, u64) {
+        let mut limits = Self::default();
+        let bytes = bytes.max(LEAST_MEMORY);
+        let (each, all) = (CONNECTION + LEAST_ASSURED, bytes / 2);
+        limits.connections = limits.connections.min(all / each);
+        limits.assured = limits.assured.min(all / limits.connections - CONNECTION);
+        limits.free_buffers = limits.free_buffers.min(bytes / 8 / threads.max(1));
+        limits.memory = limits.memory.min(bytes - all - bytes / 8);
+        let besides = limits.connections * CONNECTION + limits.free_buffers * threads.max(1);
+        let most = limits.most_memory() + besides;
+        (limits, most as u64)
     }
 }
 
@@ -130,7 +166,7 @@ impl<D: BlockDevice> Server<D> {
         let server = Self {
             exports: Exports::new(limits.connections > 1),
             limits,
-            budget: Budget::new(limits.memory),
+            budget: Budget::new(limits.memory, limits.guaranteed()),
             stop: Stop::default(),
             admission: Arc::new(admission),
             live,
@@ -392,6 +428,7 @@ impl<D: BlockDevice> Server<D> {
     ) -> Result<(), SessionError> {
         tracing::debug!(export = entry.export.name, ?agreement, "a client selected an export");
         let pool = POOL.with(Rc::clone);
+        pool.limit_to(self.limits.free_buffers);
         let limit = self.limits.in_flight;
         let mut share = self.budget.share();
         share.hold(held);
@@ -442,8 +479,38 @@ impl Transport for Connection {
 
 #[cfg(test)]
 mod tests {
+    use super::super::bitmap::MAX_BITMAPS;
+    use super::super::request::Command;
+    use super::super::serve::memory_of;
     use super::*;
     use isobath_disk::{BlockStatus, Result, ZeroFlags};
+
+    #[test]
+    fn a_server_takes_no_more_than_the_memory_that_it_is_given() {
+        const MIB: usize = 1 << 20;
+        for threads in [0, 1, 2, 8] {
+            for bytes in [0, 96 * MIB, 128 * MIB, 512 * MIB, 16 << 30] {
+                let (limits, most) = Limits::within(bytes, threads);
+                assert!(most as usize <= bytes.max(LEAST_MEMORY), "{bytes} {limits:?}");
+                assert!(limits.assured >= Connection::MEMORY + MIB && limits.connections > 20);
+            }
+        }
+        assert_eq!(Limits::within(0, 1).0.connections, 27, "the number is documented");
+        let (limits, most) = Limits::within(16 << 30, 8);
+        assert_eq!((limits, most as usize), (Limits::default(), (1024 + 24 + 8 * 32) * MIB));
+    }
+
+    #[test]
+    fn what_is_not_carried_out_in_pieces_fits_into_what_a_client_is_assured_of() {
+        let cache = Command::Cache { offset: 0, length: u32::MAX };
+        let status = |one| Command::BlockStatus { offset: 0, length: u32::MAX, one };
+        for command in [cache, status(false), status(true)] {
+            assert!(!command.can_be_divided());
+            // With a limit on memory no bitmaps are exported.
+            assert!(memory_of(command, 2) + Connection::MEMORY <= LEAST_ASSURED);
+            assert!(memory_of(command, 2 + MAX_BITMAPS) + Connection::MEMORY <= ASSURED);
+        }
+    }
 
     struct NoDisk;
 

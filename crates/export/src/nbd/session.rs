@@ -57,10 +57,15 @@ pub enum SessionError {
     /// The client disconnected in the middle of a message.
     #[error("the client disconnected in the middle of a message")]
     Truncated,
+    /// A read failed after a part of its reply was sent, which cannot say so any more.
+    #[error(
+        "a read failed after a part of its data was sent, which only the end of the connection can tell"
+    )]
+    HalfAnswered,
 }
 
 /// Why no more requests are received.
-enum End {
+pub(crate) enum End {
     /// The client requested it, or closed its side between requests.
     Closed,
     /// The server is stopping, or replies can no longer be sent.
@@ -327,10 +332,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         let mut size = WINDOW;
         loop {
             while let Some(header) = window.unread().first_chunk().copied() {
-                if self.work.get() >= AT_ONCE {
-                    self.work.set(0);
-                    self.give_others_their_turn().await;
-                }
+                self.give_others_their_turn().await;
                 match self.read_one(header, window, &start).await {
                     Ok(large) => size = if large { NARROW } else { WINDOW },
                     Err(end) => return end,
@@ -352,8 +354,12 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         }
     }
 
-    /// Lets the thread's other tasks run if any of them is ready.
-    async fn give_others_their_turn(&self) {
+    /// Lets the thread's other tasks run if any of them is ready, and enough work was done since the last time.
+    pub(crate) async fn give_others_their_turn(&self) {
+        if self.work.get() < AT_ONCE {
+            return;
+        }
+        self.work.set(0);
         let mut first = true;
         poll_fn(|cx| {
             if std::mem::take(&mut first) && others_wait(cx.waker()) {
@@ -376,14 +382,18 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         let request = Request::parse(&header)?;
         window.skip(Request::SIZE);
         let command = request.check(&self.terms());
-        let reserved = match command {
+        let (reserved, can_be_divided) = match command {
             Ok(Command::Disconnect) => return Err(End::Closed),
-            Ok(command) => self.memory(command),
-            Err(_) => 0,
+            Ok(command) => (self.memory(command), command.can_be_divided()),
+            Err(_) => (0, false),
         };
-        self.reserve(reserved).await?;
-        let ticket = Ticket { cookie: request.cookie, reserved };
         let length = request.payload() as usize;
+        let as_a_whole = self.reserve(reserved, can_be_divided).await?;
+        if let (Ok(command), false) = (command, as_a_whole) {
+            Box::pin(self.serve_in_pieces(&request, command, window)).await?;
+            return Ok(length > SMALL_PAYLOAD);
+        }
+        let ticket = Ticket { cookie: request.cookie, reserved };
         let payload = match command {
             Ok(Command::Write { .. }) => self.payload(window, length).await.map(Some),
             _ => self.discard(window, length).await.map(|()| None),
@@ -418,7 +428,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
     }
 
     /// Collects a write's payload: the part in the window is copied, the rest is received in place.
-    async fn payload(&self, window: &mut Window, length: usize) -> Result<Pooled, End> {
+    pub(crate) async fn payload(&self, window: &mut Window, length: usize) -> Result<Pooled, End> {
         let mut pooled = self.pool.take(length);
         while length <= SMALL_PAYLOAD && window.unread().len() < length {
             self.fill(window).await?;
@@ -441,7 +451,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
     }
 
     /// Receives and drops the payload of a refused request.
-    async fn discard(&self, window: &mut Window, length: usize) -> Result<(), End> {
+    pub(crate) async fn discard(&self, window: &mut Window, length: usize) -> Result<(), End> {
         let mut left = length - window.skip(length);
         while left > 0 {
             self.fill(window).await?;
@@ -478,24 +488,58 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
     }
 
     /// Waits until one more request of `bytes` bytes may be in flight. The task is polled again whenever a send has
-    /// made room.
-    async fn reserve(&self, bytes: usize) -> Result<(), End> {
+    /// made room. Returns `false`, and reserves nothing, if the request `can_be_divided`, is the only one, and its
+    /// bytes would have to be waited for: others may keep those for as long as they like.
+    async fn reserve(&self, bytes: usize, can_be_divided: bool) -> Result<bool, End> {
         poll_fn(|cx| {
             let (requests, held) = (self.requests.get(), self.bytes.get());
             let fits = held.saturating_add(bytes) <= self.limit.bytes
                 && self.outbox.borrow().queued() < MAX_QUEUED;
             if self.is_broken() || self.stop.is_requested() {
-                Poll::Ready(Err(End::Stopped))
-            } else if (requests == 0 || requests < self.limit.requests && fits)
-                && self.share.borrow_mut().poll_take(bytes, cx).is_ready()
-            {
-                self.requests.set(requests + 1);
-                self.work.set(self.work.get() + 1 + bytes / PIECE);
-                self.bytes.set(held + bytes);
-                Poll::Ready(Ok(()))
-            } else {
-                Poll::Pending
+                return Poll::Ready(Err(End::Stopped));
             }
+            if requests > 0 && (requests >= self.limit.requests || !fits) {
+                return Poll::Pending;
+            }
+            let mut share = self.share.borrow_mut();
+            if share.poll_take(bytes, cx).is_ready() {
+                self.note(bytes);
+                return Poll::Ready(Ok(true));
+            }
+            if requests == 0 && can_be_divided && bytes > share.piece() {
+                share.wait_no_longer();
+                return Poll::Ready(Ok(false));
+            }
+            Poll::Pending
+        })
+        .await
+    }
+
+    /// Begins a request, or a piece of one, of at most [`piece`](Self::piece) bytes when no other is in flight.
+    pub(crate) fn begin(&self, cookie: u64, bytes: usize) -> Ticket {
+        self.share.borrow_mut().hold(bytes);
+        self.note(bytes);
+        Ticket { cookie, reserved: bytes }
+    }
+
+    /// Counts a request whose memory is reserved.
+    fn note(&self, bytes: usize) {
+        self.requests.set(self.requests.get() + 1);
+        self.work.set(self.work.get() + 1 + bytes / PIECE);
+        self.bytes.set(self.bytes.get() + bytes);
+    }
+
+    /// Bytes that a request may take while no other is in flight, whatever other clients hold: a power of two.
+    pub(crate) fn piece(&self) -> usize {
+        self.share.borrow().piece()
+    }
+
+    /// Waits until every request has been answered, and the replies were sent.
+    pub(crate) async fn until_answered(&self) -> Result<(), End> {
+        poll_fn(|_| match self.requests.get() {
+            0 => Poll::Ready(Ok(())),
+            _ if self.is_broken() => Poll::Ready(Err(End::Stopped)),
+            _ => Poll::Pending,
         })
         .await
     }

@@ -1,6 +1,6 @@
 //! Memory for bounce buffers, limited for all devices of the process.
 
-use crate::budget::{Budget, Share};
+use crate::budget::{ASSURED, Budget, Share};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -9,10 +9,13 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 
 /// Bytes of bounce buffers that all devices of the process together may have, beyond the bytes guaranteed to each.
-const MEMORY: usize = 256 << 20;
+pub(super) const MEMORY: usize = 256 << 20;
+
+/// Bytes of free buffers that a thread keeps for its queues.
+pub(super) const FREE: usize = 16 << 20;
 
 /// What all devices of the process take from.
-pub(super) static BUDGET: Budget = Budget::new(MEMORY);
+pub(super) static BUDGET: Budget = Budget::new(MEMORY, ASSURED);
 
 /// A device's share of a budget, for its queues on any thread. Requests get their bytes in the order of arrival.
 pub(crate) struct Bounces {
@@ -20,6 +23,8 @@ pub(crate) struct Bounces {
     line: Arc<Line>,
     /// Wakes the first in the line.
     waker: Waker,
+    /// Bytes of free buffers that a thread keeps for its queues.
+    pub(crate) free: usize,
 }
 
 /// Requests that wait.
@@ -39,7 +44,12 @@ impl Bounces {
     pub(crate) fn of(budget: &'static Budget) -> Self {
         let line = Arc::<Line>::default();
         let waker = Waker::from(line.clone());
-        Self { share: Mutex::new(budget.share()), line, waker }
+        Self { share: Mutex::new(budget.share()), line, waker, free: FREE }
+    }
+
+    /// Has threads keep at most `free` bytes of free buffers.
+    pub(crate) fn keeping(self, free: usize) -> Self {
+        Self { free, ..self }
     }
 
     /// Waits for this many bytes, which are the caller's until what this returns is dropped. Whoever waits must hold no
@@ -154,7 +164,6 @@ impl Wake for Line {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::budget::ASSURED;
     use std::pin::pin;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -170,7 +179,7 @@ mod tests {
     }
 
     fn budget(limit: usize) -> &'static Budget {
-        Box::leak(Box::new(Budget::new(limit)))
+        Box::leak(Box::new(Budget::new(limit, ASSURED)))
     }
 
     /// Takes as often as possible.

@@ -1,15 +1,19 @@
 //! vhost-user-blk as a [`Frontend`]: a server for each export, on a socket file of its own.
 
+use super::bounce::{Bounces, FREE, MEMORY};
 use super::options::Options;
 use super::server::Server;
+use crate::budget::Budget;
 use crate::command_line::{option_value, quoted};
 use crate::frontend::{
     CommandLineOption, Export, ExportControl, ExportedDisk, Frontend, FrontendError, Parameter,
     Place, Presence, Protocol, RemoveError, RemoveMode, Settings, Shown, Start, Takes,
 };
-use isobath_disk::BlockDevice;
+use isobath_disk::memory::{OutOfMemory, Reserved};
+use isobath_disk::{BlockDevice, MemoryLimit};
 use isobath_ring::Handle;
 use isobath_ring::net::Address;
+use std::cell::OnceCell;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
@@ -70,15 +74,64 @@ pub const PROTOCOL: Protocol = Protocol {
     ],
 };
 
+/// All devices together have this part of a memory limit, and half of it again in free buffers.
+const SHARE: usize = 16;
+/// Bytes of bounce buffers that each device is assured of, if there is a memory limit: one of the largest.
+const DEVICE: usize = 1 << 20;
+
 /// Exports disks over vhost-user-blk.
 pub struct VhostUserFrontend {
     workers: Vec<Handle>,
     exports: AtomicUsize,
+    memory: Option<Arc<MemoryLimit>>,
+    /// What all devices share of it, from the first one on.
+    shared: OnceCell<Shared>,
+}
+
+/// What all devices share.
+struct Shared {
+    budget: &'static Budget,
+    /// Bytes of free buffers that each thread keeps.
+    free: usize,
+    _reserved: Reserved,
+}
+
+impl VhostUserFrontend {
+    /// A device's share of a memory limit, and what it takes besides.
+    fn bounces(&self, memory: &Arc<MemoryLimit>) -> Result<(Bounces, Reserved), OutOfMemory> {
+        // Before what all share, which stays.
+        let reserved = memory.reserve("a vhost-user-blk export", DEVICE as u64)?;
+        let shared = if let Some(shared) = self.shared.get() {
+            shared
+        } else {
+            let shared = Shared::of(memory, self.workers.len().max(1))?;
+            self.shared.get_or_init(|| shared)
+        };
+        Ok((Bounces::of(shared.budget).keeping(shared.free), reserved))
+    }
+}
+
+impl Shared {
+    fn of(memory: &Arc<MemoryLimit>, threads: usize) -> Result<Self, OutOfMemory> {
+        let share = usize::try_from(memory.bytes()).unwrap_or(usize::MAX) / SHARE;
+        let limit = share.min(MEMORY);
+        let free = (share / 2 / threads).min(FREE);
+        let most = (limit + free * threads) as u64;
+        let reserved = memory.reserve("the vhost-user-blk exports together", most)?;
+        // It lives as long as the devices, whose sessions are on any thread; there is one for each frontend.
+        let budget = Box::leak(Box::new(Budget::new(limit, DEVICE)));
+        Ok(Self { budget, free, _reserved: reserved })
+    }
 }
 
 impl<D: BlockDevice> Frontend<D> for VhostUserFrontend {
     fn start(start: Start) -> Result<Self, FrontendError> {
-        Ok(Self { workers: start.workers, exports: AtomicUsize::new(0) })
+        Ok(Self {
+            workers: start.workers,
+            exports: AtomicUsize::new(0),
+            memory: start.memory,
+            shared: OnceCell::new(),
+        })
     }
 
     fn protocol(&self) -> &'static Protocol {
@@ -107,8 +160,16 @@ impl<D: BlockDevice> Frontend<D> for VhostUserFrontend {
         if let Some(microseconds) = settings.number("poll") {
             options.poll = Duration::from_micros(microseconds);
         }
-        let server = Server::new(disk.device, options)?;
+        options.check()?;
         let accepting = listener.as_fd().try_clone_to_owned()?;
+        let (server, reserved) = match &self.memory {
+            // What all devices share is reserved for good: from here on nothing else fails.
+            Some(memory) => {
+                let (bounces, reserved) = self.bounces(memory)?;
+                (Server::bouncing(disk.device, options, bounces)?, Some(reserved))
+            }
+            None => (Server::new(disk.device, options)?, None),
+        };
         let control = Control { server: Arc::clone(&server), path };
         let mut workers = self.workers.clone();
         // Many machines have a single queue: let those of different disks be on different threads.
@@ -120,6 +181,7 @@ impl<D: BlockDevice> Frontend<D> for VhostUserFrontend {
             let result = server.serve(UnixListener::from(accepting), &workers).await;
             // This also removes the socket file.
             drop(listener);
+            drop(reserved);
             result
         };
         Ok(Export { control: Box::new(control), serving: Box::pin(serving) })
@@ -164,6 +226,30 @@ impl<D: BlockDevice> ExportControl for Control<D> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_export_that_does_not_fit_keeps_nothing_of_a_memory_limit() {
+        let frontend = VhostUserFrontend {
+            workers: Vec::new(),
+            exports: AtomicUsize::new(0),
+            memory: None,
+            shared: OnceCell::new(),
+        };
+        let memory = MemoryLimit::new(256 << 20);
+        let shared = 24 << 20;
+        let rest = |left: u64| memory.reserve("the rest", memory.bytes() - left).unwrap();
+        for left in [0, DEVICE as u64, shared, shared + DEVICE as u64 - 1] {
+            let rest = rest(left);
+            assert!(frontend.bounces(&memory).is_err());
+            assert_eq!(memory.reserved(), rest.bytes(), "{left}");
+            assert!(frontend.shared.get().is_none());
+        }
+        let rest = rest(shared + DEVICE as u64);
+        let (bounces, reserved) = frontend.bounces(&memory).unwrap();
+        assert!(frontend.bounces(&memory).is_err());
+        drop((bounces, reserved, rest));
+        assert_eq!(memory.reserved(), shared, "what all share stays");
+    }
 
     #[test]
     fn any_name_gives_a_serial_number() {

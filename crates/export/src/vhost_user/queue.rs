@@ -1,6 +1,6 @@
 //! A running queue: a task that takes requests from a ring and puts completions into it.
 
-use super::bounce::Bounces;
+use super::bounce::{Bounces, FREE};
 use super::chain::Chain;
 use super::guard::losses;
 use super::inflight::InFlight;
@@ -22,8 +22,6 @@ use std::sync::Arc;
 use std::task::{self, Poll};
 use std::time::{Duration, Instant};
 
-/// Bytes of free buffers that a thread keeps for its queues.
-const POOL_BYTES: usize = 16 << 20;
 /// How many times a queue looks for more requests before it yields to the thread's other tasks.
 const ROUNDS: usize = 8;
 /// How much work a queue does before it checks whether the thread's other tasks wait, and yields if they do: requests
@@ -34,7 +32,7 @@ const PIECE: usize = 16 << 10;
 const LEAST_LOOK: Duration = Duration::from_micros(4);
 
 thread_local! {
-    static POOL: Rc<Pool> = Rc::new(Pool::new(POOL_BYTES));
+    static POOL: Rc<Pool> = Rc::new(Pool::new(FREE));
 }
 
 /// Everything that a queue needs.
@@ -61,12 +59,14 @@ pub(crate) struct Setup<D> {
 /// available entry.
 pub(crate) async fn run<D: BlockDevice>(setup: Setup<D>) -> u16 {
     let Setup { ring, in_flight, .. } = setup;
+    let pool = POOL.with(Rc::clone);
+    pool.limit_to(setup.bounces.free);
     let context = Rc::new(Context {
         device: setup.device,
         memory: ring.memory().clone(),
         // A separate reference count that no other thread changes.
         owner: Arc::new(ring.memory().clone()),
-        pool: POOL.with(Rc::clone),
+        pool,
         bounces: setup.bounces,
         serial: setup.serial,
         read_only: setup.read_only,

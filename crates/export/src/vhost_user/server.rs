@@ -30,9 +30,18 @@ impl<D: BlockDevice> Server<D> {
     /// # Errors
     /// An option is out of range.
     pub fn new(device: Arc<D>, options: Options) -> Result<Arc<Self>, OptionsError> {
+        Self::bouncing(device, options, Bounces::of(&BUDGET))
+    }
+
+    /// As [`new`](Self::new), with another share of memory for bounce buffers.
+    pub(super) fn bouncing(
+        device: Arc<D>,
+        options: Options,
+        bounces: Bounces,
+    ) -> Result<Arc<Self>, OptionsError> {
         options.check()?;
         let connected = AtomicBool::new(false);
-        let bounces = Arc::new(Bounces::of(&BUDGET));
+        let bounces = Arc::new(bounces);
         let served = Served { device, bounces, options, stop: Stop::default() };
         Ok(Arc::new(Self { served, connected }))
     }

@@ -20,8 +20,12 @@ use std::thread::JoinHandle;
 use tempfile::TempDir;
 
 /// Everything that a test may do with a file.
-pub const FULL: Options =
-    Options { writable: true, growable: true, allow_other: isobath_export::fuse::AllowOther::Auto };
+pub const FULL: Options = Options {
+    writable: true,
+    growable: true,
+    allow_other: isobath_export::fuse::AllowOther::Auto,
+    requests: 256,
+};
 
 /// A file that can be written, and keeps its size.
 pub const FIXED: Options = Options { growable: false, ..FULL };

@@ -57,16 +57,21 @@ pub struct MemoryDisk {
     pub running: AtomicUsize,
     /// The most requests that were under way at once.
     pub most_running: AtomicUsize,
+    /// Bytes of the ranges of requests under way.
+    pub in_flight: AtomicUsize,
+    /// The most bytes of a single read or write.
+    pub largest: AtomicUsize,
     pub throttle: Throttle,
     /// What requests asked the limits for.
     pub admitted: Mutex<Vec<(Direction, u64)>>,
 }
 
-struct Running<'a>(&'a MemoryDisk);
+struct Running<'a>(&'a MemoryDisk, usize);
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
         self.0.running.fetch_sub(1, Ordering::Relaxed);
+        self.0.in_flight.fetch_sub(self.1, Ordering::Relaxed);
     }
 }
 
@@ -87,6 +92,8 @@ impl MemoryDisk {
             read: AtomicUsize::new(0),
             running: AtomicUsize::new(0),
             most_running: AtomicUsize::new(0),
+            in_flight: AtomicUsize::new(0),
+            largest: AtomicUsize::new(0),
             throttle: Throttle::default(),
             admitted: Mutex::default(),
         }
@@ -157,7 +164,8 @@ impl MemoryDisk {
     async fn enter(&self, offset: u64, length: u64) -> Result<Running<'_>> {
         let running = self.running.fetch_add(1, Ordering::Relaxed) + 1;
         self.most_running.fetch_max(running, Ordering::Relaxed);
-        let running = Running(self);
+        self.in_flight.fetch_add(length as usize, Ordering::Relaxed);
+        let running = Running(self, length as usize);
         let mut left = self.delay;
         poll_fn(|cx| {
             if let Some(waiting) = &mut *self.held.lock() {
@@ -214,6 +222,7 @@ impl BlockDevice for MemoryDisk {
     }
 
     async fn read(&self, offset: u64, mut buf: IoBuf) -> Result<IoBuf> {
+        self.largest.fetch_max(buf.len(), Ordering::Relaxed);
         let _running = self.enter(offset, buf.len() as u64).await?;
         self.ask_storage(Direction::Read)?;
         let content = self.content.lock();
@@ -224,6 +233,7 @@ impl BlockDevice for MemoryDisk {
     }
 
     async fn write(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        self.largest.fetch_max(buf.len(), Ordering::Relaxed);
         let _running = self.enter(offset, buf.len() as u64).await?;
         self.ask_storage(Direction::Write)?;
         let length = buf.len() as u64;

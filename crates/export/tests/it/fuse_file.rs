@@ -65,6 +65,22 @@ fn odd_ranges_end_where_the_disk_does() {
 }
 
 #[test]
+fn more_requests_than_may_be_in_flight_wait_for_their_turn() {
+    const CLIENTS: usize = 8;
+    let mounted = Mounted::new(MemoryDisk::new(CLIENTS * MIB), Options { requests: 1, ..FIXED });
+    thread::scope(|scope| {
+        for client in 0..CLIENTS {
+            let file = mounted.open(libc::O_DIRECT);
+            scope.spawn(move || {
+                let (at, data) = ((client * MIB) as u64, vec![client as u8 + 1; MIB]);
+                assert_eq!(file.write(at, &data), Ok(MIB as u64));
+                assert!(file.read(at, MIB).unwrap() == data);
+            });
+        }
+    });
+}
+
+#[test]
 fn ranges_are_punched_and_zeroed() {
     let mounted = Mounted::new(MemoryDisk::new(MIB).with(0, MIB, 7, 0), FIXED);
     let file = mounted.open(0);

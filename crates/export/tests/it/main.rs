@@ -15,8 +15,10 @@ mod fuse_pauses;
 mod fuse_random;
 #[path = "../common/memory_disk.rs"]
 mod memory_disk;
+mod memory_limit;
 mod nbd_clients;
 mod nbd_exports;
+mod nbd_large;
 mod nbd_pauses;
 mod nbd_session;
 mod nbd_tls;

@@ -108,6 +108,55 @@ fn a_request_that_is_held_is_answered_after_the_disk_goes_on() {
     }
 }
 
+/// Describes a request of small segments for the whole disk, which is copied through a MiB; it can be sent many times.
+fn describe_copied(raw: &Raw, direction: Direction) {
+    let (kind, flags) = if direction == Direction::Read { (0, WRITE) } else { (1, 0) };
+    raw.memory.write(HELD, &header(kind, 0));
+    raw.memory.write(STATUS, &[0xee]);
+    raw.memory.write(HELD + 0x200, &[7; 32 << 10]);
+    raw.describe(0, 0, descriptor(HELD, 16, NEXT, 1));
+    for index in 1..33 {
+        raw.describe(0, index, descriptor(HELD + 0x200, 32 << 10, NEXT | flags, index + 1));
+    }
+    raw.describe(0, 33, descriptor(STATUS, 1, WRITE, 0));
+}
+
+#[test]
+fn requests_that_are_held_take_no_memory_from_others() {
+    // More MiB than a disk can have.
+    const SENT: u16 = 60;
+    for direction in [Direction::Read, Direction::Write] {
+        let served = failing(direction);
+        let disk = &served.device;
+        *disk.held.lock() = Some(Vec::new());
+        let raw = Raw::start(&served.socket, 1, 64, FEATURES);
+        describe_copied(&raw, direction);
+        (0..SENT).for_each(|_| raw.offer(0, 0));
+        raw.kick(0);
+        // Some have memory and are tried, to fail together, and the others wait for memory.
+        until("all requests", || disk.admitted.lock().len() == usize::from(SENT));
+        disk.release();
+        until_held(disk, usize::from(SENT));
+
+        let device = Arc::new(MemoryDisk::new(1 << 20));
+        let other = VhostServed::new(device, Options::default(), 1);
+        let its = Raw::start(&other.socket, 1, 64, FEATURES);
+        describe_copied(&its, direction);
+        (0..SENT).for_each(|_| its.offer(0, 0));
+        its.kick(0);
+        its.wait_used(0, SENT);
+        assert_eq!(status(&its), 0);
+
+        assert_eq!((status(&raw), raw.used_index(0)), (0xee, 0));
+        go_on(disk);
+        raw.wait_used(0, SENT);
+        assert_eq!(status(&raw), 0);
+        if direction == Direction::Write {
+            assert!(disk.bytes(0, 1 << 20) == [7; 1 << 20]);
+        }
+    }
+}
+
 #[test]
 fn the_next_server_carries_out_what_a_paused_disk_has_held() {
     let mut served = failing(Direction::Write);

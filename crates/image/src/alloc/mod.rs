@@ -37,7 +37,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Bytes of clean refcount blocks that may stay in memory.
-const CACHE_BYTES: u64 = 16 << 20;
+pub(crate) const CACHE_BYTES: u64 = 16 << 20;
 
 /// A run of adjacent host clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

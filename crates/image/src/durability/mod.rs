@@ -121,6 +121,8 @@ impl CommitPolicy {
 /// The default size of a journal's area in bytes: large enough that checkpoints are rare, small enough to be read
 /// quickly.
 const MAX_JOURNAL: u64 = 4 << 20;
+/// Bytes that a journal may take.
+pub(crate) const JOURNAL_MEMORY: u64 = journal::MEMORY;
 /// The same for small disks.
 const MIN_JOURNAL: u64 = 1 << 20;
 /// The minimum with zones: whole lead blocks and the list of zones go into one record.

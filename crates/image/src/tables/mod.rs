@@ -12,6 +12,7 @@ mod pages;
 mod stage;
 
 pub(crate) use claim::Claim;
+pub(crate) use pages::CACHE_BYTES;
 pub(crate) use stage::StagedTables;
 
 use crate::alloc::Allocator;

@@ -7,7 +7,7 @@ use isobath_sync::Invariants;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Bytes of pages that may stay in memory besides those of a commit.
-const CACHE_BYTES: usize = 8 << 20;
+pub(crate) const CACHE_BYTES: usize = 8 << 20;
 const PAGE: u64 = 4096;
 /// Pages examined to find one that may be evicted.
 const MAX_STEPS: usize = 64;

@@ -16,7 +16,7 @@ use crate::readers::Readers;
 use crate::restart_log::{RestartLog, Suspended};
 use crate::sabotage::{self, Sabotage};
 use crate::tables::References;
-use crate::{DiskError, Result, lock_order};
+use crate::{DiskError, Result, alloc, durability, lock_order, tables};
 use isobath_qcow2::{AutoclearFeatures, ClusterIndex, Geometry, HostCluster, HostOffset, L2Entry};
 use isobath_storage::Storage;
 use std::future::Future;
@@ -27,6 +27,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// The number of pending changes at which a commit is made without a flush from the guest, since they take memory until
 /// then.
 const PENDING_LIMIT: usize = 64 << 10;
+
+/// Bytes that the writer of a qcow2 image may take, besides what grows with its disk: cached pages of tables (8 MiB)
+/// and refcounts (16 MiB), and changes that its journal has and that are not in their places (12 MiB).
+pub const QCOW2_MEMORY: u64 =
+    tables::CACHE_BYTES as u64 + alloc::CACHE_BYTES + durability::JOURNAL_MEMORY;
 
 /// The write side of a disk.
 pub struct Writer<S> {

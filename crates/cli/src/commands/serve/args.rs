@@ -28,6 +28,9 @@ use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
+/// The least memory limit in bytes.
+const LEAST_MEMORY: u64 = 256 << 20;
+
 /// Serve images to virtual machines and other clients over NBD, over vhost-user-blk or as files
 ///
 /// Once clients can connect, prints each export's address and the QEMU options to use it. After that it only logs to
@@ -98,6 +101,11 @@ pub(crate) struct Args {
     /// Memory limit of each disk's map, such as 64M [default: as much as the disk needs, at most 132M]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(super) map_cache: Option<u64>,
+    /// Limit the memory for requests, free buffers, maps, caches and L1 tables of all images and clients together, such
+    /// as 2G; at least 256M. What does not fit is refused: an image, also one that a QMP client adds, or an export
+    /// [default: each has a limit of its own]
+    #[arg(long, value_name = "SIZE", value_parser = memory_limit)]
+    pub(super) memory_limit: Option<u64>,
     /// Limit the requests to an image: iops-total, iops-read, iops-write, bps-total, bps-read and bps-write, in
     /// requests and bytes per second, each also with -max (the rate of a burst) and -max-length (of a burst, in
     /// seconds); iops-size, above which a request counts as several; and group, the name of limits that images share.
@@ -156,6 +164,16 @@ fn metadata(name: &str) -> Result<MetadataMode, String> {
         let modes = MetadataMode::ALL.map(MetadataMode::name).join(", ");
         format!("unknown mode '{name}'; expected {modes}")
     })
+}
+
+fn memory_limit(text: &str) -> Result<u64, String> {
+    let bytes = size::parse(text)?;
+    if bytes < LEAST_MEMORY {
+        return Err(
+            "the limit must be at least 256M, since any client's requests need some of it".into()
+        );
+    }
+    Ok(bytes)
 }
 
 fn socket_mode(text: &str) -> Result<u32, String> {

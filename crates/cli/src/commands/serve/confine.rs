@@ -8,19 +8,24 @@ use crate::runtime;
 use crate::server::endpoint::Endpoint;
 use crate::server::sandbox::{Confined, Needs, SandboxArgs};
 use isobath_disk::encryption::Secrets;
-use isobath_disk::{Disk, ImageFormat};
+use isobath_disk::{Disk, ImageFormat, MemoryLimit};
 use isobath_storage::{Host, Locking, OpenMode, Storage};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::thread;
 
 /// Confines this thread, the only one, to what serving the images needs.
-pub(super) fn enter(args: &Args, secrets: &Secrets) -> Result<Confined, Failure> {
+pub(super) fn enter(
+    args: &Args,
+    secrets: &Secrets,
+    memory: Option<&Arc<MemoryLimit>>,
+) -> Result<Confined, Failure> {
     // A thread of its own, which may write to nothing when it reads what strangers have written.
     let found = thread::scope(|scope| {
         let found = scope.spawn(|| {
             runtime::block_on(async || try_locks(args).await)?;
             SandboxArgs::only_read()?;
-            runtime::block_on(async || image_files(args, secrets).await)
+            runtime::block_on(async || image_files(args, secrets, memory).await)
         });
         found.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     });
@@ -54,7 +59,11 @@ async fn try_locks(args: &Args) -> Result<(), Failure> {
 
 /// The files of the images and of those below them, as they are now: an image that comes to need others before it is
 /// opened cannot be opened.
-async fn image_files(args: &Args, secrets: &Secrets) -> Result<Vec<PathBuf>, Failure> {
+async fn image_files(
+    args: &Args,
+    secrets: &Secrets,
+    memory: Option<&Arc<MemoryLimit>>,
+) -> Result<Vec<PathBuf>, Failure> {
     let mut files = Vec::new();
     for (number, image) in args.images.iter().enumerate() {
         // It needs no files, and its server may accept one connection only.
@@ -62,7 +71,7 @@ async fn image_files(args: &Args, secrets: &Secrets) -> Result<Vec<PathBuf>, Fai
             files.push(image.clone());
             continue;
         }
-        let options = disks::options(args, secrets).trust(args.trusting.of(image)?);
+        let options = disks::options(args, secrets, memory).trust(args.trusting.of(image)?);
         let options = options.data_file(args.data_file(number));
         let options = options.writable(false).locking(Locking::Unlocked);
         let disk = Disk::open(images().clone(), image, &options).await?;

@@ -4,7 +4,7 @@ use super::args::Args;
 use crate::cache::Cache;
 use crate::failure::Failure;
 use isobath_disk::encryption::Secrets;
-use isobath_disk::{ImageFormat, Layer, LiveDisk, OpenOptions};
+use isobath_disk::{ImageFormat, Layer, LiveDisk, MemoryLimit, OpenOptions};
 use isobath_qmp::monitor::Opening;
 use isobath_ring::spawn;
 use isobath_storage::{Host, Storage};
@@ -17,11 +17,12 @@ pub(super) async fn open<H: Host + Clone>(
     host: &H,
     args: &Args,
     secrets: &Secrets,
+    memory: Option<&Arc<MemoryLimit>>,
 ) -> Result<Vec<Arc<LiveDisk<H>>>, Failure> {
     let mut disks = Vec::new();
     for (number, image) in args.images.iter().enumerate() {
         let restart_log = args.frontends.outlives(number);
-        let options = options(args, secrets)
+        let options = options(args, secrets, memory)
             .trust(args.trusting.of(image)?)
             .data_file(args.data_file(number))
             .restart_log(restart_log);
@@ -54,13 +55,18 @@ fn keeps_data_apart<F: Storage>(layer: &Layer<F>) -> bool {
 }
 
 /// The options for opening images, except for trust and data files.
-pub(super) fn options(args: &Args, secrets: &Secrets) -> OpenOptions {
+pub(super) fn options(
+    args: &Args,
+    secrets: &Secrets,
+    memory: Option<&Arc<MemoryLimit>>,
+) -> OpenOptions {
     let mut options = OpenOptions::new()
         .writable(!args.is_read_only())
         .snapshot(args.snapshot.clone())
         .direct(args.cache == Cache::None)
         .format(args.format)
         .metadata(args.metadata)
+        .memory(memory.cloned())
         .secrets(secrets.clone());
     options.zones = args.zones;
     options.zone_size = args.zone_size;
@@ -71,8 +77,12 @@ pub(super) fn options(args: &Args, secrets: &Secrets) -> OpenOptions {
 /// How images that clients add are opened: like those of the command line, but with the format that the client
 /// specifies.
 /// Each is trusted as it would be there.
-pub(super) fn opening_of_added(args: &Args, secrets: &Secrets) -> Opening {
-    let options = options(args, secrets).format(None).snapshot(None).writable(true);
+pub(super) fn opening_of_added(
+    args: &Args,
+    secrets: &Secrets,
+    memory: Option<&Arc<MemoryLimit>>,
+) -> Opening {
+    let options = options(args, secrets, memory).format(None).snapshot(None).writable(true);
     let trusting = args.trusting.clone();
     let trust = move |image: &Path| trusting.of(image).map_err(|failure| failure.to_string());
     Opening { options, trust: Box::new(trust) }

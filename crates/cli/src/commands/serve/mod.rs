@@ -23,8 +23,8 @@ use crate::server::tls::Tls;
 use crate::server::{handed_in, listen, log_file, pid_file, service_manager, signals, threads};
 use crate::{messages, runtime};
 use announce::announce;
-use isobath_disk::LiveDisk;
 use isobath_disk::encryption::Secrets;
+use isobath_disk::{LiveDisk, MemoryLimit};
 use isobath_export::registry::Frontends;
 use isobath_qmp::monitor::{Drive, Monitor};
 use isobath_qmp::server::{self as qmp, Events};
@@ -61,9 +61,11 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
     };
     args.sandbox.become_user()?;
-    let confined = if confines { Some(confine::enter(args, &secrets)?) } else { None };
+    let memory = args.memory_limit.map(MemoryLimit::new);
+    let confined =
+        if confines { Some(confine::enter(args, &secrets, memory.as_ref())?) } else { None };
     messages::detach();
-    let order = Order { args, names, tls, secrets, confined, log };
+    let order = Order { args, names, tls, secrets, memory, confined, log };
     runtime::block_on(async || {
         if let Some(why) = runtime::why_no_ring() {
             messages::complain(format_args!("{why}; threads do its work, more slowly"));
@@ -85,6 +87,8 @@ struct Order<'a> {
     tls: Tls,
     /// The secrets of encrypted images.
     secrets: Secrets,
+    /// What all disks and frontends share.
+    memory: Option<Arc<MemoryLimit>>,
     confined: Option<Confined>,
     /// Where messages go from the time that clients can connect.
     log: Option<File>,
@@ -101,7 +105,7 @@ async fn run_on<H: Host + Clone>(
     let mut signals = signals::receive()?;
     let disks = match signals::unless_signalled(
         &mut signals,
-        disks::open(&host, order.args, &order.secrets),
+        disks::open(&host, order.args, &order.secrets, order.memory.as_ref()),
     )
     .await
     {
@@ -123,18 +127,19 @@ async fn serve<H: Host + Clone>(
     signals: Signals,
     (out, daemon): (&mut dyn Write, Option<Daemon>),
 ) -> Result<(), Failure> {
-    let Order { args, names, tls, secrets, confined: _, log } = order;
+    let Order { args, names, tls, secrets, memory, confined: _, log } = order;
     let access = args.access();
     let listeners = args.frontends.listen(access, &tls)?;
     let controls = tls.listen(&args.qmp, "--qmp", access)?;
     let scraped = listen::listen(&args.metrics, "--metrics", access)?;
     let workers = threads::start(args.threads)?;
     let handles: Vec<Handle> = workers.iter().map(|worker| worker.handle().clone()).collect();
-    let frontends = Frontends::start(&handles, listeners).map_err(Failure::new)?;
+    let frontends = Frontends::start_within(&handles, listeners, memory.as_ref());
+    let frontends = frontends.map_err(Failure::new)?;
 
     let drives = names.into_iter().zip(disks).map(|(name, disk)| Drive::new(name, disk.clone()));
     let events = Events::default();
-    let opening = disks::opening_of_added(args, &secrets);
+    let opening = disks::opening_of_added(args, &secrets, memory.as_ref());
     let monitor = Monitor::new(host, opening, drives.collect(), frontends.clone(), events.clone());
     let control = qmp::Server::new(monitor, events, args.qmp_limits());
     let monitor = control.service();

@@ -10,6 +10,7 @@ mod judge;
 mod renamed;
 mod ring;
 mod scenes;
+mod signalled;
 mod tracer;
 
 use beside::{Second, Watched};

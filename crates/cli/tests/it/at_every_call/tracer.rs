@@ -56,6 +56,8 @@ pub(super) enum Deed<'a> {
     Tear,
     /// The call fails with this error.
     Fail(i32),
+    /// The program gets this signal before the call is made.
+    Signal(i32),
     /// All threads are held while this runs.
     Hold(&'a mut dyn FnMut()),
     /// This runs before each call.
@@ -88,7 +90,7 @@ pub(super) fn trace(directory: &Path, command: &mut Command, at: usize, deed: De
     let watchdog = thread::spawn(move || {
         let hung = watched.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout);
         if hung {
-            kill(leader);
+            send(leader, libc::SIGKILL);
         }
         hung
     });
@@ -124,9 +126,9 @@ fn contents(file: &mut File) -> Vec<u8> {
     bytes
 }
 
-fn kill(process: libc::pid_t) {
+fn send(process: libc::pid_t, signal: i32) {
     // SAFETY: kill takes two integers; the caller has not reaped the process yet.
-    unsafe { libc::kill(process, libc::SIGKILL) };
+    unsafe { libc::kill(process, signal) };
 }
 
 /// In the child, before the program begins: it is traced, by the thread that started it, and filtered.
@@ -262,7 +264,7 @@ impl Tracer<'_> {
             // A call has ended that a ring is made by, or the last one before the program is killed.
             (signal, _) if signal == libc::SIGTRAP | 0x80 => {
                 if self.doomed {
-                    kill(self.leader);
+                    send(self.leader, libc::SIGKILL);
                 } else if let Some(registers) = registers(thread) {
                     self.rings.made(thread, &registers);
                 }
@@ -291,7 +293,8 @@ impl Tracer<'_> {
         }
         match &mut self.deed {
             Deed::Nothing | Deed::Watch(_) => {}
-            Deed::Kill => kill(self.leader),
+            Deed::Kill => send(self.leader, libc::SIGKILL),
+            Deed::Signal(signal) => send(self.leader, *signal),
             Deed::Tear => {
                 registers.rdx = half(registers.rdx);
                 set_registers(thread, registers);
@@ -317,7 +320,8 @@ impl Tracer<'_> {
             }
             match &mut self.deed {
                 Deed::Nothing | Deed::Watch(_) => {}
-                Deed::Kill if number == 0 => kill(self.leader),
+                Deed::Kill if number == 0 => send(self.leader, libc::SIGKILL),
+                Deed::Signal(signal) => send(self.leader, *signal),
                 Deed::Kill | Deed::Tear => {
                     let tears = matches!(self.deed, Deed::Tear);
                     if tears {

@@ -35,12 +35,15 @@ use isobath_qcow2::Lsn;
 use isobath_qcow2::journal::{BLOCK, JournalExtension, Record};
 use isobath_storage::{IoBuf, Storage};
 use isobath_sync::AsyncMutex;
-use record::TooLarge;
+use record::{MAX_DIRTY, TooLarge};
 use ring::Ring;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// Bytes that changes take until they are in their places: pages of tables, and a record of the largest journal.
+pub(super) const MEMORY: u64 = MAX_DIRTY as u64 + super::MAX_JOURNAL;
 
 /// Commits with changes before a journal is set up if it was not requested: a guest that flushes less often does not
 /// gain from one.

@@ -16,7 +16,7 @@ use isobath_storage::Storage;
 use std::sync::atomic::Ordering;
 
 /// Bytes of changed table pages at which a checkpoint is made.
-const MAX_DIRTY: usize = 8 << 20;
+pub(super) const MAX_DIRTY: usize = 8 << 20;
 
 /// What a commit has closed.
 struct Closed {
