@@ -306,7 +306,8 @@ impl Hints for FileStorage {
 
     fn begin_write_back(&self) -> BoxFuture<'_, ()> {
         Box::pin(async {
-            let Ok(target) = self.kept() else { return };
+            // What was written with O_DIRECT is not in memory.
+            let Some(target) = self.kept().ok().filter(|_| self.direct.is_none()) else { return };
             let begun = unblock(move || sys::begin_write_back(&target.file)).await;
             if let Err(error) = begun {
                 tracing::debug!(name = ?self.file.name, %error, "cannot begin to write back");

@@ -8,6 +8,7 @@ use crate::device::ZeroFlags;
 use crate::disk::Disk;
 use crate::parts::Parts;
 use event_listener::Event;
+use futures_util::future::{Either, select};
 use isobath_image::{DiskError, Result, always, invariant};
 use isobath_storage::{Host, IoBuf};
 use isobath_sync::AsyncMutex;
@@ -83,6 +84,7 @@ pub struct DiskCopy<H: Host> {
     turn: AtomicU64,
     next_turn: Event,
     stopped: AtomicBool,
+    writing_back: AtomicBool,
     done: AtomicU64,
     total: AtomicU64,
     /// When the next piece may be read, if the speed is limited.
@@ -144,6 +146,7 @@ impl<H: Host> DiskCopy<H> {
             turn: AtomicU64::new(0),
             next_turn: Event::new(),
             stopped: AtomicBool::new(false),
+            writing_back: AtomicBool::new(false),
             done: AtomicU64::new(0),
             total,
             due: AsyncMutex::default(),
@@ -241,10 +244,29 @@ impl<H: Host> DiskCopy<H> {
             spare = buf;
             let done = self.done.fetch_add(length, Ordering::Relaxed);
             if done / WRITE_BACK != (done + length) / WRITE_BACK {
-                self.target.begin_write_back().await;
+                self.write_back().await;
             }
         }
         Ok(())
+    }
+
+    /// Asks the target's host to begin to write back, unless it is still at it. A copy that ends early does not wait.
+    async fn write_back(&self) {
+        if self.writing_back.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let mut begun = pin!(self.target.begin_write_back());
+        loop {
+            let listener = self.next_turn.listen();
+            if self.is_stopped() {
+                return;
+            }
+            match select(begun.as_mut(), listener).await {
+                Either::Left(_) => break,
+                Either::Right(_) => {}
+            }
+        }
+        self.writing_back.store(false, Ordering::Relaxed);
     }
 
     /// Waits until this many more bytes do not exceed the speed.

@@ -178,6 +178,7 @@ impl<H: Host> LiveDisk<H> {
         }
         let format = Some(ImageFormat::Qcow2);
         let unlocked = OpenOptions::new().locking(Locking::Unlocked).format(format);
+        let unlocked = unlocked.memory(self.options().memory.clone());
         let layer = open_layer(host, path, Opening::of(&unlocked)).await;
         if layer.is_ok_and(|layer| is_blank(&layer)) {
             return Ok(());

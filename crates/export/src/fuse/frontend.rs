@@ -57,8 +57,10 @@ pub const PROTOCOL: Protocol = Protocol {
     ],
 };
 
-/// Each export has this part of a memory limit.
+/// Each export has this part of a memory limit,
 const SHARE: usize = 16;
+/// but these requests for each thread, so that one that is held does not keep all others out.
+const LEAST_REQUESTS: usize = 4;
 
 /// Exports disks as files.
 pub struct FuseFrontend {
@@ -72,7 +74,7 @@ impl FuseFrontend {
         let Some(memory) = &self.memory else { return Ok((MOST_REQUESTS, None)) };
         let threads = self.workers.len().max(1);
         let share = usize::try_from(memory.bytes()).unwrap_or(usize::MAX) / SHARE;
-        let requests = (share / threads / Options::memory(1)).clamp(1, MOST_REQUESTS);
+        let requests = (share / threads / Options::memory(1)).clamp(LEAST_REQUESTS, MOST_REQUESTS);
         let most = (threads * Options::memory(requests)) as u64;
         Ok((requests, Some(memory.reserve("a FUSE export", most)?)))
     }

@@ -208,7 +208,7 @@ where
                 }
                 work = 0;
                 if self.is_half_done() {
-                    self.finish();
+                    break;
                 }
             }
             let Some(head) = self.ring.take()? else { break };

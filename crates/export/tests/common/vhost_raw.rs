@@ -11,7 +11,7 @@ use std::ptr::{self, NonNull};
 use std::time::{Duration, Instant};
 
 /// Nothing that is waited for takes so long.
-const PATIENCE: Duration = Duration::from_mins(1);
+pub const PATIENCE: Duration = Duration::from_mins(1);
 
 /// Bytes of shared memory; guest addresses start at 0.
 pub const MEMORY: usize = 1 << 20;

@@ -1,22 +1,27 @@
 //! What a queue does while it has much to do.
 
-use crate::vhost_raw::{DATA, FEATURES, NEXT, Raw, WRITE, descriptor, header};
+use crate::vhost_raw::{DATA, FEATURES, NEXT, PATIENCE, Raw, WRITE, descriptor, header};
 use crate::vhost_served::VhostServed;
 use isobath_disk::{BlockDevice, BlockStatus, Result, ZeroFlags};
 use isobath_export::vhost_user::Options;
+use isobath_ring::yield_now;
 use isobath_storage::IoBuf;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
 
 const SIZE: u64 = 1 << 20;
 
-/// Answers reads at once, in the order that it notes. Some of them hold up the thread.
+/// A read of this sector has to wait once.
+const SLOW: u64 = 8;
+
+/// Answers reads at once, in the order that it notes.
 struct Noting {
     order: Mutex<Vec<u64>>,
-    /// The numbers of these, from 1.
-    hold_up: &'static [usize],
-    began: Sender<()>,
-    go_on: Mutex<Receiver<()>>,
+    /// How many had begun when the slow one ended.
+    before_slow: OnceLock<usize>,
+    /// What a read does on the queue's thread, given its number, from 1.
+    on_read: Box<dyn Fn(usize) + Send + Sync>,
 }
 
 impl BlockDevice for Noting {
@@ -33,14 +38,16 @@ impl BlockDevice for Noting {
     }
 
     async fn read(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
+        let sector = offset / 512;
         let number = {
             let mut order = self.order.lock().unwrap();
-            order.push(offset);
+            order.push(sector);
             order.len()
         };
-        if self.hold_up.contains(&number) {
-            self.began.send(()).unwrap();
-            self.go_on.lock().unwrap().recv().unwrap();
+        (self.on_read)(number);
+        if sector == SLOW {
+            yield_now().await;
+            self.before_slow.set(self.order.lock().unwrap().len()).unwrap();
         }
         Ok(buf)
     }
@@ -74,29 +81,40 @@ impl BlockDevice for Noting {
     }
 }
 
+fn served(on_read: impl Fn(usize) + Send + Sync + 'static) -> VhostServed<Noting> {
+    let (order, before_slow) = (Mutex::default(), OnceLock::new());
+    let device = Noting { order, before_slow, on_read: Box::new(on_read) };
+    VhostServed::new(Arc::new(device), Options::default(), 1)
+}
+
 /// A served device that holds up its thread in these reads, what tells when it does, and what lets it go on.
-fn served(hold_up: &'static [usize]) -> (VhostServed<Noting>, Receiver<()>, Sender<()>) {
+fn holding_up(reads: &'static [usize]) -> (VhostServed<Noting>, Receiver<()>, Sender<()>) {
     let ((began, has_begun), (release, go_on)) = (channel(), channel());
-    let order = Mutex::default();
-    let device = Noting { order, hold_up, began, go_on: Mutex::new(go_on) };
-    let served = VhostServed::new(Arc::new(device), Options::default(), 1);
+    let go_on = Mutex::new(go_on);
+    let served = served(move |number| {
+        if reads.contains(&number) {
+            began.send(()).unwrap();
+            go_on.lock().unwrap().recv().unwrap();
+        }
+    });
     (served, has_begun, release)
 }
 
-fn describe_read(raw: &Raw, queue: u16) {
-    let place = DATA + 0x4000 * u64::from(queue);
-    raw.memory.write(place, &header(0, u64::from(queue)));
-    raw.describe(queue, 0, descriptor(place, 16, NEXT, 1));
-    raw.describe(queue, 1, descriptor(place + 0x1000, 512, NEXT | WRITE, 2));
-    raw.describe(queue, 2, descriptor(place + 0x100, 1, WRITE, 0));
+/// Puts a read of a sector into a queue's descriptors from `first` on.
+fn describe_read(raw: &Raw, queue: u16, first: u16, sector: u64) {
+    let place = DATA + 0x4000 * u64::from(queue) + 0x2000 * u64::from(first / 3);
+    raw.memory.write(place, &header(0, sector));
+    raw.describe(queue, first, descriptor(place, 16, NEXT, first + 1));
+    raw.describe(queue, first + 1, descriptor(place + 0x1000, 512, NEXT | WRITE, first + 2));
+    raw.describe(queue, first + 2, descriptor(place + 0x100, 1, WRITE, 0));
 }
 
 #[test]
 fn a_request_does_not_wait_for_all_those_of_a_flooded_queue() {
-    let (served, has_begun, release) = served(&[1]);
+    let (served, has_begun, release) = holding_up(&[1]);
     let raw = Raw::start(&served.socket, 2, 128, FEATURES);
     for queue in 0..2 {
-        describe_read(&raw, queue);
+        describe_read(&raw, queue, 0, u64::from(queue));
     }
     for _ in 0..128 {
         raw.offer(0, 0);
@@ -110,15 +128,15 @@ fn a_request_does_not_wait_for_all_those_of_a_flooded_queue() {
     raw.wait_used(0, 128);
     raw.wait_used(1, 1);
     let order = served.device.order.lock().unwrap().clone();
-    let before = order.iter().position(|offset| *offset == 512).unwrap();
+    let before = order.iter().position(|sector| *sector == 1).unwrap();
     assert!(before <= 16, "{before} requests of the flooded queue came before");
 }
 
 #[test]
 fn the_first_half_of_a_batch_is_shown_before_the_last_of_it_is_done() {
-    let (served, has_begun, release) = served(&[1, 32]);
+    let (served, has_begun, release) = holding_up(&[1, 32]);
     let raw = Raw::start(&served.socket, 1, 32, FEATURES);
-    describe_read(&raw, 0);
+    describe_read(&raw, 0, 0, 0);
     raw.offer(0, 0);
     raw.kick(0);
     has_begun.recv().unwrap();
@@ -131,4 +149,35 @@ fn the_first_half_of_a_batch_is_shown_before_the_last_of_it_is_done() {
     release.send(()).unwrap();
     assert!((16..32).contains(&shown), "{shown} of 32 requests");
     raw.wait_used(0, 32);
+}
+
+#[test]
+fn a_queue_that_is_refilled_all_the_time_still_ends_what_had_to_wait() {
+    const READS: usize = 4000;
+    let driver = Arc::new(Mutex::new(None::<Raw>));
+    let refill = driver.clone();
+    // On the queue's own thread, so that the ring is never empty.
+    let served = served(move |number| {
+        if number <= READS {
+            refill.lock().unwrap().as_ref().unwrap().offer(0, 3);
+        }
+    });
+    let raw = Raw::start(&served.socket, 1, 32, FEATURES);
+    describe_read(&raw, 0, 0, SLOW);
+    describe_read(&raw, 0, 3, 0);
+    raw.offer(0, 0);
+    for _ in 0..8 {
+        raw.offer(0, 3);
+    }
+    *driver.lock().unwrap() = Some(raw);
+    driver.lock().unwrap().as_ref().unwrap().kick(0);
+    let all = (READS + 9) as u16;
+    let used = || driver.lock().unwrap().as_ref().unwrap().used_index(0);
+    let deadline = Instant::now() + PATIENCE;
+    while used() != all {
+        assert!(Instant::now() < deadline, "{} of {all} requests have ended", used());
+        std::thread::sleep(Duration::from_micros(50));
+    }
+    let before = *served.device.before_slow.get().unwrap();
+    assert!(before < 200, "{before} requests began before its end");
 }

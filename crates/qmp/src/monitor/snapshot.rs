@@ -82,27 +82,31 @@ impl<H: Host + Clone> Monitor<H> {
             Ok(()) => self.put_on_top(&found, &Overlay::Existing(path.clone())).await,
             Err(error) => Err(error),
         };
-        if done.is_err() {
-            self.bring_back(&path, &options, name).await;
+        let Err(failure) = done else { return Ok(()) };
+        match self.bring_back(&path, &options, name).await {
+            Ok(()) => Err(failure),
+            Err(error) => Err(QmpError::new(format_args!(
+                "{failure}; the overlay '{name}' was closed for it and could not be opened again: {error}; add it \
+                 with blockdev-add"
+            ))),
         }
-        done
     }
 
     /// Reopens a node that could not become an overlay.
-    async fn bring_back(&self, path: &std::path::Path, options: &OpenOptions, name: &str) {
-        match LiveDisk::open(self.host.clone(), path, options).await {
-            Ok(disk) => {
-                let drive = Drive::added(disk);
-                self.attend(&drive);
-                if let Some(file) = drive.root() {
-                    self.names.borrow_mut().give(file, name);
-                }
-                self.drives.borrow_mut().push(Rc::new(drive));
-            }
-            Err(error) => {
-                tracing::warn!(node = name, %error, "cannot reopen a node after a failed snapshot");
-            }
+    async fn bring_back(
+        &self,
+        path: &std::path::Path,
+        options: &OpenOptions,
+        name: &str,
+    ) -> Result<()> {
+        let disk = LiveDisk::open(self.host.clone(), path, options).await.map_err(QmpError::new)?;
+        let drive = Drive::added(disk);
+        self.attend(&drive);
+        if let Some(file) = drive.root() {
+            self.names.borrow_mut().give(file, name);
         }
+        self.drives.borrow_mut().push(Rc::new(drive));
+        Ok(())
     }
 
     /// Supports only a single snapshot: several disks cannot be changed atomically.
