@@ -4,6 +4,7 @@ use crate::serving::{ISOBATH, QemuIo};
 use isobath_testkit::process::{Finished, PATIENCE, Ready, Server, run};
 use isobath_testkit::{args, qemu, tools, until, until_some};
 use serde_json::Value;
+use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -314,7 +315,17 @@ fn nodes_and_exports_come_and_go() {
     let _ = served.query(&["blockdev-add", node]);
     let nodes = served.query(&["query-block"]);
     let root = nodes[0]["inserted"]["node-name"].as_str().unwrap();
-    let _ = served.query(&["blockdev-snapshot", &format!("node={root}"), "overlay=over"]);
+    let node_argument = format!("node={root}");
+    let put_on = |overlay: &str| {
+        served.run(&["query", "blockdev-snapshot", &node_argument, &format!("overlay={overlay}")])
+    };
+    // One whose file has gone is closed for it, and cannot be there again.
+    qemu::create_overlay(&served.path("gone"), &served.path("vm"), "qcow2", "");
+    let _ = served.query(&["blockdev-add", &node.replace("over", "gone")]);
+    fs::remove_file(served.path("gone")).unwrap();
+    let lost = put_on("gone").exits(1);
+    assert!(lost.stderr.contains("could not be opened again"), "{}", lost.report());
+    let _ = put_on("over").ok();
     assert_eq!(served.chain(), ["over", "vm", "mid", "base"]);
     served.quit("over");
 }
