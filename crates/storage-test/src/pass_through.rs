@@ -91,7 +91,9 @@ pub trait Hooks: Send + Sync + 'static {
     ) -> impl Future<Output = Result<()>>;
 
     /// Called before the wrapped file is asked to begin to write back.
-    fn begin_write_back(&self) {}
+    fn begin_write_back(&self) -> impl Future<Output = ()> {
+        async {}
+    }
 
     /// The file's capabilities, given the wrapped file's.
     fn capabilities(&self, own: Capabilities) -> Capabilities {
@@ -327,8 +329,10 @@ impl<S: Storage, K: Hooks> Hints for PassThroughFile<S, K> {
     }
 
     fn begin_write_back(&self) -> BoxFuture<'_, ()> {
-        self.hooks.begin_write_back();
-        Box::pin(self.inner.begin_write_back())
+        Box::pin(async {
+            self.hooks.begin_write_back().await;
+            self.inner.begin_write_back().await;
+        })
     }
 
     fn lay_out(&self, layout: Layout) -> BoxFuture<'_, ()> {

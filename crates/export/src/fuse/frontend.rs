@@ -59,7 +59,7 @@ pub const PROTOCOL: Protocol = Protocol {
 
 /// Each export has this part of a memory limit,
 const SHARE: usize = 16;
-/// but these requests for each thread, so that one that is held does not keep all others out.
+/// but for all its threads together these requests, so that one that is held does not keep all others out.
 const LEAST_REQUESTS: usize = 4;
 
 /// Exports disks as files.
@@ -71,10 +71,14 @@ pub struct FuseFrontend {
 impl FuseFrontend {
     /// How many requests an export may have in flight on each thread, and what it takes of a memory limit.
     fn requests(&self) -> Result<(usize, Option<Reserved>), OutOfMemory> {
+        self.requests_on(self.workers.len().max(1))
+    }
+
+    fn requests_on(&self, threads: usize) -> Result<(usize, Option<Reserved>), OutOfMemory> {
         let Some(memory) = &self.memory else { return Ok((MOST_REQUESTS, None)) };
-        let threads = self.workers.len().max(1);
         let share = usize::try_from(memory.bytes()).unwrap_or(usize::MAX) / SHARE;
-        let requests = (share / threads / Options::memory(1)).clamp(LEAST_REQUESTS, MOST_REQUESTS);
+        let least = LEAST_REQUESTS.div_ceil(threads);
+        let requests = (share / threads / Options::memory(1)).clamp(least, MOST_REQUESTS);
         let most = (threads * Options::memory(requests)) as u64;
         Ok((requests, Some(memory.reserve("a FUSE export", most)?)))
     }
@@ -169,9 +173,15 @@ mod tests {
         let exports: Vec<_> = std::iter::from_fn(|| frontend.requests().ok()).collect();
         assert!(exports.len() >= 16, "{}", exports.len());
         assert!(exports.iter().all(|(requests, _)| *requests == 5));
-        let refused = frontend.requests().unwrap_err().to_string();
+        let refused = frontend.requests_on(1).unwrap_err().to_string();
         assert!(refused.contains("a FUSE export may take"), "{refused}");
         drop(exports);
         assert_eq!(memory.reserved(), 0);
+        // On many threads, one each, but four in all.
+        for (threads, each) in [(2, 2), (3, 2), (8, 1)] {
+            let (requests, _reserved) = frontend.requests_on(threads).unwrap();
+            assert_eq!(requests, each, "{threads} threads");
+            assert_eq!(memory.reserved(), (threads * Options::memory(each)) as u64);
+        }
     }
 }

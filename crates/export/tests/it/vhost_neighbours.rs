@@ -165,12 +165,16 @@ fn a_queue_that_is_refilled_all_the_time_still_ends_what_had_to_wait() {
     let raw = Raw::start(&served.socket, 1, 32, FEATURES);
     describe_read(&raw, 0, 0, SLOW);
     describe_read(&raw, 0, 3, 0);
-    raw.offer(0, 0);
-    for _ in 0..8 {
-        raw.offer(0, 3);
+    {
+        // The queue may begin at once; its reads then wait here.
+        let mut driver = driver.lock().unwrap();
+        raw.offer(0, 0);
+        for _ in 0..8 {
+            raw.offer(0, 3);
+        }
+        raw.kick(0);
+        *driver = Some(raw);
     }
-    *driver.lock().unwrap() = Some(raw);
-    driver.lock().unwrap().as_ref().unwrap().kick(0);
     let all = (READS + 9) as u16;
     let used = || driver.lock().unwrap().as_ref().unwrap().used_index(0);
     let deadline = Instant::now() + PATIENCE;
