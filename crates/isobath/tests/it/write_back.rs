@@ -64,7 +64,7 @@ impl Hooks for Written {
     async fn begin_write_back(&self) {
         self.asked.store(self.bytes.load(Ordering::Relaxed), Ordering::Relaxed);
         if self.never {
-            pending().await
+            pending::<()>().await;
         }
     }
 }
