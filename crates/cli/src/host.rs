@@ -36,6 +36,15 @@ static IMAGES: LazyLock<ImageHost> = LazyLock::new(|| {
     WindowHost::new(EitherHost::new(FileHost, others, move |name| side(is_other(name))))
 });
 
+/// The most bytes of images' files that a server maps at a time, unless told otherwise.
+pub(crate) const MOST_MAPPED: u64 = 16 << 30;
+
+/// Lets images that are opened from now on be read through mappings of together at most `most` bytes. For servers,
+/// which read the same data again and again.
+pub(crate) fn map_reads(most: u64) {
+    FileHost.map_reads(most);
+}
+
 /// The host of all images.
 pub(crate) fn images() -> &'static ImageHost {
     &IMAGES

@@ -32,6 +32,7 @@ mod handed_in;
 mod host;
 mod landing;
 mod lock;
+mod mapped;
 mod named;
 mod open;
 mod pause;

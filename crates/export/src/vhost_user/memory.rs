@@ -1,6 +1,6 @@
 //! A guest's memory, shared by the client and mapped into this process.
 
-use super::guard::Guard;
+use isobath_buf::guard::Guard;
 use std::fs::{File, Metadata};
 use std::io;
 use std::mem::MaybeUninit;

@@ -1,10 +1,9 @@
-//! Survives the loss of memory that a client has shared and then cut short.
+//! Survives the loss of mapped memory whose file was cut short.
 //!
-//! An access to a page past the end of its file raises SIGBUS, which would end the process and with it the disks of
-//! other clients. Instead, a handler puts zeroes in place of the page and notes that the mapping has lost memory; the
-//! queues that use it then stop, and its client is disconnected. When a second page is missing, all of the mapping is
-//! replaced. For all other addresses the signal does what it did
-//! before.
+//! An access to a page past the end of its file, or to one that cannot be read, raises SIGBUS, which would end the
+//! process and with it all of its disks. Instead, a handler puts zeroes in place of the page and notes that the mapping
+//! [has lost memory](Guard::is_lost), which whoever has read it then asks. When a second page is missing, all of the
+//! mapping is replaced. For all other addresses the signal does what it did before.
 //!
 //! The handler runs in the middle of anything. It takes no lock and allocates nothing: it walks a list whose slots are
 //! never freed, only used again, and calls `mmap`.
@@ -44,20 +43,20 @@ static LOSSES: AtomicUsize = AtomicUsize::new(0);
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// How many pages have been lost so far: cheap to ask, and as long as it does not change, [`Guard::is_lost`] does not.
-pub(super) fn losses() -> usize {
+pub fn losses() -> usize {
     LOSSES.load(Ordering::Acquire)
 }
 
 /// Guards a mapping until it is dropped, which must be before the memory is unmapped.
 #[derive(Debug)]
-pub(super) struct Guard(&'static Slot);
+pub struct Guard(&'static Slot);
 
 impl Guard {
     /// Guards `length` bytes from `start` on, which were mapped in units of `block` bytes.
     ///
     /// # Errors
     /// The handler cannot be installed.
-    pub(super) fn new(start: NonNull<u8>, length: usize, block: usize) -> io::Result<Self> {
+    pub fn new(start: NonNull<u8>, length: usize, block: usize) -> io::Result<Self> {
         install()?;
         let slot = UNUSED.lock().pop().unwrap_or_else(add_slot);
         slot.lost.store(false, Ordering::Relaxed);
@@ -66,7 +65,7 @@ impl Guard {
     }
 
     /// Whether a page of the mapping was lost. It then holds zeroes, or what was written there since.
-    pub(super) fn is_lost(&self) -> bool {
+    pub fn is_lost(&self) -> bool {
         self.0.lost.load(Ordering::Acquire)
     }
 }
