@@ -44,7 +44,7 @@ impl FileHost {
     /// bytes, or none if that is 0, as at first: what is in the page cache is then copied without a system call. The
     /// kernel needs up to 1/512 of that for page tables.
     ///
-    /// Only regular files on ext4, XFS, Btrfs and tmpfs are mapped, and none if the address space is limited
+    /// Only regular files on ext4, XFS and Btrfs are mapped, and none if the address space is limited
     /// (`RLIMIT_AS`). A handler for SIGBUS is installed with the first mapping: it catches accesses to what is missing in
     /// these, and passes all others on to the handler that was there before. Do not use it in a process that locks all
     /// its future memory (`mlockall`).

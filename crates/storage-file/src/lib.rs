@@ -117,7 +117,10 @@ impl Storage for FileStorage {
                 buf[count..].fill(0);
                 Ok(buf)
             }
-            Err(error) => Err(self.at(Operation::Read, offset, length as u64, error)),
+            Err(error) => {
+                self.end_mappings();
+                Err(self.at(Operation::Read, offset, length as u64, error))
+            }
         }
     }
 
@@ -184,6 +187,9 @@ impl Storage for FileStorage {
             };
             self.durability.flush(&target.file).await
         };
+        if result.is_err() {
+            self.end_mappings();
+        }
         result.map_err(|error| self.error(Operation::Flush, error))
     }
 

@@ -132,6 +132,13 @@ impl FileStorage {
         StorageError::new(operation, &self.file.name, source)
     }
 
+    /// Reads by system calls from now on: they show the errors that the file system has.
+    pub(super) fn end_mappings(&self) {
+        if let Some(mapped) = &self.mapped {
+            mapped.end();
+        }
+    }
+
     /// The error for a refused change.
     pub(super) fn refusal(&self) -> io::Error {
         if !self.file.mode.writable {
@@ -207,12 +214,10 @@ impl FileStorage {
         if length >= self.length_of(&target.file)? {
             return sys::ftruncate(&target.file, length);
         }
-        if let Some(mapped) = &self.mapped {
-            mapped.cut(length);
-        }
+        let cut = self.mapped.as_ref().map(|mapped| mapped.cut(length));
         let landing = target.landing.clone();
         unblocked(&landing, move || {
-            let _guard = guard;
+            let _guards = (guard, cut);
             sys::ftruncate(&target.file, length)
         })
         .await

@@ -1,18 +1,12 @@
-//! What all files together may have mapped, and whether that is worth it.
+//! What all files together may have mapped.
 
 use crate::sys;
 use parking_lot::Mutex;
-use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-/// Reads of a thread between two looks at whether it had to wait for pages.
-const BETWEEN_LOOKS: u32 = 64;
-/// Looks that find nothing before the next doubt has a smaller effect.
-const CALM_LOOKS: u32 = 1024;
-/// The largest effect of a doubt: this power of two of immediate reads are not noted.
-const MOST_HELD: u32 = 20;
-const LEAST_HELD: u32 = 6;
+/// What a window counts for at least, since a process cannot have any number of mappings.
+const LEAST: u64 = 4 << 20;
 
 /// What has windows.
 pub(super) trait Owner: Send + Sync {
@@ -40,29 +34,29 @@ pub(crate) struct Mappings {
     limit: AtomicU64,
     mapped: AtomicU64,
     clock: Mutex<Clock>,
-    /// How often threads had to wait for pages.
-    doubts: AtomicU32,
-    /// Immediate reads that are not noted yet.
-    held: AtomicU32,
-    /// The power of two of the reads that the next doubt holds.
-    level: AtomicU32,
-    calm: AtomicU32,
 }
 
 /// A number of bytes that may be mapped, those of a window.
 pub(super) struct Share {
     mappings: Arc<Mappings>,
     bytes: u64,
-    /// Read since it was last asked.
+    /// Others were given up for it.
+    is_others: bool,
+    /// Read, or found cached, since it was last asked.
     used: AtomicBool,
 }
 
 impl Share {
-    /// The window is read.
-    pub(super) fn was_read(&self) {
+    /// The window is of use.
+    pub(super) fn is_used(&self) {
         if !self.used.load(Ordering::Relaxed) {
             self.used.store(true, Ordering::Relaxed);
         }
+    }
+
+    /// Whether other windows were given up for it.
+    pub(super) fn is_others(&self) -> bool {
+        self.is_others
     }
 }
 
@@ -70,11 +64,6 @@ impl Drop for Share {
     fn drop(&mut self) {
         self.mappings.mapped.fetch_sub(self.bytes, Ordering::AcqRel);
     }
-}
-
-thread_local! {
-    /// Reads until the next look, and the waits for pages at the last one.
-    static LOOKS: Cell<(u32, Option<i64>)> = const { Cell::new((0, None)) };
 }
 
 impl Mappings {
@@ -90,19 +79,22 @@ impl Mappings {
 
     /// Room for a window. Windows that were not used lately are given up for it.
     pub(super) fn admit(self: &Arc<Self>, length: usize) -> Option<Arc<Share>> {
-        let bytes = length as u64;
-        self.take(bytes).or_else(|| {
+        let bytes = (length as u64).max(LEAST);
+        if bytes > self.limit.load(Ordering::Relaxed) {
+            return None;
+        }
+        self.take(bytes, false).or_else(|| {
             self.give_up(bytes);
-            self.take(bytes)
+            self.take(bytes, true)
         })
     }
 
-    fn take(self: &Arc<Self>, bytes: u64) -> Option<Arc<Share>> {
+    fn take(self: &Arc<Self>, bytes: u64, is_others: bool) -> Option<Arc<Share>> {
         let limit = self.limit.load(Ordering::Relaxed);
         let more = |mapped: u64| mapped.checked_add(bytes).filter(|mapped| *mapped <= limit);
         let taken = self.mapped.fetch_update(Ordering::AcqRel, Ordering::Acquire, more);
         let used = AtomicBool::new(true);
-        taken.is_ok().then(|| Arc::new(Share { mappings: self.clone(), bytes, used }))
+        taken.is_ok().then(|| Arc::new(Share { mappings: self.clone(), bytes, is_others, used }))
     }
 
     /// Notes whose window has a share.
@@ -115,7 +107,7 @@ impl Mappings {
         clock.entries.push(entry);
     }
 
-    /// Gives up windows of so many bytes that were not used since the last time, if there are.
+    /// Gives up windows of so many bytes that were not used since the last time, if there are enough.
     fn give_up(&self, bytes: u64) {
         let limit = self.limit.load(Ordering::Relaxed);
         let mapped = self.mapped.load(Ordering::Acquire);
@@ -141,6 +133,13 @@ impl Mappings {
                 }
             }
         }
+        if wanted > 0 {
+            let back = gone
+                .into_iter()
+                .map(|(owner, share)| Entry { owner, share: Arc::downgrade(&share) });
+            clock.entries.extend(back);
+            return;
+        }
         drop(clock);
         for (owner, share) in gone {
             if let Some(owner) = owner.upgrade() {
@@ -148,58 +147,4 @@ impl Mappings {
             }
         }
     }
-
-    /// How often threads had to wait for pages that they thought to be present.
-    pub(super) fn doubts(&self) -> u32 {
-        self.doubts.load(Ordering::Relaxed)
-    }
-
-    /// Whether pages that an immediate read has found are to be noted.
-    pub(super) fn may_note(&self) -> bool {
-        let held = self.held.load(Ordering::Relaxed);
-        if held > 0 {
-            self.held.store(held - 1, Ordering::Relaxed);
-        }
-        held == 0
-    }
-
-    /// A read through a window has ended. Looks now and then whether this thread had to wait.
-    pub(super) fn was_read(&self) {
-        let (reads, waits) = LOOKS.get();
-        if reads > 0 {
-            LOOKS.set((reads - 1, waits));
-            return;
-        }
-        let now = sys::waits_for_pages();
-        LOOKS.set((BETWEEN_LOOKS - 1, now));
-        match (waits, now) {
-            (Some(then), Some(now)) if now > then => self.doubt(),
-            _ => self.look_calmly(),
-        }
-    }
-
-    /// A thread had to wait, so that nothing that is noted counts any more, and for a while nothing new is noted.
-    fn doubt(&self) {
-        self.doubts.fetch_add(1, Ordering::Relaxed);
-        let level = self.level.load(Ordering::Relaxed);
-        self.held.store(1 << (LEAST_HELD + level), Ordering::Relaxed);
-        self.level.store((level + 1).min(MOST_HELD - LEAST_HELD), Ordering::Relaxed);
-        self.calm.store(0, Ordering::Relaxed);
-    }
-
-    fn look_calmly(&self) {
-        let calm = self.calm.load(Ordering::Relaxed) + 1;
-        let enough = calm >= CALM_LOOKS;
-        self.calm.store(if enough { 0 } else { calm }, Ordering::Relaxed);
-        if enough {
-            let level = self.level.load(Ordering::Relaxed);
-            self.level.store(level.saturating_sub(1), Ordering::Relaxed);
-        }
-    }
-}
-
-/// Lets this thread look with its next read whether it had to wait since now.
-#[cfg(test)]
-pub(super) fn look_at_the_next_read() {
-    LOOKS.set((0, sys::waits_for_pages()));
 }

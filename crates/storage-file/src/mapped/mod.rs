@@ -2,14 +2,15 @@
 //!
 //! A page that is not in the page cache would make the thread wait, and with it all tasks of its executor. So only
 //! pages that an immediate read has found there before are read in this way, and those around of which the kernel says
-//! the same. If threads had to wait for pages nevertheless, since the kernel needed the memory for others, all of this
-//! is forgotten for a while.
+//! the same. If a thread had to wait for pages nevertheless, since the kernel needed the memory for others, all of this
+//! is [forgotten](doubts) for a while.
 //!
 //! A page may also be missing for good: the file was cut short, or its device cannot read it. The
 //! [guard](isobath_buf::guard) notices; the data is then read by a system call, which knows what to say, and the file is
 //! not mapped again.
 
 mod budget;
+mod doubts;
 mod window;
 
 pub(super) use budget::Mappings;
@@ -17,7 +18,9 @@ pub(super) use budget::Mappings;
 use super::sys;
 use arc_swap::ArcSwap;
 use budget::{Owner, Share};
+use doubts::Doubts;
 use isobath_ring::may_go_on;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
@@ -25,38 +28,56 @@ use window::{WINDOW, Window};
 
 /// Immediate reads of a file before a window of it is mapped.
 const BEFORE_FIRST: u32 = 32;
-/// The same, if it could not be.
+/// The same, if there was no room for one, or only for what another one had.
 const BEFORE_NEXT: u32 = 4096;
+/// The smallest window of a file that grows, unless it is the largest.
+const LEAST_GROWING: u64 = 64 << 20;
 
-/// File systems whose mappings and reads show the same at any time, by their numbers in `statfs(2)`, and whose pages
-/// come from this machine.
-const COHERENT: [u64; 4] = [
+/// File systems whose mappings and reads show the same as long as they have no errors, by their numbers in `statfs(2)`,
+/// and whose pages come from this machine. On tmpfs no read is immediate.
+const COHERENT: [u64; 3] = [
     0xEF53,      // ext2, ext3, ext4
     0x5846_5342, // XFS
     0x9123_683E, // Btrfs
-    0x0102_1994, // tmpfs
 ];
 
-/// The windows of a file that are mapped at a time.
-type Windows = Vec<Option<Arc<Window>>>;
+/// The windows of a file that are mapped at a time, by their numbers, in ascending order.
+type Windows = Vec<(u64, Arc<Window>)>;
 
 /// The mappings of a file.
 pub(super) struct Mapped {
     mappings: Arc<Mappings>,
     windows: ArcSwap<Windows>,
+    doubts: Doubts,
     /// Immediate reads until the next attempt to map a window.
     until: AtomicU32,
     /// The file cannot be mapped, or a part of it was missing.
     ended: AtomicBool,
+    /// How many changes to a shorter length are under way.
+    cuts: AtomicU32,
     /// It may become longer, so that a window reaches beyond its end.
     grows: bool,
 }
 
+/// A change of the file to a shorter length, which ends when this is dropped: nothing is mapped meanwhile.
+pub(super) struct Cut(Arc<Mapped>);
+
+impl Drop for Cut {
+    fn drop(&mut self) {
+        self.0.cuts.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
 /// The window that has all of a range, and where the range begins in it.
-fn place(offset: u64, length: usize) -> Option<(usize, usize)> {
-    let (index, at) = (usize::try_from(offset / WINDOW).ok()?, offset % WINDOW);
+fn place(offset: u64, length: usize) -> Option<(u64, usize)> {
+    let (number, at) = (offset / WINDOW, offset % WINDOW);
     let fits = length > 0 && at.checked_add(length as u64).is_some_and(|end| end <= WINDOW);
-    fits.then_some((index, at as usize))
+    fits.then_some((number, at as usize))
+}
+
+fn find(windows: &Windows, number: u64) -> Option<&Arc<Window>> {
+    let found = windows.binary_search_by_key(&number, |(number, _)| *number);
+    found.ok().map(|found| &windows[found].1)
 }
 
 impl Mapped {
@@ -65,80 +86,84 @@ impl Mapped {
         Arc::new(Self {
             mappings: mappings.clone(),
             windows: ArcSwap::default(),
+            doubts: Doubts::default(),
             until: AtomicU32::new(BEFORE_FIRST),
             ended: AtomicBool::new(false),
+            cuts: AtomicU32::new(0),
             grows,
         })
     }
 
     /// Fills the buffer; `false` if the range cannot be read in this way, and then its content is undefined.
-    pub(super) fn read(self: &Arc<Self>, offset: u64, buf: &mut [u8]) -> bool {
+    pub(super) fn read(&self, offset: u64, buf: &mut [u8]) -> bool {
         let windows = self.windows.load();
         if windows.is_empty() {
             return false;
         }
-        let Some((index, at)) = place(offset, buf.len()) else { return false };
-        let Some(Some(window)) = windows.get(index) else { return false };
-        if !window.is_present(at, buf.len(), self.mappings.doubts()) || !may_go_on(buf.len()) {
+        let Some((number, at)) = place(offset, buf.len()) else { return false };
+        let Some(window) = find(&windows, number) else { return false };
+        if !window.is_present(at, buf.len(), self.doubts.count()) || !may_go_on(buf.len()) {
             return false;
         }
-        if !window.copy(at, buf) {
+        if !self.doubts.while_looking(|| window.copy(at, buf)) {
             // Whoever makes the file shorter takes its windows away; readers may still have them.
-            let now = self.windows.load();
-            if let Some(Some(found)) = now.get(index)
-                && Arc::ptr_eq(found, window)
-            {
+            if find(&self.windows.load(), number).is_some_and(|now| Arc::ptr_eq(now, window)) {
                 self.end();
             }
             return false;
         }
-        self.mappings.was_read();
         true
     }
 
     /// An immediate read found all of this range in the page cache.
     pub(super) fn was_cached(self: &Arc<Self>, file: &OwnedFd, offset: u64, length: usize) {
-        if self.ended.load(Ordering::Relaxed) || !self.mappings.may_note() {
+        if self.ended.load(Ordering::Relaxed) || !self.doubts.may_note() {
             return;
         }
-        let Some((index, at)) = place(offset, length) else { return };
-        if let Some(Some(window)) = self.windows.load().get(index) {
-            window.note(at, length, self.mappings.doubts());
+        let Some((number, at)) = place(offset, length) else { return };
+        if let Some(window) = find(&self.windows.load(), number)
+            && window.reaches(at + length)
+        {
+            window.note(at, length, self.doubts.count());
             return;
         }
         let until = self.until.load(Ordering::Relaxed);
-        if until > 0 {
-            self.until.store(until - 1, Ordering::Relaxed);
-        } else if !self.map(file, index) {
-            self.until.store(BEFORE_NEXT, Ordering::Relaxed);
-        }
+        let next = if until > 0 { until - 1 } else { self.map(file, number) };
+        self.until.store(next, Ordering::Relaxed);
     }
 
-    /// Maps a window; `false` if there is no room for it now.
-    fn map(self: &Arc<Self>, file: &OwnedFd, index: usize) -> bool {
-        let Ok(stat) = sys::stat(file) else { return false };
-        let rest = (stat.st_size as u64).saturating_sub(index as u64 * WINDOW);
+    /// Maps a window, if there is room for it. Returns the immediate reads until the next attempt for another one.
+    fn map(self: &Arc<Self>, file: &OwnedFd, number: u64) -> u32 {
+        let Ok(stat) = sys::stat(file) else { return BEFORE_NEXT };
+        let rest = (stat.st_size as u64).saturating_sub(number.saturating_mul(WINDOW));
         if rest == 0 {
-            return false;
+            return BEFORE_NEXT;
         }
-        let length = if self.grows { WINDOW } else { rest.min(WINDOW) } as usize;
-        let Some(share) = self.mappings.admit(length) else { return false };
-        let coherent = sys::file_system(file).is_ok_and(|number| COHERENT.contains(&number));
-        let window = coherent.then(|| Window::new(file, index, length, share.clone())).transpose();
-        let Ok(Some(window)) = window else {
-            self.ended.store(true, Ordering::Relaxed);
-            return true;
-        };
-        let window = Arc::new(window);
-        self.change(|windows| {
-            if windows.len() <= index {
-                windows.resize(index + 1, None);
+        let wanted = if self.grows { rest.saturating_mul(2).max(LEAST_GROWING) } else { rest };
+        let length = wanted.min(WINDOW) as usize;
+        if !sys::file_system(file).is_ok_and(|number| COHERENT.contains(&number)) {
+            self.end();
+            return BEFORE_NEXT;
+        }
+        let Some(share) = self.mappings.admit(length) else { return BEFORE_NEXT };
+        let window = match Window::new(file, number, length, share.clone()) {
+            Ok(window) => Arc::new(window),
+            Err(error) if error.kind() == io::ErrorKind::OutOfMemory => return BEFORE_NEXT,
+            Err(_) => {
+                self.end();
+                return BEFORE_NEXT;
             }
-            windows[index] = Some(window.clone());
+        };
+        self.change(|windows| {
+            windows.retain(|(other, _)| *other != number);
+            if self.cuts.load(Ordering::SeqCst) == 0 && !self.ended.load(Ordering::SeqCst) {
+                let place = windows.partition_point(|(other, _)| *other < number);
+                windows.insert(place, (number, window.clone()));
+            }
         });
         let owner: Weak<Self> = Arc::downgrade(self);
         self.mappings.register(owner, &share);
-        true
+        if share.is_others() { BEFORE_NEXT } else { BEFORE_FIRST }
     }
 
     fn change(&self, change: impl Fn(&mut Windows)) {
@@ -150,29 +175,29 @@ impl Mapped {
     }
 
     /// The file is about to end at `length`, so that what lies behind it is not to be read through windows.
-    pub(super) fn cut(&self, length: u64) {
-        let kept = usize::try_from(length / WINDOW).unwrap_or(usize::MAX);
-        if self.windows.load().len() > kept {
-            self.change(|windows| windows.truncate(kept));
-        }
+    pub(super) fn cut(self: &Arc<Self>, length: u64) -> Cut {
+        self.cuts.fetch_add(1, Ordering::SeqCst);
+        let cut = Cut(self.clone());
+        self.change(|windows| windows.retain(|(number, _)| *number < length / WINDOW));
+        cut
     }
 
-    /// Nothing of the file is mapped any more.
-    fn end(&self) {
-        self.ended.store(true, Ordering::Relaxed);
+    /// Unmaps all. The file may be mapped again.
+    pub(super) fn forget(&self) {
+        self.until.store(BEFORE_FIRST, Ordering::Relaxed);
+        self.change(Windows::clear);
+    }
+
+    /// Nothing of the file is mapped any more, for good.
+    pub(super) fn end(&self) {
+        self.ended.store(true, Ordering::SeqCst);
         self.change(Windows::clear);
     }
 }
 
 impl Owner for Mapped {
     fn give_up(&self, share: &Arc<Share>) {
-        self.change(|windows| {
-            for window in windows {
-                if window.as_ref().is_some_and(|window| window.has(share)) {
-                    *window = None;
-                }
-            }
-        });
+        self.change(|windows| windows.retain(|(_, window)| !window.has(share)));
     }
 }
 
@@ -188,7 +213,6 @@ mod tests {
     struct Fixture {
         file: File,
         descriptor: OwnedFd,
-        mappings: Arc<Mappings>,
         mapped: Arc<Mapped>,
     }
 
@@ -210,7 +234,7 @@ mod tests {
         fn with(file: File, mappings: &Arc<Mappings>, grows: bool) -> Self {
             let descriptor = file.try_clone().unwrap().into();
             let mapped = Mapped::new(mappings, grows);
-            Self { file, descriptor, mappings: mappings.clone(), mapped }
+            Self { file, descriptor, mapped }
         }
 
         fn was_cached(&self, page: usize, pages: usize) {
@@ -230,7 +254,7 @@ mod tests {
         }
 
         fn windows(&self) -> usize {
-            self.mapped.windows.load().iter().flatten().count()
+            self.mapped.windows.load().len()
         }
     }
 
@@ -293,14 +317,14 @@ mod tests {
     fn a_range_in_two_windows_is_not_read() {
         let fixture = Fixture::new(1, true);
         let end = (WINDOW as usize) / PAGE;
-        fixture.file.set_len(WINDOW + 10 * PAGE as u64).unwrap();
+        fixture.file.write_all_at(&[5; 2 * PAGE], WINDOW - PAGE as u64).unwrap();
         fixture.map(end - 1);
         fixture.map(end);
         assert_eq!(fixture.windows(), 2);
         fixture.was_cached(end - 1, 2);
         assert!(fixture.read(end - 1, 2).is_none());
-        assert_eq!(fixture.read(end - 1, 1).unwrap(), [0; PAGE]);
-        assert_eq!(fixture.read(end, 1).unwrap(), [0; PAGE]);
+        assert_eq!(fixture.read(end - 1, 1).unwrap(), [5; PAGE]);
+        assert_eq!(fixture.read(end, 1).unwrap(), [5; PAGE]);
         assert!(place(u64::MAX, 2).is_none() && place(WINDOW - 1, 2).is_none());
         assert_eq!(place(WINDOW - 1, 1), Some((0, WINDOW as usize - 1)));
     }
@@ -328,7 +352,7 @@ mod tests {
         fixture.file.set_len(4 * PAGE as u64).unwrap();
         assert!(fixture.read(8, 1).is_none());
         // A reader that still has the window sees that it is missing something.
-        assert!(!kept[0].as_ref().unwrap().copy(8 * PAGE, &mut [0; PAGE]));
+        assert!(!kept[0].1.copy(8 * PAGE, &mut [0; PAGE]));
         fixture.map(1);
         assert_eq!(fixture.read(1, 1).unwrap(), [1; PAGE]);
         // What lies before the end stays.
@@ -339,7 +363,8 @@ mod tests {
     #[test]
     fn windows_that_are_not_used_make_room_for_others() {
         let mappings = Arc::<Mappings>::default();
-        mappings.allow(25 * PAGE as u64);
+        // Small ones count for 4 MiB each.
+        mappings.allow(9 << 20);
         let [first, second, third] = [0; 3].map(|_| Fixture::with(file(10), &mappings, false));
         first.map(1);
         second.map(1);
@@ -357,9 +382,60 @@ mod tests {
         first.mapped.until.store(0, Ordering::Relaxed);
         first.map(1);
         assert!(first.read(1, 1).is_some());
-        let large = Fixture::with(file(26), &mappings, false);
+        let large = Fixture::with(file(1), &mappings, false);
+        large.file.set_len(10 << 20).unwrap();
         large.map(1);
         assert_eq!(large.windows(), 0);
+    }
+
+    #[test]
+    fn more_files_in_use_than_there_is_room_for_do_not_take_it_from_each_other() {
+        let mappings = Arc::<Mappings>::default();
+        mappings.allow(16 << 20);
+        let files = [0; 20].map(|_| Fixture::with(file(40), &mappings, false));
+        let (mut hits, mut maps) = (0, 0);
+        for round in 0..20_000 {
+            let fixture = &files[round * 7 % 20];
+            let page = round / 20 % 40;
+            let before = fixture.windows();
+            if fixture.read(page, 1).is_some() {
+                hits += usize::from(round >= 10_000);
+            } else {
+                fixture.was_cached(page, 1);
+                maps += usize::from(fixture.windows() > before && round >= 10_000);
+            }
+        }
+        assert!(hits >= 1500, "{hits} of 10,000 hits; a fifth of the files have room");
+        assert_eq!(maps, 0, "nobody is without room for lack of use");
+    }
+
+    #[test]
+    fn where_a_file_is_read_costs_no_memory() {
+        let fixture = Fixture::new(1, true);
+        let offset = 7_u64 << 40;
+        fixture.file.write_all_at(&[3; PAGE], offset).unwrap();
+        fixture.map((offset as usize) / PAGE);
+        assert_eq!(fixture.read((offset as usize) / PAGE, 1).unwrap(), [3; PAGE]);
+        let windows = fixture.mapped.windows.load();
+        assert_eq!((windows.len(), windows[0].0), (1, 7 << 10));
+    }
+
+    #[test]
+    fn nothing_is_mapped_while_the_file_is_made_shorter() {
+        let fixture = Fixture::new(10, true);
+        let cut = fixture.mapped.cut(4 * PAGE as u64);
+        fixture.map(1);
+        assert_eq!(fixture.windows(), 0);
+        drop(cut);
+        fixture.map(1);
+        assert_eq!(fixture.windows(), 1);
+        fixture.mapped.forget();
+        assert_eq!(fixture.windows(), 0);
+        fixture.map(1);
+        assert_eq!(fixture.windows(), 1);
+        fixture.mapped.end();
+        fixture.map(1);
+        assert_eq!(fixture.windows(), 0);
     }
 
     #[test]
@@ -389,16 +465,16 @@ mod tests {
         let fixture = Fixture::new(40, false);
         fixture.map(0);
         fixture.was_cached(0, 40);
-        budget::look_at_the_next_read();
+        doubts::look_at_the_next_read();
         assert!(fixture.read(5, 1).is_some());
-        assert_eq!(fixture.mappings.doubts(), 0);
+        let doubts = fixture.mapped.doubts.count();
         let windows = fixture.mapped.windows.load();
-        windows[0].as_ref().unwrap().remove_from_memory(&fixture.descriptor);
-        budget::look_at_the_next_read();
+        windows[0].1.remove_from_memory(&fixture.descriptor);
+        doubts::look_at_the_next_read();
         let before = sys::waits_for_pages().unwrap();
         assert!(fixture.read(5, 1).is_some());
         assert!(sys::waits_for_pages().unwrap() > before, "the page was not in memory");
-        assert_eq!(fixture.mappings.doubts(), 1);
+        assert_eq!(fixture.mapped.doubts.count(), doubts + 1);
         assert!(fixture.read(5, 1).is_none());
         for _ in 0..1 << 6 {
             fixture.was_cached(5, 1);

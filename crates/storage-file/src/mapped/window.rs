@@ -2,12 +2,13 @@
 
 use super::budget::Share;
 use crate::sys;
-use isobath_buf::guard::Guard;
+use isobath_buf::guard::{Access, Guard};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::thread;
 
 /// Bytes of a file in a window. Windows are aligned to it.
 pub(super) const WINDOW: u64 = 1 << 30;
@@ -15,6 +16,9 @@ pub(super) const WINDOW: u64 = 1 << 30;
 /// Bytes around a page that was found in the page cache of which the kernel is asked whether they are there as well, if
 /// something in them was found before. It also maps as much when a page is read for the first time.
 const AROUND: usize = 64 << 10;
+
+/// Bytes of pages found in a window up to which it is unmapped at once: that takes up to a millisecond for 4 MiB.
+const UNMAPPED_AT_ONCE: usize = 4 << 20;
 
 /// A mapped part of a file.
 pub(super) struct Window {
@@ -39,18 +43,18 @@ unsafe impl Send for Window {}
 unsafe impl Sync for Window {}
 
 impl Window {
-    /// Maps `length` bytes of the file's window `index`.
+    /// Maps `length` bytes of the file's window with this number.
     ///
     /// # Errors
     /// The file cannot be mapped.
     pub(super) fn new(
         file: &OwnedFd,
-        index: usize,
+        number: u64,
         length: usize,
         share: Arc<Share>,
     ) -> io::Result<Self> {
         let page = sys::page_size();
-        let start = sys::map_to_read(file, index as u64 * WINDOW, length)?;
+        let start = sys::map_to_read(file, number * WINDOW, length)?;
         let mut window = Self {
             start,
             length,
@@ -62,7 +66,7 @@ impl Window {
             share,
         };
         let mapped = length.next_multiple_of(page);
-        window.guard = Some(Guard::new(start, mapped, page)?);
+        window.guard = Some(Guard::new(start, mapped, page, Access::Read)?);
         let words = length.div_ceil(page).div_ceil(u64::BITS as usize);
         window.present = (0..words).map(|_| AtomicU64::new(0)).collect();
         Ok(window)
@@ -81,7 +85,7 @@ impl Window {
 
     /// Whether all of a range of at least a byte was found in the page cache, after so many doubts.
     pub(super) fn is_present(&self, at: usize, length: usize, doubts: u32) -> bool {
-        at + length <= self.length
+        self.reaches(at + length)
             && self.since.load(Ordering::Relaxed) == doubts
             && self
                 .words(at, length)
@@ -90,9 +94,10 @@ impl Window {
 
     /// An immediate read has found a range of at least a byte, after so many doubts.
     pub(super) fn note(&self, at: usize, length: usize, doubts: u32) {
-        if at + length > self.length {
+        if !self.reaches(at + length) {
             return;
         }
+        self.share.is_used();
         // Another thread may still see some of the old bits, and wait for a page: no harm but the time.
         if self.since.swap(doubts, Ordering::Relaxed) != doubts {
             for word in &self.present {
@@ -145,7 +150,7 @@ impl Window {
     /// is not the file's.
     pub(super) fn copy(&self, at: usize, buf: &mut [u8]) -> bool {
         assert!(buf.len() <= self.length && at <= self.length - buf.len(), "a range in its window");
-        self.share.was_read();
+        self.share.is_used();
         // SAFETY: the range is in the mapping, which lasts as long as this window, and cannot overlap with a buffer,
         // since nobody has references to it. Others may write to the file meanwhile; then the bytes are old or new
         // ones, as with a system call.
@@ -157,6 +162,11 @@ impl Window {
         !self.guard.as_ref().is_none_or(Guard::is_lost)
     }
 
+    /// Whether it has all up to an offset.
+    pub(super) fn reaches(&self, end: usize) -> bool {
+        end <= self.length
+    }
+
     /// Whether it has this share.
     pub(super) fn has(&self, share: &Arc<Share>) -> bool {
         Arc::ptr_eq(&self.share, share)
@@ -166,7 +176,31 @@ impl Window {
 impl Drop for Window {
     fn drop(&mut self) {
         self.guard = None;
-        // SAFETY: the mapping was made by `new`, and nobody reads it any more.
+        let mapping =
+            Mapping { start: self.start, length: self.length, _share: self.share.clone() };
+        let pages: u32 =
+            self.present.iter().map(|word| word.load(Ordering::Relaxed).count_ones()).sum();
+        if pages as usize * self.page <= UNMAPPED_AT_ONCE {
+            return;
+        }
+        // If there can be no thread, this one does it.
+        let _ = thread::Builder::new().name("unmap".into()).spawn(move || drop(mapping));
+    }
+}
+
+/// What is left of a window.
+struct Mapping {
+    start: NonNull<u8>,
+    length: usize,
+    _share: Arc<Share>,
+}
+
+// SAFETY: the mapping belongs to the whole process, and nobody uses it.
+unsafe impl Send for Mapping {}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made by a window, and nobody reads it any more.
         unsafe { sys::unmap(self.start, self.length) };
     }
 }
@@ -177,7 +211,7 @@ impl Window {
     pub(super) fn remove_from_memory(&self, file: &OwnedFd) {
         sys::fdatasync(file).unwrap();
         let mut found = vec![1_u8; self.length.div_ceil(self.page)];
-        while found.iter().any(|page| page & 1 == 1) {
+        for _ in 0..1000 {
             // SAFETY: the range is the mapping's, to which nobody has references.
             unsafe {
                 let start = self.start.as_ptr().cast();
@@ -185,7 +219,11 @@ impl Window {
                 sys::advise(file, libc::POSIX_FADV_DONTNEED);
                 sys::find_in_memory(self.start, self.length, &mut found).unwrap();
             }
+            if found.iter().all(|page| page & 1 == 0) {
+                return;
+            }
         }
+        panic!("the file system keeps pages");
     }
 }
 

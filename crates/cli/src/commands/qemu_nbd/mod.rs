@@ -186,7 +186,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
     };
     messages::detach();
-    host::map_reads(host::MOST_MAPPED);
+    host::map_reads(None);
     let ready = WhenReady { daemon, log };
     runtime::block_on(async || Box::pin(args.serve(&image, &endpoint, &tls, ready)).await)?;
     Ok(0)

@@ -100,7 +100,7 @@ pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
         }
     };
     messages::detach();
-    host::map_reads(host::MOST_MAPPED);
+    host::map_reads(None);
     let ready = WhenReady { daemon, log };
     runtime::block_on(async || {
         // Before any socket exists, since a program that sees one may send a signal.

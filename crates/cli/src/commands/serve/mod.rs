@@ -61,7 +61,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
     };
     args.sandbox.become_user()?;
-    host::map_reads(args.map_reads.unwrap_or(host::MOST_MAPPED));
+    host::map_reads(args.map_reads);
     let memory = args.memory_limit.map(MemoryLimit::new);
     let confined =
         if confines { Some(confine::enter(args, &secrets, memory.as_ref())?) } else { None };
