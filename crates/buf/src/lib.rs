@@ -1,5 +1,6 @@
 //! Owned memory for I/O.
 
+pub mod guard;
 mod lender;
 pub mod loan;
 

@@ -36,6 +36,23 @@ static IMAGES: LazyLock<ImageHost> = LazyLock::new(|| {
     WindowHost::new(EitherHost::new(FileHost, others, move |name| side(is_other(name))))
 });
 
+/// The most bytes of images' files that a server maps at a time, unless told otherwise or half of the machine's memory
+/// is less.
+const MOST_MAPPED: u64 = 16 << 30;
+
+/// Lets images that are opened from now on be read through mappings of together at most `most` bytes, or as many as is
+/// usual. For servers, which read the same data again and again.
+pub(crate) fn map_reads(most: Option<u64>) {
+    FileHost.map_reads(most.unwrap_or_else(|| MOST_MAPPED.min(memory() / 2)));
+}
+
+/// Bytes of memory that the machine has; 0 if the system does not say.
+fn memory() -> u64 {
+    // SAFETY: the calls have no preconditions.
+    let found = unsafe { [libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)] };
+    found.iter().map(|count| u64::try_from(*count).unwrap_or(0)).product()
+}
+
 /// The host of all images.
 pub(crate) fn images() -> &'static ImageHost {
     &IMAGES

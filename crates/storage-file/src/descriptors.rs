@@ -8,6 +8,7 @@
 //! order: the pool's queue, then a shared file's descriptor.
 
 use super::beside::Besides;
+use super::mapped::Mappings;
 use super::pause::pause;
 use super::transfer::Target;
 use parking_lot::Mutex;
@@ -89,6 +90,7 @@ pub(super) struct Pool {
     queue: Mutex<VecDeque<Weak<dyn Lender>>>,
     /// The files that are read by handles that let writers in.
     besides: Arc<Besides>,
+    mappings: Arc<Mappings>,
 }
 
 /// A descriptor's place in the pool, until it is dropped.
@@ -117,11 +119,16 @@ impl Pool {
             kept: AtomicUsize::new(0),
             queue: Mutex::default(),
             besides: Arc::default(),
+            mappings: Arc::default(),
         }
     }
 
     pub(super) fn besides(&self) -> &Arc<Besides> {
         &self.besides
+    }
+
+    pub(super) fn mappings(&self) -> &Arc<Mappings> {
+        &self.mappings
     }
 
     pub(super) fn of_process() -> &'static Arc<Self> {

@@ -32,6 +32,7 @@ mod handed_in;
 mod host;
 mod landing;
 mod lock;
+mod mapped;
 mod named;
 mod open;
 mod pause;
@@ -116,7 +117,10 @@ impl Storage for FileStorage {
                 buf[count..].fill(0);
                 Ok(buf)
             }
-            Err(error) => Err(self.at(Operation::Read, offset, length as u64, error)),
+            Err(error) => {
+                self.end_mappings();
+                Err(self.at(Operation::Read, offset, length as u64, error))
+            }
         }
     }
 
@@ -183,6 +187,9 @@ impl Storage for FileStorage {
             };
             self.durability.flush(&target.file).await
         };
+        if result.is_err() {
+            self.end_mappings();
+        }
         result.map_err(|error| self.error(Operation::Flush, error))
     }
 

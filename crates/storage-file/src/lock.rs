@@ -38,8 +38,8 @@ const RESIZE: Permission = (3, "resize");
 
 /// The locks of an open image, which are released when dropped.
 ///
-/// Closing the file would release them as well, but not while a child of this process has the file open between its
-/// fork and its exec.
+/// Closing the file would release them as well, but not while the file is mapped, nor while a child of this process has
+/// it open between its fork and its exec.
 pub(crate) struct Locks(Arc<OwnedFd>);
 
 impl Drop for Locks {

@@ -2,7 +2,7 @@
 //! process.
 //!
 //! Operations take the descriptor at their start and keep it until their end, so it can be exchanged meanwhile: the old
-//! one is closed, and its locks are released, when the last of them has ended.
+//! one's locks are released, and it is closed, when the last of them has ended.
 
 use super::descriptor_sets;
 use super::named::Named;
@@ -41,6 +41,7 @@ impl FileStorage {
             roles.nameless = nameless;
             self.writing.set(ENDING);
             self.source.store(Arc::new(Source::Kept(Arc::new(reader), None)));
+            self.forget_mappings();
             roles.writer = Some(old);
         }
         let Some(old) = &roles.writer else { return Ok(()) };
@@ -101,6 +102,14 @@ impl FileStorage {
         // Without the file's times the descriptor is kept.
         if let Ok(source) = Source::of_reader(&self.file, target) {
             self.source.store(Arc::new(source));
+            self.forget_mappings();
+        }
+    }
+
+    /// Unmaps what was mapped by the descriptor before, which stays open as long.
+    fn forget_mappings(&self) {
+        if let Some(mapped) = &self.mapped {
+            mapped.forget();
         }
     }
 

@@ -5,6 +5,7 @@ use super::cached::Cached;
 use super::direct::Direct;
 use super::flush::{self, Durability};
 use super::landing::unblocked;
+use super::mapped::Mapped;
 use super::named::Named;
 use super::open::Kind;
 use super::role::{Changed, Writing};
@@ -38,6 +39,8 @@ pub struct FileStorage {
     pub(super) kind: Kind,
     pub(super) direct: Option<Direct>,
     pub(super) cached: Cached,
+    /// If it may be read through mappings.
+    pub(super) mapped: Option<Arc<Mapped>>,
     pub(super) durability: Arc<Durability>,
     pub(super) abilities: Abilities,
     /// Whether other files' space can be shared, once known.
@@ -88,11 +91,23 @@ impl FileStorage {
             return 0;
         }
         match &**self.source.load() {
-            Source::Kept(target, _) => self.cached.read(&target.file, offset, buf),
+            Source::Kept(target, _) => self.read_kept(&target.file, offset, buf),
             Source::Shared(shared) => {
                 shared.ready().map_or(0, |target| self.cached.read(&target.file, offset, buf))
             }
         }
+    }
+
+    fn read_kept(&self, file: &OwnedFd, offset: u64, buf: &mut IoBuf) -> usize {
+        let Some(mapped) = &self.mapped else { return self.cached.read(file, offset, buf) };
+        if mapped.read(offset, buf) {
+            return buf.len();
+        }
+        let count = self.cached.read(file, offset, buf);
+        if count == buf.len() {
+            mapped.was_cached(file, offset, count);
+        }
+        count
     }
 
     /// The descriptor of a file that may be changed.
@@ -115,6 +130,13 @@ impl FileStorage {
 
     pub(super) fn error(&self, operation: Operation, source: io::Error) -> StorageError {
         StorageError::new(operation, &self.file.name, source)
+    }
+
+    /// Reads by system calls from now on: they show the errors that the file system has.
+    pub(super) fn end_mappings(&self) {
+        if let Some(mapped) = &self.mapped {
+            mapped.end();
+        }
     }
 
     /// The error for a refused change.
@@ -192,9 +214,10 @@ impl FileStorage {
         if length >= self.length_of(&target.file)? {
             return sys::ftruncate(&target.file, length);
         }
+        let cut = self.mapped.as_ref().map(|mapped| mapped.cut(length));
         let landing = target.landing.clone();
         unblocked(&landing, move || {
-            let _guard = guard;
+            let _guards = (guard, cut);
             sys::ftruncate(&target.file, length)
         })
         .await

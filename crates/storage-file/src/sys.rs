@@ -76,6 +76,78 @@ pub(super) fn pread_cached(file: &OwnedFd, buf: &mut [u8], offset: u64) -> io::R
     })
 }
 
+/// The smallest size of a page of memory.
+pub(super) const LEAST_PAGE: usize = 4096;
+
+/// Sets the lowest bit of a byte for each page of a mapped range that is in the page cache, and clears that of others.
+///
+/// # Errors
+/// There are fewer bytes than pages, or the kernel refuses it.
+///
+/// # Safety
+/// The range is part of a mapping and begins with a page.
+pub(super) unsafe fn find_in_memory(
+    start: NonNull<u8>,
+    length: usize,
+    found: &mut [u8],
+) -> io::Result<()> {
+    if length.div_ceil(page_size()) > found.len() {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    }
+    // SAFETY: there is a byte for each page; the mapping is the caller's business.
+    done(unsafe { libc::mincore(start.as_ptr().cast(), length, found.as_mut_ptr()) })
+}
+
+/// Whether this process may write to a file, also by other descriptors.
+pub(super) fn may_write(file: &OwnedFd) -> bool {
+    let flags = libc::AT_EMPTY_PATH | libc::AT_EACCESS;
+    // SAFETY: the name is a string that ends with a zero byte.
+    unsafe { libc::faccessat(file.as_raw_fd(), c"".as_ptr(), libc::W_OK, flags) == 0 }
+}
+
+/// Bytes of a page of memory.
+pub(super) fn page_size() -> usize {
+    // SAFETY: the call has no preconditions.
+    usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(LEAST_PAGE)
+}
+
+/// Maps a part of a file for reading, which may reach beyond its end.
+pub(super) fn map_to_read(file: &OwnedFd, offset: u64, length: usize) -> io::Result<NonNull<u8>> {
+    let (offset, none) = (signed(offset)?, std::ptr::null_mut());
+    let fd = file.as_raw_fd();
+    // SAFETY: a new mapping at an address of the kernel's choice touches no other memory.
+    let start = unsafe { libc::mmap(none, length, libc::PROT_READ, libc::MAP_SHARED, fd, offset) };
+    if start == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    NonNull::new(start.cast()).ok_or_else(|| io::Error::other("the file was mapped at address 0"))
+}
+
+/// # Safety
+/// It was mapped by [`map_to_read`], and nobody uses it any more.
+pub(super) unsafe fn unmap(start: NonNull<u8>, length: usize) {
+    // SAFETY: passed on to the caller.
+    unsafe { libc::munmap(start.as_ptr().cast(), length) };
+}
+
+/// How often this thread has waited for a page that was not in memory; `None` if the system does not say.
+pub(super) fn waits_for_pages() -> Option<i64> {
+    let mut usage = MaybeUninit::<libc::rusage>::uninit();
+    // SAFETY: the call fills `usage` if it succeeds.
+    unsafe {
+        let known = libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()) == 0;
+        known.then(|| usage.assume_init().ru_majflt)
+    }
+}
+
+/// Whether the process's address space is limited.
+pub(super) fn has_limited_address_space() -> bool {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: there is room for the answer.
+    let known = unsafe { libc::getrlimit(libc::RLIMIT_AS, &raw mut limit) } == 0;
+    !known || limit.rlim_cur != libc::RLIM_INFINITY
+}
+
 pub(super) fn pwrite(file: &OwnedFd, buf: &[u8], offset: u64) -> io::Result<usize> {
     let offset = signed(offset)?;
     // SAFETY: the buffer is readable for its length.

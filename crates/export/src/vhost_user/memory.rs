@@ -1,6 +1,6 @@
 //! A guest's memory, shared by the client and mapped into this process.
 
-use super::guard::Guard;
+use isobath_buf::guard::{Access, Guard};
 use std::fs::{File, Metadata};
 use std::io;
 use std::mem::MaybeUninit;
@@ -110,7 +110,7 @@ impl Mapping {
         let base =
             NonNull::new(base.cast()).ok_or_else(|| invalid("the file was mapped at address 0"))?;
         let mut mapping = Self { base, mapped, lead, length, guard: None };
-        mapping.guard = Some(Guard::new(base, mapped, block as usize)?);
+        mapping.guard = Some(Guard::new(base, mapped, block as usize, Access::Write)?);
         Ok(mapping)
     }
 

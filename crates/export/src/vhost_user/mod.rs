@@ -32,7 +32,6 @@ mod bounce;
 mod chain;
 mod config;
 mod frontend;
-mod guard;
 mod inflight;
 mod memory;
 mod notify;

@@ -2,7 +2,6 @@
 
 use super::bounce::{Bounces, FREE};
 use super::chain::Chain;
-use super::guard::losses;
 use super::inflight::InFlight;
 use super::notify::Notifier;
 use super::request::{Context, ID_BYTES, Job};
@@ -11,6 +10,7 @@ use super::throttle::Throttle;
 use crate::pool::Pool;
 use crate::slots::Slots;
 use crate::stop::Stop;
+use isobath_buf::guard::losses;
 use isobath_disk::BlockDevice;
 use isobath_ring::Event;
 use std::cell::{Cell, RefCell};

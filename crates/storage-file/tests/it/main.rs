@@ -8,6 +8,7 @@ mod descriptors;
 mod either;
 mod files;
 mod locks;
+mod mappings;
 mod mounted;
 mod qemu;
 mod reflinks;

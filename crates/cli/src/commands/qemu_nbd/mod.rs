@@ -6,7 +6,7 @@ mod view;
 use crate::cache::{CacheMode, Discard, is_native};
 use crate::compressed::Compressed;
 use crate::failure::{Failure, Outcome};
-use crate::host::{ImageHost, images};
+use crate::host::{self, ImageHost, images};
 use crate::image_name::{Image, NO_SNAPSHOT, Naming, reason};
 use crate::server::daemon::{Daemon, WhenReady};
 use crate::server::endpoint::{Endpoint, PORT};
@@ -186,6 +186,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
     };
     messages::detach();
+    host::map_reads(None);
     let ready = WhenReady { daemon, log };
     runtime::block_on(async || Box::pin(args.serve(&image, &endpoint, &tls, ready)).await)?;
     Ok(0)

@@ -3,7 +3,7 @@
 mod chardev;
 
 use crate::failure::{Failure, Outcome};
-use crate::host::{ImageHost, images};
+use crate::host::{self, ImageHost, images};
 use crate::image_name::Objects;
 use crate::options;
 use crate::server::daemon::{Daemon, WhenReady};
@@ -100,6 +100,7 @@ pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
         }
     };
     messages::detach();
+    host::map_reads(None);
     let ready = WhenReady { daemon, log };
     runtime::block_on(async || {
         // Before any socket exists, since a program that sees one may send a signal.

@@ -14,7 +14,7 @@ mod throttle;
 pub(crate) use args::Args;
 
 use crate::failure::{Failure, Outcome};
-use crate::host::images;
+use crate::host::{self, images};
 use crate::server::add_fd::AddFd;
 use crate::server::daemon::{Daemon, WhenReady};
 use crate::server::sandbox::Confined;
@@ -61,6 +61,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
     };
     args.sandbox.become_user()?;
+    host::map_reads(args.map_reads);
     let memory = args.memory_limit.map(MemoryLimit::new);
     let confined =
         if confines { Some(confine::enter(args, &secrets, memory.as_ref())?) } else { None };

@@ -87,7 +87,9 @@ const ALWAYS: &[libc::c_long] = &[
     // The modules of the C library's name service look whether files are there.
     libc::SYS_faccessat,
     libc::SYS_faccessat2,
-    // Memory: the allocator's, guests' and stacks.
+    // Memory: the allocator's, guests', stacks and images' files, and whether a thread had to wait for any.
+    libc::SYS_getrusage,
+    libc::SYS_mincore,
     libc::SYS_brk,
     libc::SYS_mmap,
     libc::SYS_mremap,
@@ -273,13 +275,11 @@ mod tests {
         libc::SYS_fgetxattr,
         libc::SYS_fsetxattr,
         libc::SYS_flistxattr,
-        libc::SYS_mincore,
         libc::SYS_msync,
         libc::SYS_membarrier,
         libc::SYS_set_tid_address,
         libc::SYS_clock_getres,
         libc::SYS_rt_sigtimedwait,
-        libc::SYS_getrusage,
     ];
 
     #[test]

@@ -1,10 +1,9 @@
-//! Survives the loss of memory that a client has shared and then cut short.
+//! Survives the loss of mapped memory whose file was cut short.
 //!
-//! An access to a page past the end of its file raises SIGBUS, which would end the process and with it the disks of
-//! other clients. Instead, a handler puts zeroes in place of the page and notes that the mapping has lost memory; the
-//! queues that use it then stop, and its client is disconnected. When a second page is missing, all of the mapping is
-//! replaced. For all other addresses the signal does what it did
-//! before.
+//! An access to a page past the end of its file, or to one that cannot be read, raises SIGBUS, which would end the
+//! process and with it all of its disks. Instead, a handler puts zeroes in place of the page and notes that the mapping
+//! [has lost memory](Guard::is_lost), which whoever has read it then asks. When a second page is missing, all of the
+//! mapping is replaced. For all other addresses the signal does what it did before.
 //!
 //! The handler runs in the middle of anything. It takes no lock and allocates nothing: it walks a list whose slots are
 //! never freed, only used again, and calls `mmap`.
@@ -16,6 +15,15 @@ use std::ptr::{self, NonNull};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering, fence};
 
+/// How a mapping is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// It is only read. Then what replaces it counts for no limit of memory.
+    Read,
+    /// It is read and written.
+    Write,
+}
+
 /// A place for a guarded mapping.
 #[derive(Debug)]
 struct Slot {
@@ -26,6 +34,8 @@ struct Slot {
     length: AtomicUsize,
     /// The unit in which it can be mapped, a power of two.
     block: AtomicUsize,
+    /// Whether it is written.
+    written: AtomicBool,
     /// Whether a page has been lost.
     lost: AtomicBool,
     next: *mut Slot,
@@ -44,29 +54,35 @@ static LOSSES: AtomicUsize = AtomicUsize::new(0);
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// How many pages have been lost so far: cheap to ask, and as long as it does not change, [`Guard::is_lost`] does not.
-pub(super) fn losses() -> usize {
+pub fn losses() -> usize {
     LOSSES.load(Ordering::Acquire)
 }
 
 /// Guards a mapping until it is dropped, which must be before the memory is unmapped.
 #[derive(Debug)]
-pub(super) struct Guard(&'static Slot);
+pub struct Guard(&'static Slot);
 
 impl Guard {
     /// Guards `length` bytes from `start` on, which were mapped in units of `block` bytes.
     ///
     /// # Errors
     /// The handler cannot be installed.
-    pub(super) fn new(start: NonNull<u8>, length: usize, block: usize) -> io::Result<Self> {
+    pub fn new(
+        start: NonNull<u8>,
+        length: usize,
+        block: usize,
+        access: Access,
+    ) -> io::Result<Self> {
         install()?;
         let slot = UNUSED.lock().pop().unwrap_or_else(add_slot);
         slot.lost.store(false, Ordering::Relaxed);
+        slot.written.store(access == Access::Write, Ordering::Relaxed);
         slot.set(start.as_ptr() as usize, length, block);
         Ok(Self(slot))
     }
 
     /// Whether a page of the mapping was lost. It then holds zeroes, or what was written there since.
-    pub(super) fn is_lost(&self) -> bool {
+    pub fn is_lost(&self) -> bool {
         self.0.lost.load(Ordering::Acquire)
     }
 }
@@ -85,6 +101,7 @@ fn add_slot() -> &'static Slot {
         start: AtomicUsize::new(0),
         length: AtomicUsize::new(0),
         block: AtomicUsize::new(1),
+        written: AtomicBool::new(false),
         lost: AtomicBool::new(false),
         next: ptr::null_mut(),
     }));
@@ -135,14 +152,17 @@ impl Slot {
         let again = self.lost.swap(true, Ordering::AcqRel);
         LOSSES.fetch_add(1, Ordering::Release);
         // Nobody needs a mapping in which more is missing, and a signal for each page of it would take long. The
-        // process also has a limited number of mappings. If there can be no more, the whole one is replaced, too.
-        !again && map_zeroes(start + from, block.min(length - from)) || map_zeroes(start, length)
+        // process also has a limited number of mappings. If there can be no more, the whole one is replaced, too; and if
+        // there is no memory for that, each page.
+        let written = self.written.load(Ordering::Relaxed);
+        let page = |written| map_zeroes(start + from, block.min(length - from), written);
+        !again && page(written) || map_zeroes(start, length, written) || page(written)
     }
 }
 
 /// Replaces a part of a guarded mapping.
-fn map_zeroes(start: usize, length: usize) -> bool {
-    let access = libc::PROT_READ | libc::PROT_WRITE;
+fn map_zeroes(start: usize, length: usize, written: bool) -> bool {
+    let access = libc::PROT_READ | if written { libc::PROT_WRITE } else { 0 };
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
     // SAFETY: the range is in a guarded mapping, which the faulting thread keeps; nobody has references to it. The
     // system call is made directly, since a library's function may take locks.
@@ -244,7 +264,7 @@ mod tests {
     #[test]
     fn a_page_that_is_gone_is_zeroes_and_the_others_stay_until_a_second_one_is() {
         let (file, start) = mapped(4);
-        let guard = Guard::new(start, 4 * PAGE, PAGE).unwrap();
+        let guard = Guard::new(start, 4 * PAGE, PAGE, Access::Write).unwrap();
         // SAFETY: within the mapping, which is guarded.
         let byte = |page: usize| unsafe { start.add(page * PAGE + 5) };
         for page in 0..4 {
@@ -273,7 +293,7 @@ mod tests {
         // SAFETY: the mapping is not used any more.
         unsafe { libc::munmap(start.as_ptr().cast(), 4 * PAGE) };
         let (file, start) = mapped(1);
-        let guard = Guard::new(start, PAGE, PAGE).unwrap();
+        let guard = Guard::new(start, PAGE, PAGE, Access::Write).unwrap();
         assert!(!guard.is_lost(), "the slot's past is forgotten");
         drop((guard, file));
         // SAFETY: as above.
@@ -283,7 +303,7 @@ mod tests {
     #[test]
     fn memory_that_grows_again_stays_lost() {
         let (file, start) = mapped(2);
-        let guard = Guard::new(start, 2 * PAGE, PAGE).unwrap();
+        let guard = Guard::new(start, 2 * PAGE, PAGE, Access::Write).unwrap();
         file.set_len(0).unwrap();
         // SAFETY: within the mapping, which is guarded.
         unsafe { start.write_volatile(7) };
@@ -301,7 +321,7 @@ mod tests {
     #[test]
     fn threads_that_find_the_same_page_missing_all_go_on() {
         let (file, start) = mapped(64);
-        let guard = Guard::new(start, 64 * PAGE, PAGE).unwrap();
+        let guard = Guard::new(start, 64 * PAGE, PAGE, Access::Write).unwrap();
         file.set_len(0).unwrap();
         let address = start.as_ptr() as usize;
         let barrier = std::sync::Barrier::new(4);
@@ -325,9 +345,34 @@ mod tests {
     }
 
     #[test]
+    fn a_mapping_that_is_only_read_survives_where_memory_is_limited() {
+        let (file, start) = mapped(64);
+        let guard = Guard::new(start, 64 * PAGE, PAGE, Access::Read).unwrap();
+        file.set_len(0).unwrap();
+        // SAFETY: the child makes system calls only, and reads memory that is guarded.
+        let child = unsafe {
+            let child = libc::fork();
+            if child == 0 {
+                let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+                libc::setrlimit(libc::RLIMIT_DATA, &raw const none);
+                let sum: u8 = (0..64).map(|page| start.add(page * PAGE).read_volatile()).sum();
+                libc::_exit(i32::from(sum));
+            }
+            child
+        };
+        let mut status = 0;
+        // SAFETY: `status` is a live value.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0);
+        drop((guard, file));
+        // SAFETY: the mapping is not used any more.
+        unsafe { libc::munmap(start.as_ptr().cast(), 64 * PAGE) };
+    }
+
+    #[test]
     fn elsewhere_the_signal_ends_the_process() {
         let (other_file, other) = mapped(1);
-        let guard = Guard::new(other, PAGE, PAGE).unwrap();
+        let guard = Guard::new(other, PAGE, PAGE, Access::Write).unwrap();
         for sent in [false, true] {
             let (file, start) = mapped(1);
             file.set_len(0).unwrap();
