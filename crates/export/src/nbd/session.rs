@@ -19,7 +19,7 @@ use isobath_storage::IoBuf;
 use std::cell::{Cell, RefCell};
 use std::future::{Future, pending, poll_fn};
 use std::io;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::task::Poll;
 
 /// Payloads up to this length in bytes are received through the window.
@@ -239,7 +239,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
     pub(crate) async fn run(&self, mut window: Window) -> Result<(), SessionError> {
         let slots = RefCell::new(Slots::new());
         let start = |ticket: Ticket, command: Command, payload: Option<Pooled>| {
-            slots.borrow_mut().start(self.serve(ticket, command, payload));
+            slots.borrow_mut().start(|| self.serve(ticket, command, payload));
         };
         let busy = || !slots.borrow().is_empty();
         let mut reader = pin!(self.read(&mut window, start, busy));
@@ -470,16 +470,18 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         self.gone.get() || self.hung_up.get()
     }
 
-    /// The result of `read`, or `None` once it is no longer wanted; it is then not begun either.
-    pub(crate) async fn while_wanted<F: Future>(&self, read: F) -> Option<F::Output> {
-        let mut read = pin!(read);
-        poll_fn(|cx| {
+    /// The result of `read`, or `None` once it is no longer wanted; it is then not begun either. The caller pins
+    /// it, so that it is not moved: it may have several KiB.
+    pub(crate) fn while_wanted<F: Future>(
+        &self,
+        mut read: Pin<&mut F>,
+    ) -> impl Future<Output = Option<F::Output>> {
+        poll_fn(move |cx| {
             if self.is_unheard() {
                 return Poll::Ready(None);
             }
             read.as_mut().poll(cx).map(Some)
         })
-        .await
     }
 
     /// Drops a request whose reply is no longer wanted.
