@@ -643,6 +643,18 @@ mod tests {
     }
 
     #[test]
+    fn futures_of_requests_stay_small() {
+        let disk = disk();
+        let sizes = [
+            size_of_val(&disk.read(0, IoBuf::empty())),
+            size_of_val(&disk.write(0, IoBuf::empty())),
+            size_of_val(&disk.write_zeroes(0, 0, ZeroFlags::default())),
+            size_of_val(&disk.discard(0, 0)),
+        ];
+        assert!(sizes.iter().all(|size| *size <= 3072), "{sizes:?}");
+    }
+
+    #[test]
     fn a_layer_retires_once() {
         let disk = chain_of(2);
         must_violate(disk.retired(), "a layer retires once");

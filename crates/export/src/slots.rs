@@ -73,22 +73,28 @@ impl<F: Future<Output = ()>> Slots<F> {
         self.free.len() == self.places.len()
     }
 
-    /// Polls a new future once, and keeps it if it is pending.
-    pub(crate) fn start(&mut self, future: F) {
-        let index = if let Some(index) = self.free.pop() {
-            index
-        } else {
-            let index = self.places.len();
-            let flag =
-                Arc::new(Flag { index, listed: AtomicBool::new(false), woken: self.woken.clone() });
-            let waker = Waker::from(flag.clone());
-            self.places.push(Slot { future: Box::pin(None), flag, waker });
-            index
-        };
+    /// Polls a new future once, and keeps it if it is pending. It is made in its slot: it may have several KiB, and
+    /// moving those would take longer than a small read.
+    #[inline]
+    pub(crate) fn start(&mut self, make: impl FnOnce() -> F) {
+        let index = self.free_slot();
         if let Some(slot) = self.places.get_mut(index) {
-            slot.future.set(Some(future));
+            slot.future.set(Some(make()));
         }
         self.poll_slot(index);
+    }
+
+    /// A slot without a future.
+    fn free_slot(&mut self) -> usize {
+        if let Some(index) = self.free.pop() {
+            return index;
+        }
+        let index = self.places.len();
+        let flag =
+            Arc::new(Flag { index, listed: AtomicBool::new(false), woken: self.woken.clone() });
+        let waker = Waker::from(flag.clone());
+        self.places.push(Slot { future: Box::pin(None), flag, waker });
+        index
     }
 
     /// Polls the futures that were woken, and arranges for the calling task to be woken when more are. If futures keep
@@ -172,10 +178,10 @@ mod tests {
             })
         };
         slots.poll(&mut cx);
-        slots.start(task(false));
+        slots.start(|| task(false));
         assert!(slots.is_empty());
         for _ in 0..3 {
-            slots.start(task(true));
+            slots.start(|| task(true));
         }
         assert_eq!((polls.get(), slots.places.len()), (4, 3));
         for waker in wakers.take().drain(..2) {
@@ -185,7 +191,7 @@ mod tests {
         assert_eq!(count.0.load(Ordering::Relaxed), 1, "one wake-up for the batch");
         slots.poll(&mut cx);
         assert_eq!((polls.get(), slots.is_empty()), (6, false));
-        slots.start(task(true));
+        slots.start(|| task(true));
         assert_eq!(slots.places.len(), 3);
     }
 
@@ -194,11 +200,12 @@ mod tests {
         let mut cx = Context::from_waker(Waker::noop());
         let mut slots = Slots::new();
         let mut polls = 0;
-        slots.start(poll_fn(move |cx| {
+        let future = poll_fn(move |cx| {
             polls += 1;
             cx.waker().wake_by_ref();
             if polls < 3 { Poll::Pending } else { Poll::Ready(()) }
-        }));
+        });
+        slots.start(|| future);
         slots.poll(&mut cx);
         assert!(slots.is_empty());
     }
@@ -210,10 +217,12 @@ mod tests {
         let mut cx = Context::from_waker(&waker);
         let mut slots = Slots::new();
         for _ in 0..2 {
-            slots.start(poll_fn(|cx| {
-                cx.waker().wake_by_ref();
-                Poll::Pending
-            }));
+            slots.start(|| {
+                poll_fn(|cx| {
+                    cx.waker().wake_by_ref();
+                    Poll::Pending
+                })
+            });
         }
         slots.poll(&mut cx);
         let before = count.0.load(Ordering::Relaxed);

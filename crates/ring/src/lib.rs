@@ -23,6 +23,7 @@
 //! ([`IoBuf`](isobath_buf::IoBuf)).
 
 mod aio;
+mod attempts;
 mod device;
 mod event;
 mod first;
@@ -32,6 +33,7 @@ pub mod place;
 mod runtime;
 mod signal;
 
+pub use attempts::Attempts;
 pub use device::Device;
 pub use event::Event;
 pub use first::first;

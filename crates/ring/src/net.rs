@@ -1,7 +1,8 @@
 //! Sockets on the ring.
 
+use crate::attempts::Attempts;
 use crate::place::{self, Identity, Place};
-use crate::runtime::{ops, required, sleep};
+use crate::runtime::{Local, may_go_on, ops, required, sleep};
 use isobath_buf::IoBuf;
 use rustix::fs::{AtFlags, FileType, OFlags};
 use std::io;
@@ -20,6 +21,11 @@ const CONNECT_PAUSE: Duration = Duration::from_millis(10);
 
 /// Bytes that may be on their way to the peer of a Unix socket. The kernel counts twice as many, for its own needs.
 const SEND_BUFFER: usize = 1 << 20;
+
+/// The most bytes that are sent or received without the ring: beside a larger transfer, what the ring costs is nothing.
+const MOST_AT_ONCE: usize = 256 << 10;
+
+const SEND_NOW: i32 = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
 
 /// A listening socket: Unix or TCP.
 ///
@@ -300,11 +306,16 @@ fn is_transient(error: &io::Error) -> bool {
 
 /// A connected socket.
 ///
+/// What need not wait is sent and received at once by a system call, which costs less than going through the ring, as
+/// long as the executor's other tasks have their turns.
+///
 /// Clones share the connection, so that one task may receive while another sends; concurrent sends would mix their
 /// bytes. It may move between threads; each operation runs on the ring of the thread that polls it.
 #[derive(Clone, Debug)]
 pub struct Stream {
     socket: Arc<OwnedFd>,
+    /// Receives without waiting.
+    receives: Arc<Attempts>,
 }
 
 impl From<OwnedFd> for Stream {
@@ -312,7 +323,7 @@ impl From<OwnedFd> for Stream {
     ///
     /// It is set to blocking mode: in non-blocking mode the ring would not wait for data.
     fn from(socket: OwnedFd) -> Self {
-        let stream = Self { socket: Arc::new(socket) };
+        let stream = Self { socket: Arc::new(socket), receives: Arc::default() };
         // This fails only if it is not a socket, which the first operation then reports.
         let _ = stream.reference().set_nonblocking(false);
         stream
@@ -399,6 +410,9 @@ impl Stream {
             return (Ok(0), buf);
         }
         let local = required();
+        if let Some(result) = self.receive_now(&local, &mut buf[from..]) {
+            return (result, buf);
+        }
         loop {
             let (result, back) = ops::recv(&local, &self.socket, buf, from).await;
             match result {
@@ -406,6 +420,24 @@ impl Stream {
                 result => return (result, back),
             }
         }
+    }
+
+    /// Receives what has arrived, if it is worth trying; `None` if that has to wait.
+    fn receive_now(&self, local: &Local, space: &mut [u8]) -> Option<io::Result<usize>> {
+        let most = space.len().min(MOST_AT_ONCE);
+        if !self.receives.is_due() || !may_make_call(local, most) {
+            return None;
+        }
+        // SAFETY: the descriptor is open, and the memory may be written.
+        let result = without_wait(unsafe {
+            let start = space.as_mut_ptr().cast();
+            libc::recv(self.socket.as_raw_fd(), start, most, libc::MSG_DONTWAIT)
+        });
+        match result {
+            Some(_) => self.receives.succeeded(),
+            None => self.receives.failed(),
+        }
+        result
     }
 
     /// As [`recv`](Self::recv), and at most `most` descriptors that a Unix socket's peer has sent with the data.
@@ -449,6 +481,17 @@ impl Stream {
     pub async fn send_all(&self, mut buf: IoBuf) -> (io::Result<()>, IoBuf) {
         let local = required();
         let mut done = 0;
+        if !buf.is_empty() && may_make_call(&local, buf.len()) {
+            // SAFETY: the descriptor is open, and the buffer readable for its length.
+            let sent = without_wait(unsafe {
+                libc::send(self.socket.as_raw_fd(), buf.as_ptr().cast(), buf.len(), SEND_NOW)
+            });
+            match sent {
+                Some(Ok(count)) => done = count,
+                Some(Err(error)) => return (Err(error), buf),
+                None => {}
+            }
+        }
         while done < buf.len() {
             let (result, back) = ops::send(&local, &self.socket, buf, done).await;
             buf = back;
@@ -467,6 +510,18 @@ impl Stream {
         let local = required();
         let mut vectored = local.vectored(bufs);
         let mut done = 0;
+        let bytes = vectored.describe(0);
+        if bytes > 0 && may_make_call(&local, bytes) {
+            // SAFETY: the descriptor is open; the message describes buffers that are there.
+            let sent = without_wait(unsafe {
+                libc::sendmsg(self.socket.as_raw_fd(), vectored.header(), SEND_NOW)
+            });
+            match sent {
+                Some(Ok(count)) => done = count,
+                Some(Err(error)) => return (Err(error), local.reuse(vectored)),
+                None => {}
+            }
+        }
         while vectored.describe(done) > 0 {
             let (result, back) = ops::sendmsg(&local, &self.socket, vectored).await;
             vectored = back;
@@ -520,6 +575,20 @@ impl Stream {
         if let Err(error) = self.reference().set_send_buffer_size(SEND_BUFFER) {
             tracing::debug!(%error, "cannot enlarge a socket's send buffer");
         }
+    }
+}
+
+/// Whether a call may be made now that transfers up to `bytes` bytes and does not wait. Without a ring, operations make
+/// such calls themselves.
+fn may_make_call(local: &Local, bytes: usize) -> bool {
+    local.has_ring() && !local.has_ended() && bytes <= MOST_AT_ONCE && may_go_on(bytes)
+}
+
+/// The result of a call on a socket that does not wait; `None` if it would have to, or was interrupted.
+fn without_wait(count: isize) -> Option<io::Result<usize>> {
+    match usize::try_from(count) {
+        Ok(count) => Some(Ok(count)),
+        Err(_) => Some(io::Error::last_os_error()).filter(|error| !is_transient(error)).map(Err),
     }
 }
 

@@ -27,14 +27,14 @@ enum Way {
 
 impl Way {
     fn new(io: Io) -> io::Result<Self> {
-        let choice = choice(io)?;
-        if let Choice::Threads = choice {
+        if let Choice::Threads = choice(io)? {
             return Ok(Self::Aio(Aio::new()?));
         }
-        match (IoUring::new(1).map_err(|error| explain(&error)), choice) {
-            (Ok(ring), _) => Ok(Self::Ring(Box::new(ring))),
-            (Err(Refused::Forbidden(_)), Choice::Try) => Ok(Self::Aio(Aio::new()?)),
-            (Err(refused), _) => Err(refused.into()),
+        match IoUring::new(1).map_err(|error| explain(&error)) {
+            Ok(ring) => Ok(Self::Ring(Box::new(ring))),
+            // A server that has confined itself sets up no more rings, even if its executors must have theirs.
+            Err(Refused::Forbidden(_)) => Ok(Self::Aio(Aio::new()?)),
+            Err(refused) => Err(refused.into()),
         }
     }
 }

@@ -1,6 +1,7 @@
 //! What a confined server can still do. Calls are made inside it, on each of its threads, by a debugger's means.
 
 use crate::serving::ISOBATH;
+use crate::vhost_raw::{FEATURES, Raw};
 use isobath_qmp::client::{Address, Client};
 use isobath_testkit::process::{Ready, Server, run, run_program};
 use isobath_testkit::{args, qemu};
@@ -379,4 +380,20 @@ fn a_confined_server_recovers_what_another_users_server_left() {
     let _ = qemu::io(Path::new(&uri), "raw", &["read -P 7 0 64k", "read -P 8 64k 64k"]).ok();
     let _ = server.stop().ok();
     qemu::assert_clean(&place.path().join("images/vm.qcow2"));
+}
+
+#[test]
+fn a_confined_server_serves_guests_whatever_its_executors_use() {
+    for io in ["io_uring", "threads"] {
+        let place = directory();
+        let mut command = Command::new(ISOBATH);
+        command.current_dir(place.path()).env("ISOBATH_IO", io);
+        command.args(["serve", "images/vm.qcow2", "--vhost-user-blk", "unix:v"]);
+        let server = Server::start(&mut command, Ready::Line("vhost-user-blk-pci"));
+        let guest = Raw::start(&place.path().join("v"), 1, 8, FEATURES);
+        guest.assert_works(0);
+        drop(guest);
+        let done = server.stop().ok();
+        assert!(done.stderr.is_empty(), "{io}: {}", done.report());
+    }
 }

@@ -49,7 +49,7 @@ pub(super) async fn work<D: BlockDevice>(
                         running.set(running.get() + 1);
                         let (pool, running, ending) = (&pool, &running, &ending);
                         let service = Service { export, channel, pool, running, ending };
-                        slots.borrow_mut().start(service.serve(message, payload));
+                        slots.borrow_mut().start(|| service.serve(message, payload));
                     }
                     Err(NoMessage::Empty) => break,
                     Err(NoMessage::Ended) => return Ok(true),

@@ -13,6 +13,7 @@ use super::wire::{NbdError, command_flag};
 use crate::pool::{Pool, Pooled};
 use isobath_disk::BlockDevice;
 use isobath_disk::throttle::Direction;
+use std::pin::pin;
 
 /// A read that is carried out in pieces.
 #[derive(Clone, Copy)]
@@ -70,7 +71,7 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
         let command = Command::Read { offset, length };
         let steady = self.steady();
         let admitted = steady.admit(Direction::Read, u64::from(length));
-        let Some(admitted) = self.while_wanted(admitted).await else { return Ok(()) };
+        let Some(admitted) = self.while_wanted(pin!(admitted)).await else { return Ok(()) };
         if let Err(failed) = admitted {
             self.fail(self.begin(cookie, 0), note_failure(command, &failed.error));
             return Ok(());
@@ -79,7 +80,7 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
             self.give_others_their_turn().await;
             let ticket = self.begin(cookie, Pool::footprint(step));
             let Pooled { data, spare } = self.pool.take(step);
-            let Some(done) = self.while_wanted(steady.read(at, data)).await else {
+            let Some(done) = self.while_wanted(pin!(steady.read(at, data))).await else {
                 self.forget(ticket);
                 return Ok(());
             };

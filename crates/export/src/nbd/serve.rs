@@ -10,6 +10,7 @@ use crate::pool::{Pool, Pooled};
 use crate::steady::{Failed, Steady};
 use isobath_disk::throttle::Direction;
 use isobath_disk::{BlockDevice, BlockStatus, DiskError, ZeroFlags};
+use std::pin::pin;
 
 /// Bytes read at a time for `CACHE`.
 const CACHE_STEP: u32 = 1 << 20;
@@ -124,12 +125,12 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
                 self.reply(ticket, &reply::simple(cookie, None), None);
             };
         }
-        let read = async {
+        let read = pin!(async {
             let steady = self.steady();
             steady.admit(Direction::Read, u64::from(length)).await?;
             let Pooled { data, spare } = self.pool.take(length as usize);
             Ok(Pooled { data: steady.read(offset, data).await?, spare })
-        };
+        });
         let Some(read) = self.while_wanted(read).await else {
             return self.forget(ticket);
         };
@@ -193,14 +194,15 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
         if length > 0 {
             let steady = self.steady();
             let admitted = steady.admit(Direction::Read, u64::from(length));
-            let Some(admitted) = self.while_wanted(admitted).await else { return Ok(()) };
+            let Some(admitted) = self.while_wanted(pin!(admitted)).await else { return Ok(()) };
             admitted?;
         }
         while length > 0 && !self.stop.is_requested() && !self.is_unheard() {
             let step = length.min(CACHE_STEP);
             let Pooled { data, spare } = self.pool.take(step as usize);
             let steady = self.steady();
-            let Some(read) = self.while_wanted(steady.read(offset, data)).await else { break };
+            let read = pin!(steady.read(offset, data));
+            let Some(read) = self.while_wanted(read).await else { break };
             self.pool.put(Pooled { data: read?, spare });
             offset += u64::from(step);
             length -= step;
@@ -214,7 +216,7 @@ impl<D: BlockDevice, T: Transport> Session<'_, D, T> {
         let runs = if self.agreement.contexts.iter().all(is_bitmap) {
             None
         } else {
-            let status = self.device.block_status(offset, u64::from(length), max);
+            let status = pin!(self.device.block_status(offset, u64::from(length), max));
             let Some(status) = self.while_wanted(status).await else { return self.forget(ticket) };
             match status {
                 Ok(runs) => Some(runs),

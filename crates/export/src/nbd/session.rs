@@ -19,7 +19,7 @@ use isobath_storage::IoBuf;
 use std::cell::{Cell, RefCell};
 use std::future::{Future, pending, poll_fn};
 use std::io;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::task::Poll;
 
 /// Payloads up to this length in bytes are received through the window.
@@ -189,6 +189,8 @@ pub(crate) struct Session<'a, D, T> {
     work: Cell<usize>,
     /// Whether the thread's other tasks are to have their turn.
     yields: Cell<bool>,
+    /// Whether the reader goes on once the writer has had its turn.
+    sends_first: Cell<bool>,
     /// Whether the session is over: replies are then dropped, and nothing more is received.
     gone: Cell<bool>,
     /// Whether the client was seen to disconnect while requests may still be received that it sent before.
@@ -229,6 +231,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
             broken: RefCell::new(None),
             work: Cell::new(0),
             yields: Cell::new(false),
+            sends_first: Cell::new(false),
             gone: Cell::new(false),
             hung_up: Cell::new(false),
         }
@@ -239,7 +242,7 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
     pub(crate) async fn run(&self, mut window: Window) -> Result<(), SessionError> {
         let slots = RefCell::new(Slots::new());
         let start = |ticket: Ticket, command: Command, payload: Option<Pooled>| {
-            slots.borrow_mut().start(self.serve(ticket, command, payload));
+            slots.borrow_mut().start(|| self.serve(ticket, command, payload));
         };
         let busy = || !slots.borrow().is_empty();
         let mut reader = pin!(self.read(&mut window, start, busy));
@@ -277,7 +280,8 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                 }
                 let sends = self.sends.get();
                 let yields = self.yields.replace(false);
-                if writer.as_mut().poll(cx).is_ready() || self.sends.get() == sends || yields {
+                let waits = writer.as_mut().poll(cx).is_ready() || self.sends.get() == sends;
+                if yields || waits && !self.sends_first.get() {
                     break;
                 }
             }
@@ -338,11 +342,12 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                     Err(end) => return end,
                 }
             }
+            // What completes at once, such as reads of cached data, is answered first, and by then more requests have
+            // arrived that can be received together. Other requests are submitted to the kernel before.
             if busy() {
-                // The requests just started are submitted to the kernel before the next receive. Those that complete at
-                // once, such as reads of cached data, are answered first, and by then more requests have arrived that
-                // can be received together.
                 give_way().await;
+            } else {
+                self.send_replies().await;
             }
             match self.unless_stopped(window.fill(self.transport, size)).await {
                 Ok(Ok(0)) if window.unread().is_empty() => return End::Closed,
@@ -352,6 +357,20 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
                 Err(end) => return end,
             }
         }
+    }
+
+    /// Gives the writer a turn if replies wait. If they can be sent at once, the client has them before anything else
+    /// is done; otherwise the session goes on meanwhile.
+    async fn send_replies(&self) {
+        poll_fn(|_| {
+            let waits = self.outbox.borrow().queued() > 0;
+            if waits && !self.sends_first.replace(true) {
+                return Poll::Pending;
+            }
+            self.sends_first.set(false);
+            Poll::Ready(())
+        })
+        .await;
     }
 
     /// Lets the thread's other tasks run if any of them is ready, and enough work was done since the last time.
@@ -470,16 +489,18 @@ impl<'a, D: BlockDevice, T: Transport> Session<'a, D, T> {
         self.gone.get() || self.hung_up.get()
     }
 
-    /// The result of `read`, or `None` once it is no longer wanted; it is then not begun either.
-    pub(crate) async fn while_wanted<F: Future>(&self, read: F) -> Option<F::Output> {
-        let mut read = pin!(read);
-        poll_fn(|cx| {
+    /// The result of `read`, or `None` once it is no longer wanted; it is then not begun either. The caller pins
+    /// it, so that it is not moved: it may have several KiB.
+    pub(crate) fn while_wanted<F: Future>(
+        &self,
+        mut read: Pin<&mut F>,
+    ) -> impl Future<Output = Option<F::Output>> {
+        poll_fn(move |cx| {
             if self.is_unheard() {
                 return Poll::Ready(None);
             }
             read.as_mut().poll(cx).map(Some)
         })
-        .await
     }
 
     /// Drops a request whose reply is no longer wanted.

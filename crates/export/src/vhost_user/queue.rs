@@ -267,7 +267,7 @@ where
         self.look_for_losses();
         match job {
             Some(_) if self.memory_lost => self.open -= 1,
-            Some(job) => self.slots.start((self.serve)(self.context.clone(), job)),
+            Some(job) => self.slots.start(|| (self.serve)(self.context.clone(), job)),
             None => {}
         }
         self.context.done.borrow().iter().skip(ended).map(|end| end.written as usize).sum()

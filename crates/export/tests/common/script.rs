@@ -22,6 +22,8 @@ pub struct Script {
     pub slow: Cell<usize>,
     /// The most bytes given to a single send.
     pub largest_send: Cell<usize>,
+    /// How many bytes were sent when each receive began.
+    pub sent_before: RefCell<Vec<usize>>,
 }
 
 impl Script {
@@ -58,6 +60,7 @@ async fn give_way(mut times: usize) {
 
 impl Transport for Script {
     async fn receive(&self, mut buf: IoBuf, from: usize) -> (io::Result<usize>, IoBuf) {
+        self.sent_before.borrow_mut().push(self.output.borrow().len());
         give_way(1).await;
         let mut input = self.input.borrow_mut();
         let Some(mut piece) = input.pop_front() else { return (Ok(0), buf) };

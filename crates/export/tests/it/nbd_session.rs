@@ -101,6 +101,18 @@ fn requests_are_carried_out_and_answered() {
 }
 
 #[test]
+fn replies_are_sent_before_more_requests_are_received() {
+    let (_, server) = server(MemoryDisk::new(SIZE), Limits::default());
+    let read = |cookie| request(command::READ, 0, cookie, (0, 512), &[]);
+    let script = Script::new([handshake(false), [read(1), read(2)].concat(), read(3)]);
+    block_on(server.session(&script)).unwrap();
+    let sent = script.sent_before.borrow();
+    let [.., first, second, end] = sent[..] else { panic!("{sent:?}") };
+    let reply = 16 + 512;
+    assert_eq!((second - first, end - second), (2 * reply, reply));
+}
+
+#[test]
 fn refused_requests_leave_the_stream_in_step() {
     let disk = MemoryDisk { slow_zeroes: true, ..MemoryDisk::new(SIZE) };
     let (disk, server) = server(disk, Limits::default());

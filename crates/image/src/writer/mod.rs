@@ -147,7 +147,8 @@ impl<S: Storage> Writer<S> {
         let due = self.policy.journal().is_some_and(|journal| journal.is_due(pending, kept))
             || self.log().is_some_and(|log| log.has_much());
         if due || pending >= PENDING_LIMIT {
-            self.commit(readers).await?;
+            // Boxed, since few requests commit, and its future would be most of theirs.
+            Box::pin(self.commit(readers)).await?;
         }
         Ok(())
     }
@@ -161,7 +162,8 @@ impl<S: Storage> Writer<S> {
     /// the epoch and holds no range.
     pub async fn outlive(&self, readers: &Readers) -> Result<()> {
         if self.log().is_some_and(|log| log.must_sync()) {
-            self.commit(readers).await?;
+            // Boxed as above.
+            Box::pin(self.commit(readers)).await?;
         }
         Ok(())
     }

@@ -18,7 +18,7 @@ impl Default for Config {
     }
 }
 
-/// What an executor does its I/O with.
+/// What an executor does its I/O with. A [`Notify`](crate::Notify) has a ring of its own, or none if that is forbidden.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Io {
     /// What the environment variable `ISOBATH_IO` names (`io_uring` or `threads`); if it is not set, io_uring, or

@@ -251,6 +251,11 @@ impl Driver {
         }
     }
 
+    /// Whether an io_uring carries out the operations.
+    pub(super) fn has_ring(&self) -> bool {
+        matches!(self.backend, Backend::Ring(_))
+    }
+
     /// Whether this has been [drained](Self::drain), so that operations fail.
     pub(super) fn is_closed(&self) -> bool {
         self.closed.get()

@@ -133,6 +133,11 @@ impl Local {
         self.driver.is_closed()
     }
 
+    /// Whether an io_uring does the I/O.
+    pub(crate) fn has_ring(&self) -> bool {
+        self.driver.has_ring()
+    }
+
     /// Why threads do the I/O though nobody asked for them: what is wrong with io_uring.
     pub fn why_no_ring(&self) -> Option<&str> {
         self.no_ring.as_deref()

@@ -69,7 +69,7 @@ impl Vectored {
     }
 
     /// The latest description, as a message.
-    pub(super) const fn header(&self) -> *const libc::msghdr {
+    pub(crate) const fn header(&self) -> *const libc::msghdr {
         &raw const self.header
     }
 

@@ -14,6 +14,7 @@ use std::net::{Ipv4Addr, Shutdown, TcpStream};
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -27,6 +28,11 @@ fn executor() -> Executor {
 /// A ring so small that its queues are always full.
 fn tiny() -> Executor {
     Executor::new(&Config { entries: 2, batch: 1, ..Config::default() }).unwrap()
+}
+
+/// A ring, whatever the environment says.
+fn with_ring() -> Executor {
+    Executor::new(&Config { io: Io::Ring, ..Config::default() }).unwrap()
 }
 
 fn pair() -> (Stream, UnixStream) {
@@ -329,6 +335,82 @@ fn signals_arrive() {
         assert_eq!(task.await.unwrap(), [libc::SIGUSR2, libc::SIGUSR1]);
         assert!(Signals::new(&[libc::SIGKILL]).is_err());
         drop(Signals::new(&[libc::SIGUSR1]).unwrap());
+    });
+}
+
+/// The result of a future that need not wait.
+async fn at_once<F: Future>(future: F) -> F::Output {
+    let mut future = pin!(future);
+    poll_fn(|context| match future.as_mut().poll(context) {
+        Poll::Ready(output) => Poll::Ready(output),
+        Poll::Pending => panic!("it waits"),
+    })
+    .await
+}
+
+#[test]
+fn what_need_not_wait_is_sent_and_received_at_once() {
+    let (stream, mut theirs) = pair();
+    with_ring().block_on(async {
+        theirs.write_all(b"word").unwrap();
+        let (received, buf) = at_once(stream.recv(IoBuf::zeroed(9))).await;
+        assert_eq!((received.unwrap(), &buf[..4]), (4, &b"word"[..]));
+        at_once(stream.send_all(IoBuf::copy_of(b"a"))).await.0.unwrap();
+        let parts = vec![IoBuf::copy_of(b"b"), IoBuf::empty(), IoBuf::copy_of(b"cd")];
+        let (sent, parts) = at_once(stream.send_vectored(parts)).await;
+        sent.unwrap();
+        assert_eq!(parts.len(), 3);
+        let mut back = [0; 4];
+        theirs.read_exact(&mut back).unwrap();
+        assert_eq!(back, *b"abcd");
+        drop(theirs);
+        assert_eq!(at_once(stream.recv(IoBuf::zeroed(9))).await.0.unwrap(), 0);
+        let gone = at_once(stream.send_all(IoBuf::copy_of(b"e"))).await.0.unwrap_err();
+        assert_eq!(gone.raw_os_error(), Some(libc::EPIPE));
+    });
+}
+
+#[test]
+fn whatever_attempts_were_in_vain_all_arrives() {
+    let (stream, mut theirs) = pair();
+    with_ring().block_on(async {
+        for round in 0..200_u8 {
+            let receiver = stream.clone();
+            let received = spawn(async move { receiver.recv(IoBuf::zeroed(9)).await });
+            // Now it waits, most of the time.
+            if round % 7 > 0 {
+                yield_now().await;
+            }
+            theirs.write_all(&[round]).unwrap();
+            let (count, buf) = received.await.unwrap();
+            assert_eq!((count.unwrap(), buf[0]), (1, round));
+        }
+    });
+}
+
+#[test]
+fn a_task_that_never_has_to_wait_leaves_others_their_turn() {
+    let (ours, theirs) = pair();
+    let theirs = Stream::from(OwnedFd::from(theirs));
+    with_ring().block_on(async {
+        let turns = Rc::new(Cell::new(0));
+        let taken = turns.clone();
+        let other = spawn(async move {
+            loop {
+                taken.set(taken.get() + 1);
+                yield_now().await;
+            }
+        });
+        let mut buf = IoBuf::zeroed(1);
+        for _ in 0..10_000 {
+            let (sent, back) = ours.send_all(buf).await;
+            sent.unwrap();
+            let (received, back) = theirs.recv(back).await;
+            assert_eq!(received.unwrap(), 1);
+            buf = back;
+        }
+        assert!(turns.get() > 10, "{} turns", turns.get());
+        other.abort();
     });
 }
 
