@@ -8,7 +8,7 @@ use isobath_image::index_area::read_root;
 use isobath_image::layer::{ImageFormat, Layer, ShownLog};
 use isobath_image::name::{backing_format, backing_secret, check_backing_kind};
 use isobath_image::offline::bring_in;
-use isobath_image::open::{Opening, open_layer, referenced_file};
+use isobath_image::open::{Known, Opening, open_known_layer, open_layer, referenced_file};
 use isobath_image::options::{BackingFile, Below, OpenOptions, Trust};
 use isobath_image::{DiskError, Result};
 use isobath_qcow2::IncompatibleFeatures;
@@ -26,10 +26,27 @@ pub async fn open_chain<H: Host>(
     name: &Path,
     options: &OpenOptions,
 ) -> Result<Chain<H::File>> {
-    let chain = open_layers(host, name, options).await?;
-    if options.backing && options.may_use_index() {
-        chain.set_index(index::find(&chain).await);
+    if !options.backing || !options.may_use_index() {
+        return open_layers(host, name, options).await;
     }
+    let mut heads = Heads { allowed: true, described: 0 };
+    let mut active = None;
+    match walk(host, name, options, None, &mut heads).await {
+        Ok(chain) => {
+            let index = index::find(&chain).await;
+            // Heads are as good as the index that they came with.
+            if index.as_ref().map_or(0, |index| index.covers()) >= heads.described {
+                chain.set_index(index);
+                return Ok(chain);
+            }
+            active = Some(Arc::clone(chain.active()));
+        }
+        // What the files say may be another thing.
+        Err(_) if heads.described > 0 => {}
+        Err(error) => return Err(error),
+    }
+    let chain = walk(host, name, options, active, &mut Heads::default()).await?;
+    chain.set_index(index::find(&chain).await);
     Ok(chain)
 }
 
@@ -38,6 +55,35 @@ pub async fn open_layers<H: Host>(
     host: &H,
     name: &Path,
     options: &OpenOptions,
+) -> Result<Chain<H::File>> {
+    walk(host, name, options, None, &mut Heads::default()).await
+}
+
+/// The heads by which layers are opened without being read.
+#[derive(Default)]
+struct Heads {
+    /// Whether they are used at all.
+    allowed: bool,
+    /// The most layers, from the base, that an index describes whose heads were used.
+    described: usize,
+}
+
+impl Heads {
+    /// What an index says of a layer, if it is used.
+    fn of<'a>(&mut self, ahead: &'a Ahead, layer: usize) -> Option<Known<'a>> {
+        let known = ahead.known(layer).filter(|_| self.allowed)?;
+        self.described = self.described.max(ahead.root.covers as usize);
+        Some(known)
+    }
+}
+
+/// Opens `name`, if it is not open as `active` already, and everything below it.
+async fn walk<H: Host>(
+    host: &H,
+    name: &Path,
+    options: &OpenOptions,
+    mut active: Option<Arc<Layer<H::File>>>,
+    heads: &mut Heads,
 ) -> Result<Chain<H::File>> {
     let mut layers: Vec<Arc<Layer<H::File>>> = Vec::new();
     let mut seen: HashSet<FileId> = HashSet::new();
@@ -62,9 +108,10 @@ pub async fn open_layers<H: Host>(
         let opened = match key_of(&name, description.as_deref(), options, layers.len()) {
             Ok(key) => {
                 let opening = Opening { format, writable, options: own(layers.len()), key: &key };
-                let opened = match ahead.take(&name, format) {
-                    Some(layer) => Ok(layer),
-                    None => open_layer(host, &name, opening).await,
+                let opened = match (active.take(), ahead.take(&name, format)) {
+                    (Some(layer), _) => Ok(layer),
+                    (None, Some(layer)) => Ok(Arc::new(layer)),
+                    (None, None) => open_layer(host, &name, opening).await.map(Arc::new),
                 };
                 match opened {
                     Ok(layer) if !writable && (options.writable || options.bring_in) => {
@@ -76,7 +123,7 @@ pub async fn open_layers<H: Host>(
             Err(error) => Err(error),
         };
         let layer = match (opened, layers.last()) {
-            (Ok(layer), _) => Arc::new(layer),
+            (Ok(layer), _) => layer,
             (Err(error), None) => return Err(error),
             (Err(error), Some(above)) => {
                 return Err(DiskError::Backing {
@@ -108,7 +155,7 @@ pub async fn open_layers<H: Host>(
                 Below::Given(file) => Some(given(&layer, file)?),
             };
             if next.is_some() && ahead.is_empty() && options.may_use_index() {
-                ahead = open_ahead(host, &layer, layers.len(), &below).await;
+                ahead = open_ahead(host, &layer, layers.len(), &below, heads).await;
             }
         }
         layers.push(layer);
@@ -144,9 +191,9 @@ fn key_of(
 /// before it flushed.
 async fn durable<H: Host>(
     host: &H,
-    layer: Layer<H::File>,
+    layer: Arc<Layer<H::File>>,
     opening: Opening<'_>,
-) -> Result<Layer<H::File>> {
+) -> Result<Arc<Layer<H::File>>> {
     let layer = without_log(host, layer, opening).await?;
     let unclosed = [IncompatibleFeatures::JOURNAL, IncompatibleFeatures::DIRTY];
     let header = layer.header();
@@ -165,9 +212,9 @@ async fn durable<H: Host>(
 /// Brings what only a killed server's restart log has of a layer into its image.
 async fn without_log<H: Host>(
     host: &H,
-    layer: Layer<H::File>,
+    layer: Arc<Layer<H::File>>,
     opening: Opening<'_>,
-) -> Result<Layer<H::File>> {
+) -> Result<Arc<Layer<H::File>>> {
     let name = layer.name().to_owned();
     let refused = |reason: String| DiskError::Refused { image: name.clone(), reason };
     let unfit = |what: &str| {
@@ -195,7 +242,7 @@ async fn without_log<H: Host>(
     }
     let layer = open_layer(host, &name, opening).await?;
     if layer.shown_log() == ShownLog::None {
-        return Ok(layer);
+        return Ok(Arc::new(layer));
     }
     Err(refused("its server was killed once more while it was being opened; try again".into()))
 }
@@ -236,6 +283,7 @@ async fn open_ahead<H: Host>(
     holder: &Arc<Layer<H::File>>,
     above: usize,
     below: &OpenOptions,
+    heads: &mut Heads,
 ) -> OpenedAhead<H::File> {
     let mut opened = OpenedAhead::default();
     let Some(root) = read_root(holder).await else { return opened };
@@ -248,7 +296,7 @@ async fn open_ahead<H: Host>(
     // From the top down, in the order in which the names become known.
     let mut layers: Vec<Layer<H::File>> = Vec::with_capacity(covers);
     while ahead.next_chapter().is_some_and(|chapter| chapter.layer as usize == position) {
-        if !ahead.read_chapter(holder).await {
+        if !ahead.read_chapter_and_heads(holder).await {
             return opened;
         }
     }
@@ -262,35 +310,52 @@ async fn open_ahead<H: Host>(
             referrer.clone_from(&path);
             depth += 1;
             let Ok(key) = key_of(&path, Some(&record.name), below, depth) else { break };
-            wanted.push((path, record.format.into(), key));
+            let (format, known) = (record.format.into(), heads.of(&ahead, number));
+            wanted.push(Wanted { path, format, key, known });
         }
-        let opening = wanted.iter().map(|(path, format, key)| {
-            let format = Some(*format);
-            open_layer(host, path, Opening { format, writable: false, options: below, key })
-        });
-        let mut opening = stream::iter(opening).buffered(OPENED_AT_ONCE);
-        while let Some(layer) = opening.next().await {
-            // Opening it again by the header's name reports the error.
-            let Ok(layer) = layer else { break };
-            layers.push(layer);
-        }
+        open_wanted(host, &wanted, below, &mut layers).await;
         if covers - layers.len() != ahead.lowest() {
             break;
         }
         let Some(chapter) = ahead.next_chapter().map(|chapter| chapter.layer as usize) else {
             break;
         };
-        let read = match layers.get((covers - 1).wrapping_sub(chapter)) {
-            Some(layer) => ahead.read_chapter(layer).await,
-            None => false,
-        };
-        if !read {
+        let Some(layer) = layers.get((covers - 1).wrapping_sub(chapter)) else { break };
+        if !ahead.read_chapter_and_heads(layer).await {
             break;
         }
     }
     layers.reverse();
     opened.layers = layers;
     opened
+}
+
+/// A layer that an index names.
+struct Wanted<'a> {
+    path: PathBuf,
+    format: ImageFormat,
+    key: Key,
+    known: Option<Known<'a>>,
+}
+
+/// Opens layers, up to the first that cannot be opened: opening it again by the header's name reports the error.
+async fn open_wanted<H: Host>(
+    host: &H,
+    wanted: &[Wanted<'_>],
+    options: &OpenOptions,
+    layers: &mut Vec<Layer<H::File>>,
+) {
+    let opening = wanted.iter().map(|Wanted { path, format, key, known }| async move {
+        let opening = Opening { format: Some(*format), writable: false, options, key };
+        match known {
+            Some(known) => open_known_layer(host, path, opening, *known).await,
+            None => open_layer(host, path, opening).await,
+        }
+    });
+    let mut opening = stream::iter(opening).buffered(OPENED_AT_ONCE);
+    while let Some(Ok(layer)) = opening.next().await {
+        layers.push(layer);
+    }
 }
 
 /// The name and format of a backing file that was given for a layer, whose header must name another: what is written to

@@ -5,20 +5,20 @@
 //! layers. Pages are folded in turn, a sixteenth of them at each snapshot, so that no snapshot pays for many. Unchanged
 //! segments and chapters are referred to where they are.
 
-use super::load::layer_stamp;
 use super::scan::{self, Scan};
 use crate::chain::{Chain, LayerIndex};
 use crate::chain_index::ChainIndex;
 use crate::map::resolve::{no_writer, resolve};
 use crate::map::{Slice, Source};
-use futures_util::future::try_join_all;
+use futures_util::future::{join_all, try_join_all};
+use isobath_image::index_area::{read_head, recorded_stamp};
 use isobath_image::layer::Layer;
 use isobath_image::{Result, always};
-use isobath_qcow2::HostOffset;
 use isobath_qcow2::index::{
-    BlockHash, BlockPointer, CHAPTER_LAYERS, IndexExtension, LayerRecord, PAGE_UNITS, Page,
-    PageEntry, PageRecord, Root, SEGMENT_PAGES, Segment,
+    BlockHash, BlockPointer, CHAPTER_LAYERS, HeadsBlock, IndexExtension, LayerRecord, PAGE_UNITS,
+    Page, PageEntry, PageRecord, RecordedFormat, Root, SEGMENT_PAGES, Segment,
 };
+use isobath_qcow2::{Head, HostOffset};
 use isobath_storage::Storage;
 use std::collections::BTreeMap;
 
@@ -151,7 +151,10 @@ async fn build_on<S: Storage>(
     while root.tail.len() >= CHAPTER_LAYERS {
         let rest = root.tail.split_off(CHAPTER_LAYERS);
         let chapter = std::mem::replace(&mut root.tail, rest);
-        root.chapters.push(out.put(&LayerRecord::encode_chapter(&chapter)));
+        let heads = Head::encode_all(&heads(chain, root.chapters.len(), &chapter).await);
+        let block = HeadsBlock { length: heads.len() as u32, hash: BlockHash::of(&heads) };
+        root.chapters.push(out.put(&LayerRecord::encode_chapter(&chapter, Some(&block))));
+        out.put(&heads);
     }
     let pointer = out.put(&root.encode());
     let extension = IndexExtension {
@@ -197,10 +200,24 @@ async fn record<S: Storage>(
     let record = LayerRecord {
         name,
         format: always(layer.format().recorded(), layer.name(), "an index covers this format")?,
-        stamp: before.filter(|_| before == after).map(layer_stamp),
+        stamp: before.filter(|_| before == after).map(recorded_stamp),
         digest,
     };
     Ok((record, pages))
+}
+
+/// The heads of the layers in chapter `number`, whose records these are.
+async fn heads<S: Storage>(
+    chain: &Chain<S>,
+    number: usize,
+    records: &[LayerRecord],
+) -> Vec<Option<Head>> {
+    let layers = chain.layers().skip(number * CHAPTER_LAYERS).zip(records);
+    let heads = layers.map(async |((_, layer), record)| match (record.format, record.stamp) {
+        (RecordedFormat::Qcow2, Some(stamp)) => read_head(&**layer.storage(), stamp).await,
+        _ => None,
+    });
+    join_all(heads).await
 }
 
 /// The layers added that own something, by page.

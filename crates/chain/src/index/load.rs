@@ -4,12 +4,14 @@ use super::scan;
 use crate::chain::{Chain, LayerIndex};
 use crate::chain_index::ChainIndex;
 use futures_util::future::join_all;
-use isobath_image::index_area::{read_block, read_root};
+use isobath_image::index_area::{read_block, read_root, recorded_stamp};
 use isobath_image::layer::Layer;
+use isobath_image::open::Known;
 use isobath_qcow2::index::{
-    BlockPointer, CHAPTER_LAYERS, LayerRecord, LayerStamp, MAX_BLOCK_BYTES, Root,
+    BlockPointer, CHAPTER_LAYERS, HeadsBlock, LayerRecord, MAX_BLOCK_BYTES, Root,
 };
-use isobath_storage::{Stamp, Storage, shown};
+use isobath_qcow2::{Head, HostOffset};
+use isobath_storage::{Storage, shown};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -28,13 +30,15 @@ pub struct Ahead {
     pub root: Root,
     /// Records known so far: those of the last layers described.
     records: VecDeque<LayerRecord>,
+    /// Heads known so far: those of the layers from the lowest record's on.
+    heads: VecDeque<Option<Head>>,
 }
 
 impl Ahead {
     /// The names in the root itself.
     pub fn new(root: Root) -> Self {
         let records = root.tail.clone().into();
-        Self { root, records }
+        Self { root, records, heads: VecDeque::new() }
     }
 
     /// The lowest layer whose record is known.
@@ -47,6 +51,13 @@ impl Ahead {
         self.records.get(layer.checked_sub(self.lowest())?)
     }
 
+    /// What is known of a layer whose record is, besides its record.
+    pub fn known(&self, layer: usize) -> Option<Known<'_>> {
+        let stamp = self.record(layer)?.stamp?;
+        let head = self.heads.get(layer.checked_sub(self.lowest())?)?.as_ref()?;
+        Some(Known { stamp, head })
+    }
+
     /// The chapter to read next.
     pub fn next_chapter(&self) -> Option<&BlockPointer> {
         self.root.chapters.get((self.lowest() / CHAPTER_LAYERS).checked_sub(1)?)
@@ -54,17 +65,37 @@ impl Ahead {
 
     /// Reads the next chapter from the layer that holds it; returns whether it was valid.
     pub async fn read_chapter<S: Storage>(&mut self, holder: &Layer<S>) -> bool {
-        let Some(pointer) = self.next_chapter() else { return false };
-        let Some(bytes) = read_block(holder, pointer, MAX_BLOCK_BYTES).await else {
-            return false;
+        self.chapter(holder).await.is_some()
+    }
+
+    /// Like [`read_chapter`](Self::read_chapter), with the heads of its layers. If these are not valid, the layers are
+    /// opened as others are.
+    pub async fn read_chapter_and_heads<S: Storage>(&mut self, holder: &Layer<S>) -> bool {
+        let Some(pointer) = self.chapter(holder).await else { return false };
+        let bytes = match &pointer {
+            Some(pointer) => read_block(holder, pointer, MAX_BLOCK_BYTES).await,
+            None => None,
         };
-        let Some(records) = LayerRecord::decode_chapter(&bytes, CHAPTER_LAYERS) else {
-            return false;
-        };
-        for record in records.into_iter().rev() {
-            self.records.push_front(record);
+        let heads = bytes.and_then(|bytes| Head::decode_all(&bytes, CHAPTER_LAYERS));
+        for head in heads.unwrap_or_else(|| vec![None; CHAPTER_LAYERS]).into_iter().rev() {
+            self.heads.push_front(head);
         }
         true
+    }
+
+    /// Reads the next chapter; returns where its heads are, if it has any.
+    async fn chapter<S: Storage>(&mut self, holder: &Layer<S>) -> Option<Option<BlockPointer>> {
+        let pointer = *self.next_chapter()?;
+        let bytes = read_block(holder, &pointer, MAX_BLOCK_BYTES).await?;
+        for record in LayerRecord::decode_chapter(&bytes, CHAPTER_LAYERS)?.into_iter().rev() {
+            self.records.push_front(record);
+        }
+        let after = pointer.offset.get().checked_add(u64::from(pointer.length));
+        let heads = HeadsBlock::of_chapter(&bytes, CHAPTER_LAYERS).zip(after);
+        Some(heads.map(|(HeadsBlock { length, hash }, after)| {
+            let (layer, offset) = (pointer.layer, HostOffset::new(after));
+            BlockPointer { layer, offset, length, hash }
+        }))
     }
 }
 
@@ -167,7 +198,7 @@ async fn check<S: Storage>(chain: &Chain<S>, position: usize, root: Root) -> Res
         });
         for (number, stamp) in batch.iter().zip(join_all(stamps).await) {
             let recorded = ahead.record(*number).and_then(|record| record.stamp);
-            if recorded.is_none() || recorded != stamp.map(layer_stamp) {
+            if recorded.is_none() || recorded != stamp.map(recorded_stamp) {
                 touched.push(*number);
             }
         }
@@ -212,14 +243,5 @@ async fn compare<S: Storage>(
         Ok(Some(found)) if found == digest => Ok(()),
         Ok(_) => stale(format!("'{name}' was changed since")),
         Err(error) => stale(error.to_string()),
-    }
-}
-
-pub(super) fn layer_stamp(stamp: Stamp) -> LayerStamp {
-    LayerStamp {
-        length: stamp.length,
-        modified: stamp.modified,
-        changed: stamp.changed,
-        inode: stamp.inode,
     }
 }
