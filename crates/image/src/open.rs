@@ -139,7 +139,7 @@ fn of_head(Known { stamp, head }: Known<'_>) -> Option<Qcow2> {
     for (index, entry) in head.l1() {
         l1.set(*index as usize, *entry)?;
     }
-    drop_names(&mut header);
+    drop_unneeded(&mut header);
     Some(Qcow2 {
         opening: OpeningId::next(),
         header: header.into(),
@@ -162,8 +162,12 @@ fn check_entries(qcow2: &Qcow2, head: &Head, name: &Path) -> Result<()> {
     invariant(same, name, "an L1 table has the entries of its head")
 }
 
-/// Removes the names of features, which are needed only to explain a refusal: there may be thousands of layers.
-fn drop_names(header: &mut Header) {
+/// Removes the names of features, which are needed only to explain a refusal, and the padding: there may be thousands of
+/// layers.
+fn drop_unneeded(header: &mut Header) {
+    if header.unknown_fields.iter().all(|byte| *byte == 0) {
+        header.unknown_fields = Vec::new();
+    }
     header.extensions.retain(|extension| !matches!(extension, Extension::FeatureNames(_)));
     header.extensions.shrink_to_fit();
 }
@@ -290,7 +294,7 @@ pub(crate) async fn load_qcow2<H: Host>(
         header = read_header(&**storage, name, start, length).await?;
     }
     if !writable {
-        drop_names(&mut header);
+        drop_unneeded(&mut header);
     }
     let geometry =
         header.geometry().map_err(|source| DiskError::Format { image: name.to_owned(), source })?;

@@ -81,7 +81,7 @@ impl Storage for FileStorage {
             extends_with_zeroes: self.kind == Kind::Regular,
             gains_from_written_space: !read_only && self.gains_from_written_space(),
             atomic_write: if read_only { SECTOR } else { self.atomic_write() },
-            clone_alignment: *self.clones.get_or_init(|| self.find_clone_alignment()),
+            clone_alignment: if read_only { None } else { self.clone_alignment() },
             is_device: self.kind != Kind::Regular,
             begins_at: 0,
         }
@@ -174,14 +174,14 @@ impl Storage for FileStorage {
     async fn flush(&self) -> Result<()> {
         self.landed().await;
         let result = if self.writing.is_flushed() {
-            self.durability.check()
+            self.durability().check()
         } else {
             // A file that is only read may share its descriptor, and may have been written by others.
             let target = match &**self.source.load() {
                 Source::Kept(target, _) => target.clone(),
                 Source::Shared(_) => self.target().await?,
             };
-            self.durability.flush(&target.file).await
+            self.durability().flush(&target.file).await
         };
         result.map_err(|error| self.error(Operation::Flush, error))
     }
@@ -389,7 +389,7 @@ mod tests {
         block_on(async {
             let file = FileHost.create(&path, WRITABLE).await.unwrap();
             file.write_at(0, IoBuf::copy_of(b"kept")).await.unwrap();
-            file.durability.poison("Input/output error");
+            file.durability().poison("Input/output error");
             let refused = [
                 file.write_at(0, IoBuf::copy_of(b"x")).await.err(),
                 file.write_vectored_at(0, vec![IoBuf::copy_of(b"x")]).await.err(),
@@ -419,7 +419,7 @@ mod tests {
         block_on(async {
             let mut file =
                 FileHost.create(&directory.path().join("image"), WRITABLE).await.unwrap();
-            file.direct = Some(Direct::new(4096, 4096, true).unwrap());
+            file.direct = Some(Box::new(Direct::new(4096, 4096, true).unwrap()));
             let mut model = Vec::new();
             for step in 0..300_u64 {
                 let (offset, length) = (step * 7919 % 30_000, 1 + step * 104_729 % 9000);

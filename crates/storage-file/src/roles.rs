@@ -34,7 +34,7 @@ async fn last_use(target: &Arc<Target>) {
 
 impl FileStorage {
     pub(super) async fn end_writing(&self) -> Result<()> {
-        let mut roles = self.roles.lock().await;
+        let mut roles = self.roles().lock().await;
         if !self.writing.has_ended() {
             let old = self.kept().map_err(|error| self.error(Operation::Retire, error))?;
             let (reader, nameless) = self.open_reader(&old).await?;
@@ -45,7 +45,7 @@ impl FileStorage {
         }
         let Some(old) = &roles.writer else { return Ok(()) };
         last_use(old).await;
-        let flushed = self.durability.flush(&old.file).await;
+        let flushed = self.durability().flush(&old.file).await;
         roles.writer = None;
         self.writing.set(ENDED);
         if !roles.admits {
@@ -62,7 +62,7 @@ impl FileStorage {
             let (name, pool) = (&self.file.name, &self.file.pool);
             open::descriptor(&path, name, mode, Taking::BesideWriter, pool).await
         };
-        if let Ok(Opened { target, id, .. }) = open(self.file.path.clone()).await
+        if let Ok(Opened { target, id, .. }) = open(self.file.path.to_path_buf()).await
             && id == self.file.id
         {
             return Ok((target, false));
@@ -105,7 +105,7 @@ impl FileStorage {
     }
 
     pub(super) async fn set_admitting(&self, admit: bool) -> Result<()> {
-        let mut roles = self.roles.lock().await;
+        let mut roles = self.roles().lock().await;
         if !self.writing.has_ended() {
             let text = "it is already open for writing";
             let source = io::Error::new(io::ErrorKind::InvalidInput, text);
