@@ -1,7 +1,7 @@
 //! Creating images.
 
 use crate::chain::Chain;
-use crate::index::{Built, Folding, Place, build};
+use crate::index::{Built, Folding, Place, build, has_much};
 use crate::open::open_chain;
 use isobath_image::encryption::{Secrets, keys_on_thread};
 use isobath_image::layer::ImageFormat;
@@ -230,16 +230,21 @@ pub async fn create_held<'a, H: Host>(
         .checked_next_multiple_of(512)
         .filter(|size| i64::try_from(*size).is_ok())
         .ok_or_else(|| refused("the size must be below 8 EiB"))?;
+    let mut index_left = false;
     let plan = match new.format {
         ImageFormat::Qcow2 => {
             // The options are checked before the chain is looked at.
             let plain = plan(name, &new, size, None)?;
             let index = match &backing {
-                Some(backing) if new.index => index_of(host, backing, &new).await?,
+                Some(backing) if new.index => {
+                    index_left = has_much(&backing.chain);
+                    index_of(host, backing, &new).await?
+                }
                 _ => None,
             };
             // If the header has no room for the extension, the index is omitted.
             let indexed = index.and_then(|index| {
+                index_left = index.deferred;
                 Some((plan(name, &new, size, Some(index.extension)).ok()?, index.bytes))
             });
             Some(indexed.unwrap_or((plain, Vec::new())))
@@ -277,7 +282,7 @@ pub async fn create_held<'a, H: Host>(
         }
         None => Vec::new(),
     };
-    let mut created = Created { host, size, layout: new.layout, files: Vec::new() };
+    let mut created = Created { host, size, index_left, layout: new.layout, files: Vec::new() };
     let result = match &plan {
         Some((plan, index)) => {
             let contents = Contents { plan, index, keys: &keys };
@@ -472,6 +477,7 @@ fn check_plain(name: &Path, new: &NewDisk) -> Result<()> {
 pub struct Created<'a, H: Host> {
     host: &'a H,
     size: u64,
+    index_left: bool,
     layout: Layout,
     files: Vec<Kept<H::File>>,
 }
@@ -487,6 +493,12 @@ impl<H: Host> Created<'_, H> {
     /// The disk's size in bytes.
     pub fn size(&self) -> u64 {
         self.size
+    }
+
+    /// Whether the image has no direct-access index of the layers below, or one that is not whole yet, because to make
+    /// it would have taken long: later overlays go on with it, and writing one makes it at once.
+    pub fn is_index_left(&self) -> bool {
+        self.index_left
     }
 
     /// Lets this process, and nobody else, open the image for writing. It should do so before this is dropped.
@@ -765,8 +777,13 @@ mod tests {
         let plan = image.plan().unwrap();
         let write = |keys: &[u8]| {
             let files = Vec::new();
-            let mut created =
-                Created { host: &host, size: 1 << 20, layout: Layout::default(), files };
+            let mut created = Created {
+                host: &host,
+                size: 1 << 20,
+                index_left: false,
+                layout: Layout::default(),
+                files,
+            };
             let contents = Contents { plan: &plan, index: &[], keys };
             block_on(Box::pin(write_qcow2(&mut created, name, &new, contents, &[])))
         };

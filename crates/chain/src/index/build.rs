@@ -4,6 +4,10 @@
 //! to a page's list of newer layers, and when the list has grown long the page is folded, that is, rewritten over all
 //! layers. Pages are folded in turn, a sixteenth of them at each snapshot, so that no snapshot pays for many. Unchanged
 //! segments and chapters are referred to where they are.
+//!
+//! The first overlay of a chain without an index does not wait for one that is whole if the layers have many tables:
+//! none of these is read, a layer is listed wherever its L1 table has entries, and nothing is folded. Later overlays
+//! fold these pages and add the digests, some at a time.
 
 use super::scan::{self, Scan};
 use crate::chain::{Chain, LayerIndex};
@@ -11,7 +15,7 @@ use crate::chain_index::ChainIndex;
 use crate::map::resolve::{no_writer, resolve};
 use crate::map::{Slice, Source};
 use futures_util::future::{join_all, try_join_all};
-use isobath_image::index_area::{read_head, recorded_stamp};
+use isobath_image::index_area::{has_stamp, read_head, recorded_stamp};
 use isobath_image::layer::Layer;
 use isobath_image::{Result, always};
 use isobath_qcow2::index::{
@@ -32,6 +36,11 @@ const MOST_FOLDS: usize = 1024;
 const FOLDS_AT_ONCE: usize = 16;
 /// A layer with more bytes of L2 tables than this is not read in full for a new overlay.
 const MOST_TO_SCAN: u64 = 256 << 20;
+/// Bytes of L2 tables that are read for the first overlay of a chain without an index, and to add digests that are
+/// missing to an index.
+const MOST_AT_ONCE: u64 = 4 << 20;
+/// Layers listed for the pages that are folded for one new overlay.
+const MOST_FOLDED: usize = MOST_FOLDS * FOLD_AT;
 /// No disk has more segments: 4 PiB in 64 KiB clusters.
 const MOST_SEGMENTS: u64 = 1 << 20;
 /// The unit of the index of a disk whose layers are all raw.
@@ -52,6 +61,8 @@ pub struct Built {
     pub bytes: Vec<u8>,
     /// The extension for the header.
     pub extension: IndexExtension,
+    /// Whether it is left to later overlays, or to who rewrites it, to make it whole.
+    pub deferred: bool,
 }
 
 /// The place of a new index.
@@ -63,6 +74,18 @@ pub struct Place {
     pub cluster_size: u64,
     /// Layers below the file's image.
     pub position: u32,
+}
+
+/// Whether so many layers, with so many bytes of L2 tables, are not indexed for a new overlay.
+fn is_much(layers: usize, bytes: u64) -> bool {
+    layers > FOLD_AT && bytes > MOST_TO_SCAN
+}
+
+/// Whether a chain without an index has so much in its tables that a new overlay gets none: [`Folding::Whole`] makes
+/// one.
+pub fn has_much<S: Storage>(chain: &Chain<S>) -> bool {
+    let bytes = chain.layers().map(|(_, layer)| scan::table_bytes(layer)).sum();
+    chain.index().is_none() && is_much(chain.depth(), bytes)
 }
 
 /// Builds an index of all layers of `chain`, none of which may change meanwhile. `above` is the name that the image
@@ -116,14 +139,21 @@ async fn build_on<S: Storage>(
         return Ok(None);
     }
     let first = base.map_or(0, ChainIndex::covers);
+    let mut limit = u64::MAX;
     if folding == Folding::InTurn {
         let added = chain.layers().skip(first).map(|(_, layer)| scan::table_bytes(layer));
-        if chain.depth() - first > FOLD_AT && added.sum::<u64>() > MOST_TO_SCAN {
+        let added = added.sum::<u64>();
+        if is_much(chain.depth() - first, added) {
             return Ok(None);
         }
+        limit = if base.is_none() && added > MOST_AT_ONCE { 0 } else { MOST_TO_SCAN };
     }
+    let deferred = limit == 0;
     let mut out = Out { bytes: Vec::new(), place };
     let mut owned = Owned::default();
+    if folding == Folding::InTurn {
+        add_digests(chain, &mut root).await?;
+    }
     for (index, layer) in chain.layers().skip(first) {
         let name = match chain.get(LayerIndex::new(index.get().wrapping_add(1))) {
             Some(upper) if index != chain.active_index() => {
@@ -131,12 +161,12 @@ async fn build_on<S: Storage>(
             }
             _ => above.to_owned(),
         };
-        let limit = if folding == Folding::Whole { u64::MAX } else { MOST_TO_SCAN };
         let (record, pages) = record(layer, name, root.page_bits(), limit).await?;
         root.tail.push(record);
         owned.add(index, pages);
     }
-    let mut work = Work { chain, base, root: &root, folding, folds: 0, owned };
+    let left = if deferred { 0 } else { MOST_FOLDED };
+    let mut work = Work { chain, base, root: &root, folding, folds: 0, left, owned };
     let count = size.div_ceil(1 << root.segment_bits()) as u32;
     let pages = size.div_ceil(1 << root.page_bits());
     let mut segments = Vec::with_capacity(count as usize);
@@ -164,7 +194,7 @@ async fn build_on<S: Storage>(
         root_length: pointer.length,
         root_hash: pointer.hash,
     };
-    Ok(Some(Built { bytes: out.bytes, extension }))
+    Ok(Some(Built { bytes: out.bytes, extension, deferred }))
 }
 
 /// The blocks written so far.
@@ -204,6 +234,25 @@ async fn record<S: Storage>(
         digest,
     };
     Ok((record, pages))
+}
+
+/// Adds digests that are missing to records that are in no chapter yet: of one layer at least, if any.
+async fn add_digests<S: Storage>(chain: &Chain<S>, root: &mut Root) -> Result<()> {
+    let mut left = MOST_AT_ONCE;
+    let layers = chain.layers().skip(root.chapters.len() * CHAPTER_LAYERS);
+    for ((_, layer), record) in layers.zip(&mut root.tail) {
+        let (None, Some(stamp)) = (record.digest, record.stamp) else { continue };
+        let bytes = scan::table_bytes(layer);
+        if bytes > MOST_TO_SCAN || (bytes > left && left < MOST_AT_ONCE) {
+            continue;
+        }
+        left = left.saturating_sub(bytes);
+        let digest = scan::digest(layer).await?;
+        if has_stamp(&**layer.storage(), stamp).await {
+            record.digest = digest;
+        }
+    }
+    Ok(())
 }
 
 /// The heads of the layers in chapter `number`, whose records these are.
@@ -263,6 +312,8 @@ struct Work<'a, S> {
     root: &'a Root,
     folding: Folding,
     folds: usize,
+    /// Layers that the pages folded from now on may list.
+    left: usize,
     owned: Owned,
 }
 
@@ -290,14 +341,24 @@ impl<S: Storage> Work<'_, S> {
             }
         }
         let first = u64::from(number) * SEGMENT_PAGES as u64;
+        let mut left = self.left;
         let due: Vec<usize> = pages
             .iter()
             .enumerate()
             .filter(|(page, record)| self.is_due(first + *page as u64, record))
-            .map(|(page, _)| page)
             .take(if self.folding == Folding::Whole { usize::MAX } else { MOST_FOLDS - self.folds })
+            .map_while(|(page, record)| {
+                let listed = record.newer.len();
+                if self.folding == Folding::InTurn {
+                    // One page at least.
+                    let fits = listed <= left || left == MOST_FOLDED;
+                    left = fits.then_some(left.saturating_sub(listed))?;
+                }
+                Some(page)
+            })
             .collect();
         self.folds += due.len();
+        self.left = left;
         for batch in due.chunks(FOLDS_AT_ONCE) {
             let folded =
                 batch.iter().map(|number| page(self.chain, self.root, first + *number as u64));

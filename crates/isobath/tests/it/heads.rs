@@ -22,7 +22,7 @@ const DEPTH: usize = 131;
 
 /// Counts the reads of each file.
 #[derive(Clone, Default)]
-struct Reads(Arc<Mutex<BTreeMap<PathBuf, u64>>>);
+pub(crate) struct Reads(pub(crate) Arc<Mutex<BTreeMap<PathBuf, u64>>>);
 
 impl HostHooks for Reads {
     type File = Self;
@@ -54,7 +54,7 @@ impl Hooks for Reads {
     }
 }
 
-fn name(layer: usize) -> PathBuf {
+pub(crate) fn name(layer: usize) -> PathBuf {
     format!("layer{layer}").into()
 }
 
