@@ -8,7 +8,9 @@ use isobath_image::index_area::read_root;
 use isobath_image::layer::{ImageFormat, Layer, ShownLog};
 use isobath_image::name::{backing_format, backing_secret, check_backing_kind};
 use isobath_image::offline::bring_in;
-use isobath_image::open::{Known, Opening, open_known_layer, open_layer, referenced_file};
+use isobath_image::open::{
+    Known, Opening, is_as_its_file, open_known_layer, open_layer, referenced_file,
+};
 use isobath_image::options::{BackingFile, Below, OpenOptions, Trust};
 use isobath_image::{DiskError, Result};
 use isobath_qcow2::IncompatibleFeatures;
@@ -35,7 +37,8 @@ pub async fn open_chain<H: Host>(
         Ok(chain) => {
             let index = index::find(&chain).await;
             // Heads are as good as the index that they came with.
-            if index.as_ref().map_or(0, |index| index.covers()) >= heads.described {
+            let covers = index.as_ref().map_or(0, |index| index.covers());
+            if covers >= heads.described || are_as_their_files(&chain, covers).await {
                 chain.set_index(index);
                 return Ok(chain);
             }
@@ -57,6 +60,19 @@ pub async fn open_layers<H: Host>(
     options: &OpenOptions,
 ) -> Result<Chain<H::File>> {
     walk(host, name, options, None, &mut Heads::default()).await
+}
+
+/// Whether what is known of the layers from `first` up to the active one is what their files say.
+async fn are_as_their_files<S: Storage>(chain: &Chain<S>, first: usize) -> bool {
+    let below = chain.layers().take(chain.depth() - 1).skip(first);
+    let same = below.map(|(_, layer)| is_as_its_file(layer));
+    let mut same = stream::iter(same).buffered(OPENED_AT_ONCE);
+    while let Some(same) = same.next().await {
+        if !same.is_ok_and(|same| same) {
+            return false;
+        }
+    }
+    true
 }
 
 /// The heads by which layers are opened without being read.

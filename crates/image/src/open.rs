@@ -129,6 +129,30 @@ pub async fn open_known_layer<H: Host>(
     Ok(Layer::qcow2(name, file, None, length, qcow2, None, Protection::None))
 }
 
+/// Whether the file of a layer that was opened by its head says the same as the head. So does that of any other layer.
+///
+/// # Errors
+/// If the file cannot be read, or is not a valid image.
+pub async fn is_as_its_file<S: Storage>(layer: &Layer<S>) -> Result<bool> {
+    let Some(qcow2) = layer.as_qcow2() else { return Ok(true) };
+    let known = qcow2.header.read().clone();
+    // Others have no head.
+    if !is_plain(&known) {
+        return Ok(true);
+    }
+    let (storage, name) = (&**layer.storage(), layer.name());
+    let length = storage.len().await?;
+    let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
+    let mut header = read_header(storage, name, start, length).await?;
+    drop_unneeded(&mut header);
+    if header != known {
+        return Ok(false);
+    }
+    let l1 = read_l1(storage, name, &header, length, None).await?;
+    let known = qcow2.l1.read();
+    Ok(l1.allocated().eq(known.allocated()))
+}
+
 /// The image that a head is of; `None` if an image like that is refused, or has no head.
 fn of_head(Known { stamp, head }: Known<'_>) -> Option<Qcow2> {
     let mut header = head.header().filter(is_plain)?;
@@ -162,8 +186,8 @@ fn check_entries(qcow2: &Qcow2, head: &Head, name: &Path) -> Result<()> {
     invariant(same, name, "an L1 table has the entries of its head")
 }
 
-/// Removes the names of features, which are needed only to explain a refusal, and the padding: there may be thousands of
-/// layers.
+/// Removes the names of features, which are needed only to explain a refusal, and the padding: there may be thousands
+/// of layers.
 fn drop_unneeded(header: &mut Header) {
     if header.unknown_fields.iter().all(|byte| *byte == 0) {
         header.unknown_fields = Vec::new();

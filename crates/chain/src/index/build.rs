@@ -17,7 +17,7 @@ use crate::map::{Slice, Source};
 use futures_util::future::{join_all, try_join_all};
 use isobath_image::index_area::{has_stamp, read_head, recorded_stamp};
 use isobath_image::layer::Layer;
-use isobath_image::{Result, always};
+use isobath_image::{Result, always, invariant};
 use isobath_qcow2::index::{
     BlockHash, BlockPointer, CHAPTER_LAYERS, HeadsBlock, IndexExtension, LayerRecord, PAGE_UNITS,
     Page, PageEntry, PageRecord, RecordedFormat, Root, SEGMENT_PAGES, Segment,
@@ -25,6 +25,7 @@ use isobath_qcow2::index::{
 use isobath_qcow2::{Head, HostOffset};
 use isobath_storage::Storage;
 use std::collections::BTreeMap;
+use std::path::Path;
 
 /// The number of newer layers from which a page is folded when it is its turn.
 const FOLD_FROM: usize = 16;
@@ -378,6 +379,7 @@ impl<S: Storage> Work<'_, S> {
                 };
             }
         }
+        check_lists(&pages, self.chain.active().name())?;
         let block = Segment { number, pages }.encode();
         Ok(Made::Segment(Some(out.put(&block))))
     }
@@ -392,6 +394,15 @@ impl<S: Storage> Work<'_, S> {
             }
         }
     }
+}
+
+/// Checks that a reader takes the lists of newer layers.
+fn check_lists(pages: &[PageRecord], name: &Path) -> Result<()> {
+    let sound = pages.iter().all(|record| {
+        let above = record.newer.first().is_none_or(|first| u32::from(*first) >= record.folded);
+        above && record.newer.is_sorted_by(|lower, upper| lower < upper)
+    });
+    invariant(sound, name, "a page lists the layers above those that it is folded from, in order")
 }
 
 /// A page of a chain; `None` if a table is invalid, which only a read may report.
@@ -430,8 +441,26 @@ mod tests {
     use isobath_image::DiskError;
     use isobath_storage::memory::{MemoryFile, MemoryHost};
     use isobath_storage::{Host, OpenMode};
-    use std::path::{Path, PathBuf};
+    use std::path::PathBuf;
     use std::sync::Arc;
+
+    #[test]
+    fn lists_of_newer_layers_are_in_order() {
+        let check = |folded, newer: &[u16]| {
+            let record = PageRecord { page: None, folded, newer: newer.to_vec() };
+            check_lists(&[PageRecord::default(), record], Path::new("image"))
+        };
+        check(3, &[3, 5]).unwrap();
+        for (folded, newer) in [(4, [3, 5]), (3, [5, 3]), (3, [3, 3])] {
+            match check(folded, &newer) {
+                Err(DiskError::Internal { violated, .. }) => assert_eq!(
+                    violated,
+                    "a page lists the layers above those that it is folded from, in order"
+                ),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
 
     #[test]
     fn an_index_is_of_layers_whose_format_it_can_name() {

@@ -3,7 +3,10 @@
 
 use futures_executor::block_on;
 use isobath_disk::{Below, Disk, ImageFormat, NewDisk, OpenOptions, create};
-use isobath_qcow2::Header;
+use isobath_qcow2::index::{
+    BlockHash, CHAPTER_LAYERS, HeadsBlock, IndexExtension, LayerRecord, Root,
+};
+use isobath_qcow2::{Head, Header, HostOffset};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, OpenMode, Result, Storage};
 use isobath_storage_test::any::ToAny;
@@ -14,6 +17,7 @@ use rand::RngExt;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 const SIZE: u64 = 1 << 20;
 const CLUSTER: u64 = 4096;
@@ -22,7 +26,14 @@ const DEPTH: usize = 131;
 
 /// Counts the reads of each file.
 #[derive(Clone, Default)]
-pub(crate) struct Reads(pub(crate) Arc<Mutex<BTreeMap<PathBuf, u64>>>);
+pub(crate) struct Reads(pub(crate) Arc<Mutex<BTreeMap<PathBuf, u64>>>, Arc<AtomicUsize>);
+
+impl Reads {
+    /// How often any file was opened.
+    fn opens(&self) -> usize {
+        self.1.load(Ordering::Relaxed)
+    }
+}
 
 impl HostHooks for Reads {
     type File = Self;
@@ -32,7 +43,11 @@ impl HostHooks for Reads {
         Ok(())
     }
 
-    fn end(&self, _request: HostCall, _name: &Path, (): ()) {}
+    fn end(&self, request: HostCall, _name: &Path, (): ()) {
+        if request == HostCall::Open {
+            self.1.fetch_add(1, Ordering::Relaxed);
+        }
+    }
 
     fn file(&self, _file: &impl Storage) -> Self {
         self.clone()
@@ -230,7 +245,87 @@ fn heads_are_not_used_without_their_index() {
         assert_eq!(disk.indexed_layers(), 0);
         let counted = reads.0.lock().clone();
         assert!((0..66).all(|layer| counted.contains_key(&name(layer))), "{counted:?}");
+        assert_eq!(reads.opens(), 66);
     });
+}
+
+/// Puts other heads into the index of an active layer, which has one chapter, with hashes that are right.
+fn forge(host: &MemoryHost, active: usize, change: impl Fn(&mut Vec<Option<Head>>)) {
+    let mut bytes = host.contents(name(active)).unwrap();
+    let header = bytes[..CLUSTER as usize].to_vec();
+    let index = *Header::parse(&header).unwrap().index().unwrap();
+    let part = |at: HostOffset, length: u32| at.get() as usize..at.get() as usize + length as usize;
+    let place = part(index.root_offset, index.root_length);
+    let mut root = Root::decode(&bytes[place.clone()]).unwrap();
+    let pointer = &mut root.chapters[0];
+    let chapter = part(pointer.offset, pointer.length);
+    let block = HeadsBlock::of_chapter(&bytes[chapter.clone()], CHAPTER_LAYERS).unwrap();
+    let there = chapter.end..chapter.end + block.length as usize;
+    let mut heads = Head::decode_all(&bytes[there.clone()], CHAPTER_LAYERS).unwrap();
+    change(&mut heads);
+    let forged = Head::encode_all(&heads);
+    bytes[there].copy_from_slice(&forged);
+    let block = HeadsBlock { hash: BlockHash::of(&forged), ..block };
+    let records = LayerRecord::decode_chapter(&bytes[chapter.clone()], CHAPTER_LAYERS).unwrap();
+    let forged = LayerRecord::encode_chapter(&records, Some(&block));
+    pointer.hash = BlockHash::of(&forged);
+    bytes[chapter].copy_from_slice(&forged);
+    let forged = root.encode();
+    let index = IndexExtension { root_hash: BlockHash::of(&forged), ..index };
+    bytes[place].copy_from_slice(&forged);
+    for (at, new) in Header::edit_index(&header, Some(&index)).unwrap() {
+        bytes[at..at + new.len()].copy_from_slice(&new);
+    }
+    host.insert(name(active), &bytes);
+}
+
+/// As after a crash of the machine that has left new contents with old times.
+#[test]
+fn a_head_that_is_wrong_is_not_used_without_its_index() {
+    block_on(async {
+        let good = chain(66).await;
+        // Each layer is said to have another backing file.
+        let rebased = |heads: &mut Vec<Option<Head>>| {
+            for head in heads.iter_mut().skip(1) {
+                let mut header = head.as_ref().unwrap().header().unwrap();
+                let place = header.backing_file.as_mut().unwrap();
+                let length = place.len();
+                *place = format!("{:.<1$}", "layer0", length);
+                let l1 = l1_of(head.as_ref().unwrap(), |entry| entry);
+                let cluster = header.encode().unwrap();
+                *head = Some(Head::new(&cluster, &l1).unwrap());
+            }
+        };
+        // Each table of each layer is said to be elsewhere.
+        let moved = |heads: &mut Vec<Option<Head>>| {
+            for head in heads.iter_mut() {
+                let l1 = l1_of(head.as_ref().unwrap(), |entry| entry + CLUSTER);
+                let cluster = head.as_ref().unwrap().header().unwrap().encode().unwrap();
+                *head = Some(Head::new(&cluster, &l1).unwrap());
+            }
+        };
+        for (what, change) in [("rebased", &rebased as &dyn Fn(&mut Vec<_>)), ("moved", &moved)] {
+            let host = good.deep_copy();
+            forge(&host, 65, change);
+            if what == "rebased" {
+                // There is no file of that name.
+                assert_same(&host, 65, what).await;
+            }
+            write(&host, 64, 0, 255).await;
+            assert_same(&host, 65, what).await;
+        }
+    });
+}
+
+/// The bytes of the L1 table of a head, with its entries changed.
+fn l1_of(head: &Head, change: impl Fn(u64) -> u64) -> Vec<u8> {
+    let size = head.header().unwrap().l1_size as usize;
+    let mut bytes = vec![0; size * 8];
+    for (at, entry) in head.l1() {
+        let at = *at as usize * 8;
+        bytes[at..at + 8].copy_from_slice(&change(entry.raw()).to_be_bytes());
+    }
+    bytes
 }
 
 #[test]
