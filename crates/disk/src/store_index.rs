@@ -251,7 +251,7 @@ mod tests {
             root_length: 512,
             root_hash: BlockHash::of(&[]),
         };
-        let built = Built { bytes: vec![0; CLUSTER as usize], extension };
+        let built = Built { bytes: vec![0; CLUSTER as usize], extension, deferred: false };
         let check = |area| check_area(image, &built, &area, disk.name());
         check(5..6).unwrap();
         must_violate(check(6..7), "an index is written where it was built for");
