@@ -661,7 +661,8 @@ impl<S: Storage> Layer<S> {
             Header::edit_backing(&cluster, backing).map_err(|error| self.format_error(error))?;
         for (at, bytes) in writes {
             storage.write_at(at as u64, IoBuf::copy_of(&bytes)).await?;
-            storage.flush().await?;
+            // An index of the images above may know the header by the file's stamp.
+            storage.sync_stamp().await?;
         }
         let owned = backing.map(|(name, format)| (name.to_owned(), Some(format.to_owned())));
         qcow2.header.write().set_backing(owned);

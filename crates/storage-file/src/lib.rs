@@ -55,6 +55,7 @@ pub use host::{FileHost, LimitedHost};
 pub use restart_memory::RestartDirectories;
 pub use storage::FileStorage;
 
+use crate::flush::Syncing;
 use crate::lock::Wanted;
 use isobath_ring::unblock;
 use isobath_storage::Operation;
@@ -172,18 +173,7 @@ impl Storage for FileStorage {
     }
 
     async fn flush(&self) -> Result<()> {
-        self.landed().await;
-        let result = if self.writing.is_flushed() {
-            self.durability().check()
-        } else {
-            // A file that is only read may share its descriptor, and may have been written by others.
-            let target = match &**self.source.load() {
-                Source::Kept(target, _) => target.clone(),
-                Source::Shared(_) => self.target().await?,
-            };
-            self.durability().flush(&target.file).await
-        };
-        result.map_err(|error| self.error(Operation::Flush, error))
+        self.sync(Syncing::Data).await
     }
 
     async fn len(&self) -> Result<u64> {
@@ -240,6 +230,23 @@ impl Roles for FileStorage {
     }
 }
 
+impl FileStorage {
+    async fn sync(&self, what: Syncing) -> Result<()> {
+        self.landed().await;
+        let result = if self.writing.is_flushed() {
+            self.durability().check()
+        } else {
+            // A file that is only read may share its descriptor, and may have been written by others.
+            let target = match &**self.source.load() {
+                Source::Kept(target, _) => target.clone(),
+                Source::Shared(_) => self.target().await?,
+            };
+            self.durability().flush(&target.file, what).await
+        };
+        result.map_err(|error| self.error(Operation::Flush, error))
+    }
+}
+
 impl Stamps for FileStorage {
     fn stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>> {
         Box::pin(async {
@@ -254,6 +261,10 @@ impl Stamps for FileStorage {
             let stamp = self.wait_for_stamp(&target.file).await;
             stamp.map_err(|error| self.error(Operation::Query, error))
         })
+    }
+
+    fn sync_stamp(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(self.sync(Syncing::Times))
     }
 }
 

@@ -5,6 +5,7 @@
 //! one is closed, and its locks are released, when the last of them has ended.
 
 use super::descriptor_sets;
+use super::flush::Syncing;
 use super::named::Named;
 use super::open::{self, Failure, Kind, Opened, Taking};
 use super::pause::pause;
@@ -45,7 +46,7 @@ impl FileStorage {
         }
         let Some(old) = &roles.writer else { return Ok(()) };
         last_use(old).await;
-        let flushed = self.durability().flush(&old.file).await;
+        let flushed = self.durability().flush(&old.file, Syncing::Data).await;
         roles.writer = None;
         self.writing.set(ENDED);
         if !roles.admits {
