@@ -41,14 +41,14 @@ pub(crate) fn note_raw(image: &std::path::Path, option: &str) {
     }
 }
 
-/// Notes that the index of the new overlay `image` is left to be made.
+/// Notes that what takes a while of the index of the new overlay `image` is left to others.
 pub(crate) fn note_index_left(image: &std::path::Path) {
     // QEMU's programs say nothing.
     if !crate::program::is_link() {
         let name = isobath_storage::shown(image);
         complain(format_args!(
-            "note: '{name}' has no whole index of the chain below, since to make it would take a while; \
-             'isobath index' makes it at once"
+            "note: '{name}' has no whole index of the chain below, since that takes a while: 'isobath info' shows what \
+             there is, and 'isobath index' makes it whole at once"
         ));
     }
 }

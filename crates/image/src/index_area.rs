@@ -148,7 +148,6 @@ mod tests {
     fn an_impossible_head_is_not_used() {
         let host = host();
         let start = host.contents(NAME).unwrap()[..4096].to_vec();
-        let (stamp, _) = of(&host);
         let l1 = 1_u64.to_be_bytes();
         let forged = |change: &dyn Fn(&mut Vec<u8>), l1: &[u8]| {
             let mut start = start.clone();
@@ -159,7 +158,21 @@ mod tests {
         let outside =
             forged(&|_| {}, &[[0; 8]; 100].concat().into_iter().chain(l1).collect::<Vec<_>>());
         let dirty = forged(&|start| start[field::INCOMPATIBLE_FEATURES + 7] |= 1, &[]);
-        for (what, head) in [("past the end", past_end), ("outside", outside), ("dirty", dirty)] {
+        let large = forged(
+            &|start| {
+                let size = MAX_HEAD_L1_ENTRIES as u32 + 1;
+                start[field::L1_SIZE..field::L1_SIZE + 4].copy_from_slice(&size.to_be_bytes());
+            },
+            &[],
+        );
+        // Its file is long enough for that.
+        let mut file = host.contents(NAME).unwrap();
+        file.resize(1 << 20, 0);
+        host.insert(NAME, &file);
+        let (stamp, _) = of(&host);
+        for (what, head) in
+            [("past the end", past_end), ("outside", outside), ("dirty", dirty), ("large", large)]
+        {
             // A header like that is not read either.
             let Some(head) = head else { continue };
             let options = OpenOptions::new();
@@ -168,7 +181,8 @@ mod tests {
                 Opening { format, writable: false, options: &options, key: &Key::Unneeded };
             let known = Known { stamp, head: &head };
             let opened = open_known_layer(&host, Path::new(NAME), opening, known);
-            let layer = block_on(Box::pin(opened)).unwrap();
+            let (layer, by_head) = block_on(Box::pin(opened)).unwrap();
+            assert!(!by_head, "{what}");
             let header = layer.header().unwrap();
             assert_eq!(header.l1_size, Header::parse(&start).unwrap().l1_size, "{what}");
             assert_eq!(header.incompatible, IncompatibleFeatures::default(), "{what}");

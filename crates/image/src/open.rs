@@ -17,6 +17,7 @@ use crate::sabotage::{self, Sabotage};
 use crate::snapshot_table::read_snapshots;
 use crate::{DiskError, Result, invariant};
 use isobath_formats::{Format, Image};
+use isobath_qcow2::head::MAX_HEAD_L1_ENTRIES;
 use isobath_qcow2::index::LayerStamp;
 use isobath_qcow2::l1::L1_ENTRY_SIZE;
 use isobath_qcow2::{Extension, Head, Header, IncompatibleFeatures, L1Entry};
@@ -101,32 +102,34 @@ pub struct Known<'a> {
 }
 
 /// As [`open_layer`], of an image of which an index says something. If its file has the stamp, what the index says is
-/// what the file says, and nothing is read.
+/// what the file says, and nothing is read. Returns whether that was so.
 pub async fn open_known_layer<H: Host>(
     host: &H,
     name: &Path,
     opening: Opening<'_>,
     known: Known<'_>,
-) -> Result<Layer<H::File>> {
+) -> Result<(Layer<H::File>, bool)> {
     let options = opening.options;
     let asked = opening.writable
         || options.snapshot.is_some()
         || options.data_file.is_some()
         || opening.format != Some(ImageFormat::Qcow2);
     if asked {
-        return open_layer(host, name, opening).await;
+        return Ok((open_layer(host, name, opening).await?, false));
     }
     let file = host.open(name, options.mode(false)).await?;
     if options.named {
         options.trust.check_place(&file).await?;
     }
     let qcow2 = if has_stamp(&file, known.stamp).await { of_head(known) } else { None };
-    let Some(mut qcow2) = qcow2 else { return load(host, name, opening, file).await };
+    let Some(mut qcow2) = qcow2 else {
+        return Ok((load(host, name, opening, file).await?, false));
+    };
     check_entries(&qcow2, known.head, name)?;
     let memory = reserve(options, name, &qcow2.header.read())?;
     qcow2.memory = memory;
     let (name, file, length) = (name.to_owned(), Arc::new(file), known.stamp.length);
-    Ok(Layer::qcow2(name, file, None, length, qcow2, None, Protection::None))
+    Ok((Layer::qcow2(name, file, None, length, qcow2, None, Protection::None), true))
 }
 
 /// Whether the file of a layer that was opened by its head says the same as the head. So does that of any other layer.
@@ -135,11 +138,12 @@ pub async fn open_known_layer<H: Host>(
 /// If the file cannot be read, or is not a valid image.
 pub async fn is_as_its_file<S: Storage>(layer: &Layer<S>) -> Result<bool> {
     let Some(qcow2) = layer.as_qcow2() else { return Ok(true) };
-    let known = qcow2.header.read().clone();
+    let mut known = qcow2.header.read().clone();
     // Others have no head.
     if !is_plain(&known) {
         return Ok(true);
     }
+    drop_unneeded(&mut known);
     let (storage, name) = (&**layer.storage(), layer.name());
     let length = storage.len().await?;
     let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
@@ -156,6 +160,9 @@ pub async fn is_as_its_file<S: Storage>(layer: &Layer<S>) -> Result<bool> {
 /// The image that a head is of; `None` if an image like that is refused, or has no head.
 fn of_head(Known { stamp, head }: Known<'_>) -> Option<Qcow2> {
     let mut header = head.header().filter(is_plain)?;
+    if header.l1_size as usize > MAX_HEAD_L1_ENTRIES {
+        return None;
+    }
     check_l1(Path::new(""), &header, stamp.length).ok()?;
     let geometry = header.geometry().ok()?;
     let mut l1 = L1Table::default();

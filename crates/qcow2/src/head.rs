@@ -10,6 +10,9 @@ const MAGIC: [u8; 4] = *b"IHDS";
 pub const MAX_HEAD_HEADER_BYTES: usize = 4096;
 /// The most entries of the L1 table of a layer that has a head.
 pub const MAX_HEAD_L1_ENTRIES: usize = 4096;
+/// The most bytes of the heads of a chapter.
+pub const MAX_HEADS_BYTES: u32 =
+    8 + CHAPTER_LAYERS as u32 * (8 + MAX_HEAD_HEADER_BYTES + MAX_HEAD_L1_ENTRIES * 12) as u32;
 
 /// What an open reads of a qcow2 image: its header and its active L1 table.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -154,6 +157,15 @@ mod tests {
         assert!(Head::new(&start(), &vec![0; MAX_HEAD_L1_ENTRIES * 8 + 8]).is_none());
         assert!(Head::new(&start()[..100], &[]).is_none());
         assert!(Head::new(&[0; 4096], &[]).is_none());
+    }
+
+    #[test]
+    fn the_largest_heads_fit_their_block() {
+        let entry = L1Entry::from_raw(1 << 16);
+        let l1 = (0..MAX_HEAD_L1_ENTRIES as u32).map(|at| (at, entry)).collect();
+        let head = Some(Head { header: vec![1; MAX_HEAD_HEADER_BYTES], l1 });
+        let bytes = Head::encode_all(&vec![head; CHAPTER_LAYERS]);
+        assert_eq!(bytes.len(), MAX_HEADS_BYTES as usize);
     }
 
     #[test]

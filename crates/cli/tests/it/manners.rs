@@ -26,7 +26,21 @@ fn an_index_that_is_left_to_later_overlays_is_noted() {
     assert!(create(args!["overlay"]).starts_with(note));
     assert_eq!(create(args!["-q", "overlay"]), "");
     assert_eq!(create(args!["--no-index", "overlay"]), "");
+    // QEMU's program says nothing.
+    let link = directory.join("qemu-img");
+    symlink(ISOBATH, &link).unwrap();
+    let arguments = ["create", "-f", "qcow2", "-b", "base", "-F", "qcow2", "overlay"];
+    let as_qemu = run(Command::new(&link).current_dir(directory).args(arguments));
+    assert_eq!(as_qemu.ok().stderr, "");
+    let without = |image: &str| {
+        let info = isobath(directory, args!["info", image]).ok().text();
+        info.lines().find(|line| line.contains("layers without digest")).map(str::to_owned)
+    };
+    assert_eq!(without("overlay").unwrap(), "        layers without digest: 1");
+    let info = isobath(directory, args!["info", "--output=json", "overlay"]).ok().text();
+    assert!(info.contains("\"layers-without-digest\": 1"), "{info}");
     let _ = isobath(directory, args!["index", "overlay"]).ok();
+    assert_eq!(without("overlay"), None);
     let next = args!["create", "-f", "qcow2", "-b", "overlay", "-F", "qcow2", "next"];
     assert_eq!(isobath(directory, next).ok().stderr, "");
 }

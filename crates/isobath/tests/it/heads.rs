@@ -2,13 +2,13 @@
 //! disk is what it is without an index.
 
 use futures_executor::block_on;
-use isobath_disk::{Below, Disk, ImageFormat, NewDisk, OpenOptions, create};
+use isobath_disk::{Below, Disk, ImageFormat, MemoryLimit, NewDisk, OpenOptions, create};
 use isobath_qcow2::index::{
-    BlockHash, CHAPTER_LAYERS, HeadsBlock, IndexExtension, LayerRecord, Root,
+    BlockHash, BlockPointer, CHAPTER_LAYERS, HeadsBlock, IndexExtension, LayerRecord, Root,
 };
 use isobath_qcow2::{Head, Header, HostOffset};
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf, OpenMode, Result, Storage};
+use isobath_storage::{Host, IoBuf, OpenMode, Result, Storage, StorageExt};
 use isobath_storage_test::any::ToAny;
 use isobath_storage_test::pass_through::{Call, Hooks, HostCall, HostHooks, PassThrough};
 use isobath_testkit::seed::Seed;
@@ -24,14 +24,25 @@ const CLUSTER: u64 = 4096;
 /// Two chapters, and a few layers whose records are in the root.
 const DEPTH: usize = 131;
 
-/// Counts the reads of each file.
+/// Counts the opens and the reads of each file.
 #[derive(Clone, Default)]
-pub(crate) struct Reads(pub(crate) Arc<Mutex<BTreeMap<PathBuf, u64>>>, Arc<AtomicUsize>);
+pub(crate) struct Reads {
+    pub(crate) calls: Counts,
+    pub(crate) bytes: Counts,
+    opens: Counts,
+}
+
+type Counts = Arc<Mutex<BTreeMap<PathBuf, u64>>>;
 
 impl Reads {
+    /// How often a file was opened.
+    fn opens_of(&self, layer: usize) -> u64 {
+        self.opens.lock().get(&name(layer)).copied().unwrap_or_default()
+    }
+
     /// How often any file was opened.
-    fn opens(&self) -> usize {
-        self.1.load(Ordering::Relaxed)
+    fn opens(&self) -> u64 {
+        self.opens.lock().values().sum()
     }
 }
 
@@ -43,9 +54,9 @@ impl HostHooks for Reads {
         Ok(())
     }
 
-    fn end(&self, request: HostCall, _name: &Path, (): ()) {
+    fn end(&self, request: HostCall, name: &Path, (): ()) {
         if request == HostCall::Open {
-            self.1.fetch_add(1, Ordering::Relaxed);
+            *self.opens.lock().entry(name.to_owned()).or_default() += 1;
         }
     }
 
@@ -58,8 +69,9 @@ impl Hooks for Reads {
     type Begun = ();
 
     async fn begin(&self, file: &impl Storage, request: Call<'_>) -> Result<()> {
-        if let Call::Read { .. } = request {
-            *self.0.lock().entry(file.name().to_owned()).or_default() += 1;
+        if let Call::Read { length, .. } = request {
+            *self.calls.lock().entry(file.name().to_owned()).or_default() += 1;
+            *self.bytes.lock().entry(file.name().to_owned()).or_default() += length;
         }
         Ok(())
     }
@@ -97,7 +109,7 @@ async fn write(host: &MemoryHost, layer: usize, cluster: u64, byte: u8) {
 }
 
 async fn write_index(host: &MemoryHost, layer: usize) {
-    let options = OpenOptions::new().writable(true);
+    let options = OpenOptions::new().writable(true).heads(false);
     let disk = Disk::open(host.any(), &name(layer), &options).await.unwrap();
     disk.write_index(|_| {}).await.unwrap();
     disk.close().await.unwrap();
@@ -134,7 +146,7 @@ fn an_open_reads_nothing_of_a_layer_with_a_head() {
         let host = PassThrough::around(memory.clone(), reads.clone());
         let disk = Disk::open(host.any(), &name(DEPTH - 1), &OpenOptions::new()).await.unwrap();
         assert_eq!((disk.depth(), disk.indexed_layers()), (DEPTH, DEPTH - 1));
-        let counted = reads.0.lock().clone();
+        let counted = reads.calls.lock().clone();
         let read: Vec<_> = (0..DEPTH - 1).filter(|n| counted.contains_key(&name(*n))).collect();
         assert_eq!(read, [128, 129], "{counted:?}");
         for (depth, layer) in disk.layers().enumerate() {
@@ -167,7 +179,7 @@ fn an_open_reads_nothing_of_layers_whose_chapter_is_in_another_file() {
         let host = PassThrough::around(memory.clone(), reads.clone());
         let disk = Disk::open(host.any(), &name(DEPTH - 1), &OpenOptions::new()).await.unwrap();
         assert_eq!(disk.indexed_layers(), DEPTH - 1);
-        let counted = reads.0.lock().clone();
+        let counted = reads.calls.lock().clone();
         let read: Vec<_> = (0..DEPTH - 1).filter(|n| counted.contains_key(&name(*n))).collect();
         // Layer 64 holds the first chapter.
         assert_eq!(read, [64, 128, 129], "{counted:?}");
@@ -243,10 +255,35 @@ fn heads_are_not_used_without_their_index() {
         let host = PassThrough::around(memory.clone(), reads.clone());
         let disk = Disk::open(host.any(), &name(65), &OpenOptions::new()).await.unwrap();
         assert_eq!(disk.indexed_layers(), 0);
-        let counted = reads.0.lock().clone();
+        let counted = reads.calls.lock().clone();
         assert!((0..66).all(|layer| counted.contains_key(&name(layer))), "{counted:?}");
         assert_eq!(reads.opens(), 66);
     });
+}
+
+/// Puts another root into the index of an active layer, with a hash that is right.
+fn forge_root(host: &MemoryHost, active: usize, change: impl Fn(&mut Root)) {
+    let mut bytes = host.contents(name(active)).unwrap();
+    let header = bytes[..CLUSTER as usize].to_vec();
+    let index = *Header::parse(&header).unwrap().index().unwrap();
+    let start = index.root_offset.get() as usize;
+    let mut root = Root::decode(&bytes[start..start + index.root_length as usize]).unwrap();
+    change(&mut root);
+    let forged = root.encode();
+    let root_offset = HostOffset::new(bytes.len() as u64);
+    bytes.extend(&forged);
+    bytes.resize(bytes.len().next_multiple_of(CLUSTER as usize), 0);
+    let index = IndexExtension {
+        area_length: bytes.len() as u64 - index.area_offset.get(),
+        root_offset,
+        root_length: forged.len() as u32,
+        root_hash: BlockHash::of(&forged),
+        ..index
+    };
+    for (at, new) in Header::edit_index(&header, Some(&index)).unwrap() {
+        bytes[at..at + new.len()].copy_from_slice(&new);
+    }
+    host.insert(name(active), &bytes);
 }
 
 /// Puts other heads into the index of an active layer, which has one chapter, with hashes that are right.
@@ -296,14 +333,6 @@ fn a_head_that_is_wrong_is_not_used_without_its_index() {
                 *head = Some(Head::new(&cluster, &l1).unwrap());
             }
         };
-        // Each table of each layer is said to be elsewhere.
-        let moved = |heads: &mut Vec<Option<Head>>| {
-            for head in heads.iter_mut() {
-                let l1 = l1_of(head.as_ref().unwrap(), |entry| entry + CLUSTER);
-                let cluster = head.as_ref().unwrap().header().unwrap().encode().unwrap();
-                *head = Some(Head::new(&cluster, &l1).unwrap());
-            }
-        };
         for (what, change) in [("rebased", &rebased as &dyn Fn(&mut Vec<_>)), ("moved", &moved)] {
             let host = good.deep_copy();
             forge(&host, 65, change);
@@ -315,6 +344,201 @@ fn a_head_that_is_wrong_is_not_used_without_its_index() {
             assert_same(&host, 65, what).await;
         }
     });
+}
+
+/// Each table of each layer is said to be elsewhere.
+fn moved(heads: &mut Vec<Option<Head>>) {
+    for head in heads.iter_mut() {
+        let l1 = l1_of(head.as_ref().unwrap(), |entry| entry + CLUSTER);
+        let cluster = head.as_ref().unwrap().header().unwrap().encode().unwrap();
+        *head = Some(Head::new(&cluster, &l1).unwrap());
+    }
+}
+
+/// What an index says is compared with the files, and another one is made of them, not of what it says.
+#[test]
+fn an_index_with_a_wrong_head_is_found_and_made_right_again() {
+    block_on(async {
+        let host = chain(66).await;
+        let good = read(&host, 65, false).await;
+        let verify = async |heads| {
+            let options = OpenOptions::new().heads(heads);
+            let disk = Disk::open(host.any(), &name(65), &options).await.unwrap();
+            disk.verify_index(|_| {}).await.map_err(|error| error.to_string())
+        };
+        for heads in [false, true] {
+            assert_eq!(verify(heads).await, Ok(Ok(Vec::new())));
+        }
+        forge(&host, 65, moved);
+        let reason = verify(false).await.unwrap().unwrap_err();
+        assert_eq!(reason, "'layer0' begins otherwise, although its times are the same");
+        let refused = "'layer65': its backing file 'layer0' cannot be read, or is not what an index says of it; open \
+                       the disk without heads, as 'isobath index' does";
+        assert_eq!(verify(true).await.unwrap_err(), refused);
+        let write = async |heads| {
+            let options = OpenOptions::new().writable(true).heads(heads);
+            let disk = Disk::open(host.any(), &name(65), &options).await.unwrap();
+            let written = disk.write_index(|_| {}).await;
+            disk.close().await.unwrap();
+            written.map(|info| info.layers).map_err(|error| error.to_string())
+        };
+        assert_eq!(write(true).await, Err(refused.into()));
+        assert_eq!(write(false).await, Ok(65));
+        for heads in [false, true] {
+            assert_eq!(verify(heads).await, Ok(Ok(Vec::new())));
+        }
+        assert!(read(&host, 65, true).await == good);
+    });
+}
+
+/// The heads of a chapter are as many bytes as its layers need: a file that is named again and again is opened once.
+#[test]
+fn a_file_that_an_index_names_again_and_again_is_opened_for_the_first_name() {
+    block_on(async {
+        let memory = chain(66).await;
+        forge_root(&memory, 65, |root| {
+            root.chapters = vec![BlockPointer { layer: 6400, ..root.chapters[0] }; 100];
+            root.tail.clear();
+            (root.covers, root.position) = (6400, 6400);
+        });
+        let reads = Reads::default();
+        let host = PassThrough::around(memory.clone(), reads.clone());
+        let disk = Disk::open(host.any(), &name(65), &OpenOptions::new()).await.unwrap();
+        assert_eq!((disk.depth(), disk.indexed_layers()), (66, 0));
+        assert!(reads.opens() < 400, "{}", reads.opens());
+        drop(disk);
+        assert_same(&memory, 65, "6,400 names").await;
+    });
+}
+
+/// What a layer may take is the same whatever way it was opened.
+#[test]
+fn a_layer_with_a_head_counts_for_the_memory_limit() {
+    block_on(async {
+        let host = chain(66).await;
+        let reserved = async |heads, mebibytes: u64| {
+            let limit = MemoryLimit::new(mebibytes << 20);
+            let options = OpenOptions::new().heads(heads).memory(Some(limit.clone()));
+            let disk = Disk::open(host.any(), &name(65), &options).await;
+            disk.map(|_disk| limit.reserved()).map_err(|error| error.to_string())
+        };
+        assert_eq!(reserved(true, 64).await, reserved(false, 64).await);
+        // That is less than 66 times 4,200 bytes.
+        let refused = MemoryLimit::new(200 << 10);
+        let options = OpenOptions::new().memory(Some(refused));
+        let error = Disk::open(host.any(), &name(65), &options).await.err().unwrap().to_string();
+        assert!(error.contains("raise the memory limit"), "{error}");
+    });
+}
+
+/// Where no head can be why a chain is not opened, it is opened once; the active layer is never opened twice.
+#[test]
+fn a_refusal_is_not_asked_for_twice() {
+    block_on(async {
+        let good = chain(70).await;
+        let open = async |memory: &MemoryHost| {
+            let reads = Reads::default();
+            let host = PassThrough::around(memory.clone(), reads.clone());
+            let options = OpenOptions::new().writable(true);
+            let opened = Disk::open(host.any(), &name(69), &options).await;
+            (reads, opened.err().unwrap().to_string())
+        };
+        let host = good.deep_copy();
+        host.remove(&name(66)).await.unwrap();
+        let (reads, error) = open(&host).await;
+        assert!(error.contains("layer66"), "{error}");
+        assert_eq!([69, 68, 67].map(|layer| reads.opens_of(layer)), [1; 3]);
+        let host = good.deep_copy();
+        host.remove(&name(0)).await.unwrap();
+        let (reads, error) = open(&host).await;
+        assert!(error.contains("layer0"), "{error}");
+        assert_eq!([69, 68, 63].map(|layer| reads.opens_of(layer)), [1, 2, 2]);
+    });
+}
+
+/// The refusal to write above a killed server's image is not asked for once more, even if heads led to that image.
+#[test]
+fn a_refusal_that_a_restart_log_causes_is_not_asked_for_twice() {
+    block_on(async {
+        let memory = chain(66).await;
+        let options = OpenOptions::new().writable(true).restart_log(true);
+        let disk = Disk::open(memory.any(), &name(3), &options).await.unwrap();
+        let write = async |cluster: u64| {
+            let bytes = IoBuf::copy_of(&[255; CLUSTER as usize]);
+            disk.write(cluster * CLUSTER, bytes).await.unwrap();
+        };
+        write(40).await;
+        disk.flush().await.unwrap();
+        let before = memory.contents(name(3)).unwrap();
+        write(41).await;
+        write(42).await;
+        disk.flush().await.unwrap();
+        disk.discard(41 * CLUSTER, CLUSTER).await.unwrap();
+        write(43).await;
+        // The server is killed, and an earlier copy is put back.
+        drop(disk);
+        let mode = OpenMode { writable: true, ..OpenMode::default() };
+        let file = memory.open(&name(3), mode).await.unwrap();
+        file.set_len(before.len() as u64).await.unwrap();
+        file.write_at(0, IoBuf::copy_of(&before)).await.unwrap();
+        drop(file);
+        let reads = Reads::default();
+        let host = PassThrough::around(memory.clone(), reads.clone());
+        let options = OpenOptions::new().writable(true);
+        let error = Disk::open(host.any(), &name(65), &options).await.err().unwrap().to_string();
+        assert!(error.contains("does not match it"), "{error}");
+        assert_eq!([65, 64, 63, 4].map(|layer| reads.opens_of(layer)), [1; 4]);
+    });
+}
+
+/// Otherwise a crash of the machine could leave the new header with the old times, and the head would count.
+#[test]
+fn a_rebase_makes_the_times_of_the_file_durable() {
+    block_on(async {
+        let memory = chain(3).await;
+        let stamps = Stamped::default();
+        let host = PassThrough::around(memory.clone(), stamps.clone());
+        let options = OpenOptions::new().writable(true);
+        let disk = Disk::open(host.any(), &name(2), &options).await.unwrap();
+        disk.set_backing(Some(("layer0", "qcow2"))).await.unwrap();
+        assert!(stamps.0.load(Ordering::Relaxed) > 0);
+        disk.close().await.unwrap();
+    });
+}
+
+/// Counts how often stamps are made durable.
+#[derive(Clone, Default)]
+struct Stamped(Arc<AtomicUsize>);
+
+impl HostHooks for Stamped {
+    type File = Self;
+    type Begun = ();
+
+    async fn begin(&self, _request: HostCall, _name: &Path) -> Result<()> {
+        Ok(())
+    }
+
+    fn end(&self, _request: HostCall, _name: &Path, (): ()) {}
+
+    fn file(&self, _file: &impl Storage) -> Self {
+        self.clone()
+    }
+}
+
+impl Hooks for Stamped {
+    type Begun = ();
+
+    async fn begin(&self, _file: &impl Storage, _request: Call<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    async fn end(&self, _file: &impl Storage, (): (), _done: Option<Call<'_>>) -> Result<()> {
+        Ok(())
+    }
+
+    fn sync_stamp(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
 }
 
 /// The bytes of the L1 table of a head, with its entries changed.
