@@ -333,6 +333,7 @@ fn a_head_that_is_wrong_is_not_used_without_its_index() {
                 *head = Some(Head::new(&cluster, &l1).unwrap());
             }
         };
+        let moved = |heads: &mut Vec<Option<Head>>| moved(heads);
         for (what, change) in [("rebased", &rebased as &dyn Fn(&mut Vec<_>)), ("moved", &moved)] {
             let host = good.deep_copy();
             forge(&host, 65, change);
@@ -347,7 +348,7 @@ fn a_head_that_is_wrong_is_not_used_without_its_index() {
 }
 
 /// Each table of each layer is said to be elsewhere.
-fn moved(heads: &mut Vec<Option<Head>>) {
+fn moved(heads: &mut [Option<Head>]) {
     for head in heads.iter_mut() {
         let l1 = l1_of(head.as_ref().unwrap(), |entry| entry + CLUSTER);
         let cluster = head.as_ref().unwrap().header().unwrap().encode().unwrap();
@@ -369,7 +370,7 @@ fn an_index_with_a_wrong_head_is_found_and_made_right_again() {
         for heads in [false, true] {
             assert_eq!(verify(heads).await, Ok(Ok(Vec::new())));
         }
-        forge(&host, 65, moved);
+        forge(&host, 65, |heads| moved(heads));
         let reason = verify(false).await.unwrap().unwrap_err();
         assert_eq!(reason, "'layer0' begins otherwise, although its times are the same");
         let refused = "'layer65': its backing file 'layer0' cannot be read, or is not what an index says of it; open \
