@@ -2,12 +2,12 @@
 
 use isobath_qcow2::compress::{compress, decompress};
 use isobath_qcow2::index::{
-    BlockHash, IndexExtension, LayerRecord, PAGE_UNITS, Page, Root, Segment,
+    BlockHash, HeadsBlock, IndexExtension, LayerRecord, PAGE_UNITS, Page, Root, Segment,
 };
 use isobath_qcow2::{
-    Bitmap, BitmapCluster, ClusterKind, CompressionType, Extension, Geometry, GuestOffset, Header,
-    HostOffset, L1Entry, L2Entry, NewImage, ParseMode, RefcountOrder, RefcountTableEntry, Snapshot,
-    is_qcow2,
+    Bitmap, BitmapCluster, ClusterKind, CompressionType, Extension, Geometry, GuestOffset, Head,
+    Header, HostOffset, L1Entry, L2Entry, NewImage, ParseMode, RefcountOrder, RefcountTableEntry,
+    Snapshot, is_qcow2,
 };
 
 fn check_header(bytes: &[u8]) {
@@ -215,7 +215,7 @@ pub fn bitmaps(data: &[u8]) {
 pub fn index(data: &[u8]) {
     let Some((&[kind, unit], bytes)) = data.split_first_chunk() else { return };
     let unit_bits = 9 + u32::from(unit) % 13;
-    match kind % 5 {
+    match kind % 6 {
         0 => {
             let Some(root) = Root::decode(bytes) else { return };
             assert_eq!(Root::decode(&root.encode()), Some(root));
@@ -234,10 +234,20 @@ pub fn index(data: &[u8]) {
         3 => {
             let count = usize::from(unit);
             let Some(records) = LayerRecord::decode_chapter(bytes, count) else { return };
-            let again = LayerRecord::encode_chapter(&records);
+            let heads = HeadsBlock::of_chapter(bytes, count);
+            let again = LayerRecord::encode_chapter(&records, heads.as_ref());
+            assert_eq!(HeadsBlock::of_chapter(&again, count), heads);
             assert_eq!(LayerRecord::decode_chapter(&again, count), Some(records));
         }
-        _ => edit_header(bytes),
+        4 => edit_header(bytes),
+        _ => {
+            let count = usize::from(unit);
+            let Some(heads) = Head::decode_all(bytes, count) else { return };
+            assert_eq!(Head::decode_all(&Head::encode_all(&heads), count), Some(heads.clone()));
+            for head in heads.into_iter().flatten() {
+                let _ = head.header();
+            }
+        }
     }
 }
 

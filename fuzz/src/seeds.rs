@@ -4,12 +4,12 @@ use crate::nbd_session::{FRAMED, GREETED, STRUCTURED, script};
 use isobath_export::nbd::request::Request;
 use isobath_qcow2::embedded::{LEAD, Mapping, ZoneId, embed};
 use isobath_qcow2::index::{
-    BlockHash, BlockPointer, LayerRecord, LayerStamp, Page, PageEntry, PageRecord, RecordedFormat,
-    Root, Segment,
+    BlockHash, BlockPointer, HeadsBlock, LayerRecord, LayerStamp, Page, PageEntry, PageRecord,
+    RecordedFormat, Root, Segment,
 };
 use isobath_qcow2::journal::{Operation, Record, Zone, Zones};
 use isobath_qcow2::{
-    ClusterIndex, CompressionType, Extension, HostOffset, Lsn, NewImage, Snapshot, compress,
+    ClusterIndex, CompressionType, Extension, Head, HostOffset, Lsn, NewImage, Snapshot, compress,
 };
 use std::fs;
 use std::path::Path;
@@ -117,6 +117,10 @@ fn indexes() -> Vec<(u8, Vec<u8>)> {
         stamp: Some(LayerStamp { length: 1 << 20, modified: 5, changed: 6, inode: 7 }),
         digest: Some(BlockHash::of(b"tables")),
     };
+    let image = NewImage::new(1 << 30).plan().and_then(|plan| plan.header().encode());
+    let head = image.ok().and_then(|image| Head::new(&image, &[0, 0, 0, 0, 0, 6, 0, 0]));
+    let heads = Head::encode_all(&vec![head; 7]);
+    let block = HeadsBlock { length: heads.len() as u32, hash: BlockHash::of(&heads) };
     let root = Root {
         unit_bits: 16,
         position: 3,
@@ -134,7 +138,8 @@ fn indexes() -> Vec<(u8, Vec<u8>)> {
         (0, root.encode()),
         (1, segment.encode()),
         (2, page),
-        (3, LayerRecord::encode_chapter(&vec![record; 7])),
+        (3, LayerRecord::encode_chapter(&vec![record; 7], Some(&block))),
+        (5, heads),
     ]
 }
 

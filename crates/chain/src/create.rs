@@ -1,7 +1,7 @@
 //! Creating images.
 
 use crate::chain::Chain;
-use crate::index::{Built, Folding, Place, build};
+use crate::index::{Built, Folding, IndexLimits, NoIndex, Place, build};
 use crate::open::open_chain;
 use isobath_image::encryption::{Secrets, keys_on_thread};
 use isobath_image::layer::ImageFormat;
@@ -9,7 +9,7 @@ use isobath_image::name::{backing_format, name_in_header};
 use isobath_image::options::{OpenOptions, Trust, setters};
 use isobath_image::{DiskError, Result, invariant};
 use isobath_luks::{CreateOptions, Secret, system_random};
-use isobath_qcow2::index::IndexExtension;
+use isobath_qcow2::index::{BlockHash, IndexExtension};
 use isobath_qcow2::{CompressionType, FormatError, HostOffset, NewImage, Plan};
 use isobath_storage::{
     FileId, Host, IoBuf, Layout, Locking, OpenMode, Storage, StorageError, StorageExt, ZeroMode,
@@ -97,6 +97,8 @@ pub struct NewDisk {
     /// Write the direct-access index of the layers below. It needs an open backing file, and is omitted if the chain is
     /// not suited.
     pub index: bool,
+    /// What that may cost.
+    pub index_limits: IndexLimits,
 }
 
 impl Default for NewDisk {
@@ -119,6 +121,7 @@ impl Default for NewDisk {
             encryption: None,
             layout: Layout::default(),
             index: true,
+            index_limits: IndexLimits::default(),
         }
     }
 }
@@ -191,6 +194,7 @@ setters! {
     encryption: Option<NewEncryption>,
     layout: Layout,
     index: bool,
+    index_limits: IndexLimits,
 }
 
 /// Creates an image, durably, replacing an existing file that is not in use. Returns the disk's size in bytes.
@@ -230,17 +234,21 @@ pub async fn create_held<'a, H: Host>(
         .checked_next_multiple_of(512)
         .filter(|size| i64::try_from(*size).is_ok())
         .ok_or_else(|| refused("the size must be below 8 EiB"))?;
+    let mut index_left = false;
     let plan = match new.format {
         ImageFormat::Qcow2 => {
             // The options are checked before the chain is looked at.
             let plain = plan(name, &new, size, None)?;
             let index = match &backing {
                 Some(backing) if new.index => index_of(host, backing, &new).await?,
-                _ => None,
+                _ => Err(NoIndex::Unsuited),
             };
+            index_left = matches!(index, Err(NoIndex::Much)) && has_room(name, &new, size);
             // If the header has no room for the extension, the index is omitted.
-            let indexed = index.and_then(|index| {
-                Some((plan(name, &new, size, Some(index.extension)).ok()?, index.bytes))
+            let indexed = index.ok().and_then(|index| {
+                let plan = plan(name, &new, size, Some(index.extension)).ok()?;
+                index_left = index.deferred;
+                Some((plan, index.bytes))
             });
             Some(indexed.unwrap_or((plain, Vec::new())))
         }
@@ -277,7 +285,7 @@ pub async fn create_held<'a, H: Host>(
         }
         None => Vec::new(),
     };
-    let mut created = Created { host, size, layout: new.layout, files: Vec::new() };
+    let mut created = Created { host, size, index_left, layout: new.layout, files: Vec::new() };
     let result = match &plan {
         Some((plan, index)) => {
             let contents = Contents { plan, index, keys: &keys };
@@ -388,32 +396,47 @@ async fn index_of<H: Host>(
     host: &H,
     backing: &Backing<H::File>,
     new: &NewDisk,
-) -> Result<Option<Built>> {
+) -> Result<std::result::Result<Built, NoIndex>> {
     let chain = &backing.chain;
     // Whether an index still fits is found out by opening the layers, and a server may admit one client only once.
     if chain.layers().any(|(_, layer)| host.protocol_name(&layer.name().to_string_lossy())) {
-        return Ok(None);
+        return Ok(Err(NoIndex::Unsuited));
     }
     let place = Place {
         at: HostOffset::new(new.cluster_size),
         cluster_size: new.cluster_size,
         position: chain.depth() as u32,
     };
+    let folding = Folding::InTurn(new.index_limits);
     if backing.frozen {
         let name = new.backing_file.as_deref().unwrap_or_default();
-        return build(chain, name, place, Folding::InTurn, |_, _| {}).await;
+        return build(chain, name, place, folding, |_, _| {}).await;
     }
     // An image that a writer has open still changes; it is frozen only when the overlay replaces it. The index
     // describes those below.
     let Some(top) = chain.depth().checked_sub(2).and_then(|place| chain.layers().nth(place)) else {
-        return Ok(None);
+        return Ok(Err(NoIndex::Unsuited));
     };
     let (_, top) = top;
     let options = OpenOptions::new().format(top.format()).secrets(Secrets::unneeded());
     let options = options.locking(Locking::Immediate);
-    let Ok(frozen) = open_chain(host, top.name(), &options).await else { return Ok(None) };
+    let Ok(frozen) = open_chain(host, top.name(), &options).await else {
+        return Ok(Err(NoIndex::Unsuited));
+    };
     let name = chain.active().header().and_then(|header| header.backing_file).unwrap_or_default();
-    build(&frozen, &name, place, Folding::InTurn, |_, _| {}).await
+    build(&frozen, &name, place, folding, |_, _| {}).await
+}
+
+/// Whether the header of a new image has room for an index.
+fn has_room(name: &Path, new: &NewDisk, size: u64) -> bool {
+    let index = IndexExtension {
+        area_offset: HostOffset::new(new.cluster_size),
+        area_length: new.cluster_size,
+        root_offset: HostOffset::new(new.cluster_size),
+        root_length: 1,
+        root_hash: BlockHash::default(),
+    };
+    plan(name, new, size, Some(index)).is_ok()
 }
 
 /// The layout of a qcow2 image.
@@ -460,6 +483,7 @@ fn check_plain(name: &Path, new: &NewDisk) -> Result<()> {
         preallocation: new.preallocation,
         open_backing: new.open_backing,
         index: new.index,
+        index_limits: new.index_limits,
         ..NewDisk::default()
     };
     if *new != plain {
@@ -472,6 +496,7 @@ fn check_plain(name: &Path, new: &NewDisk) -> Result<()> {
 pub struct Created<'a, H: Host> {
     host: &'a H,
     size: u64,
+    index_left: bool,
     layout: Layout,
     files: Vec<Kept<H::File>>,
 }
@@ -487,6 +512,12 @@ impl<H: Host> Created<'_, H> {
     /// The disk's size in bytes.
     pub fn size(&self) -> u64 {
         self.size
+    }
+
+    /// Whether there was too much to read for the direct-access index of the layers below. Then it has no digests yet,
+    /// which later overlays add, or there is none, since there was too much for those, too. Writing one makes all of it.
+    pub fn is_index_left(&self) -> bool {
+        self.index_left
     }
 
     /// Lets this process, and nobody else, open the image for writing. It should do so before this is dropped.
@@ -765,8 +796,13 @@ mod tests {
         let plan = image.plan().unwrap();
         let write = |keys: &[u8]| {
             let files = Vec::new();
-            let mut created =
-                Created { host: &host, size: 1 << 20, layout: Layout::default(), files };
+            let mut created = Created {
+                host: &host,
+                size: 1 << 20,
+                index_left: false,
+                layout: Layout::default(),
+                files,
+            };
             let contents = Contents { plan: &plan, index: &[], keys };
             block_on(Box::pin(write_qcow2(&mut created, name, &new, contents, &[])))
         };

@@ -356,7 +356,10 @@ async fn index_info<H: Host>(
         info.granularity = 1 << root.unit_bits;
     }
     info.state = match examine(&chain).await {
-        Ok(_) => IndexState::Valid,
+        Ok(examined) => {
+            info.undigested = examined.undigested;
+            IndexState::Valid
+        }
         Err(reason) => IndexState::Invalid(reason),
     };
     info

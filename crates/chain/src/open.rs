@@ -8,7 +8,9 @@ use isobath_image::index_area::read_root;
 use isobath_image::layer::{ImageFormat, Layer, ShownLog};
 use isobath_image::name::{backing_format, backing_secret, check_backing_kind};
 use isobath_image::offline::bring_in;
-use isobath_image::open::{Opening, open_layer, referenced_file};
+use isobath_image::open::{
+    Known, Opening, is_as_its_file, open_known_layer, open_layer, referenced_file,
+};
 use isobath_image::options::{BackingFile, Below, OpenOptions, Trust};
 use isobath_image::{DiskError, Result};
 use isobath_qcow2::IncompatibleFeatures;
@@ -26,10 +28,31 @@ pub async fn open_chain<H: Host>(
     name: &Path,
     options: &OpenOptions,
 ) -> Result<Chain<H::File>> {
-    let chain = open_layers(host, name, options).await?;
-    if options.backing && options.may_use_index() {
-        chain.set_index(index::find(&chain).await);
+    if !options.backing || !options.may_use_index() {
+        return open_layers(host, name, options).await;
     }
+    let mut heads = Heads { allowed: options.heads, ..Heads::default() };
+    let mut layers = Vec::new();
+    match walk(host, name, options, &mut heads, &mut layers).await {
+        Ok(()) => {
+            let chain = chain_of(layers.clone());
+            let index = index::find(&chain).await;
+            // Heads are as good as the index that they came with.
+            let covers = index.as_ref().map_or(0, |index| index.covers());
+            if covers >= heads.described || unlike_its_file(&chain, covers).await.is_none() {
+                chain.set_index(index);
+                return Ok(chain);
+            }
+        }
+        // What the files say may be another thing.
+        Err(_) if heads.may_mislead => {}
+        Err(error) => return Err(error),
+    }
+    // The active layer was not opened by a head.
+    layers.truncate(1);
+    walk(host, name, options, &mut Heads::default(), &mut layers).await?;
+    let chain = chain_of(layers);
+    chain.set_index(index::find(&chain).await);
     Ok(chain)
 }
 
@@ -39,7 +62,52 @@ pub async fn open_layers<H: Host>(
     name: &Path,
     options: &OpenOptions,
 ) -> Result<Chain<H::File>> {
-    let mut layers: Vec<Arc<Layer<H::File>>> = Vec::new();
+    let mut layers = Vec::new();
+    walk(host, name, options, &mut Heads::default(), &mut layers).await?;
+    Ok(chain_of(layers))
+}
+
+/// The chain of layers that are in order from the top down.
+fn chain_of<S: Storage>(mut layers: Vec<Arc<Layer<S>>>) -> Chain<S> {
+    layers.reverse();
+    Chain::of(layers)
+}
+
+/// The first layer from `first` up to the one below the active one, if any, of which another thing is known than what
+/// its file says, or whose file cannot be read.
+pub async fn unlike_its_file<S: Storage>(chain: &Chain<S>, first: usize) -> Option<Arc<Layer<S>>> {
+    let below: Vec<_> = chain.layers().take(chain.depth() - 1).skip(first).collect();
+    let same = below.iter().map(|(_, layer)| is_as_its_file(layer));
+    let mut same = stream::iter(same).buffered(OPENED_AT_ONCE);
+    for (_, layer) in &below {
+        if !same.next().await.is_some_and(|same| same.is_ok_and(|same| same)) {
+            return Some(Arc::clone(layer));
+        }
+    }
+    None
+}
+
+/// The heads by which layers are opened without being read.
+#[derive(Default)]
+struct Heads {
+    /// Whether they are used at all.
+    allowed: bool,
+    /// The most layers, from the base, that an index describes whose heads were used.
+    described: usize,
+    /// Whether the chain has such a layer, so that what comes next may be another thing than what the files say.
+    may_mislead: bool,
+}
+
+/// Opens `name`, if it is not open as the first of `layers` already, and everything below it. The layers that were
+/// opened, from the top down, are in `layers` also if a later one fails.
+async fn walk<H: Host>(
+    host: &H,
+    name: &Path,
+    options: &OpenOptions,
+    heads: &mut Heads,
+    layers: &mut Vec<Arc<Layer<H::File>>>,
+) -> Result<()> {
+    let mut active = layers.pop();
     let mut seen: HashSet<FileId> = HashSet::new();
     let mut next = Some(Next { name: name.to_owned(), format: options.format, description: None });
     let mut visible = u64::MAX;
@@ -62,13 +130,20 @@ pub async fn open_layers<H: Host>(
         let opened = match key_of(&name, description.as_deref(), options, layers.len()) {
             Ok(key) => {
                 let opening = Opening { format, writable, options: own(layers.len()), key: &key };
-                let opened = match ahead.take(&name, format) {
-                    Some(layer) => Ok(layer),
-                    None => open_layer(host, &name, opening).await,
+                let opened = match (active.take(), ahead.take(&name, format)) {
+                    (Some(layer), _) => Ok(layer),
+                    (None, Some(AheadLayer { layer, by_head })) => {
+                        heads.may_mislead |= by_head;
+                        Ok(Arc::new(layer))
+                    }
+                    (None, None) => open_layer(host, &name, opening).await.map(Arc::new),
                 };
                 match opened {
                     Ok(layer) if !writable && (options.writable || options.bring_in) => {
-                        Box::pin(durable(host, layer, opening)).await
+                        let durable = Box::pin(durable(host, layer, opening)).await;
+                        // The refusal may be one that is given once.
+                        heads.may_mislead &= durable.is_ok();
+                        durable
                     }
                     opened => opened,
                 }
@@ -76,7 +151,7 @@ pub async fn open_layers<H: Host>(
             Err(error) => Err(error),
         };
         let layer = match (opened, layers.last()) {
-            (Ok(layer), _) => Arc::new(layer),
+            (Ok(layer), _) => layer,
             (Err(error), None) => return Err(error),
             (Err(error), Some(above)) => {
                 return Err(DiskError::Backing {
@@ -108,13 +183,12 @@ pub async fn open_layers<H: Host>(
                 Below::Given(file) => Some(given(&layer, file)?),
             };
             if next.is_some() && ahead.is_empty() && options.may_use_index() {
-                ahead = open_ahead(host, &layer, layers.len(), &below).await;
+                ahead = open_ahead(host, &layer, layers.len(), &below, heads).await;
             }
         }
         layers.push(layer);
     }
-    layers.reverse();
-    Ok(Chain::of(layers))
+    Ok(())
 }
 
 /// The next layer of a chain that is being opened.
@@ -144,9 +218,9 @@ fn key_of(
 /// before it flushed.
 async fn durable<H: Host>(
     host: &H,
-    layer: Layer<H::File>,
+    layer: Arc<Layer<H::File>>,
     opening: Opening<'_>,
-) -> Result<Layer<H::File>> {
+) -> Result<Arc<Layer<H::File>>> {
     let layer = without_log(host, layer, opening).await?;
     let unclosed = [IncompatibleFeatures::JOURNAL, IncompatibleFeatures::DIRTY];
     let header = layer.header();
@@ -165,9 +239,9 @@ async fn durable<H: Host>(
 /// Brings what only a killed server's restart log has of a layer into its image.
 async fn without_log<H: Host>(
     host: &H,
-    layer: Layer<H::File>,
+    layer: Arc<Layer<H::File>>,
     opening: Opening<'_>,
-) -> Result<Layer<H::File>> {
+) -> Result<Arc<Layer<H::File>>> {
     let name = layer.name().to_owned();
     let refused = |reason: String| DiskError::Refused { image: name.clone(), reason };
     let unfit = |what: &str| {
@@ -195,15 +269,22 @@ async fn without_log<H: Host>(
     }
     let layer = open_layer(host, &name, opening).await?;
     if layer.shown_log() == ShownLog::None {
-        return Ok(layer);
+        return Ok(Arc::new(layer));
     }
     Err(refused("its server was killed once more while it was being opened; try again".into()))
+}
+
+/// A layer opened because an index names it.
+struct AheadLayer<S> {
+    layer: Layer<S>,
+    /// Nothing was read of it.
+    by_head: bool,
 }
 
 /// Layers opened because an index names them, the next one of the chain last. Each is used only
 /// where the header above it names the very same file.
 struct OpenedAhead<S> {
-    layers: Vec<Layer<S>>,
+    layers: Vec<AheadLayer<S>>,
 }
 
 impl<S> Default for OpenedAhead<S> {
@@ -218,15 +299,15 @@ impl<S: Storage> OpenedAhead<S> {
     }
 
     /// The next layer, if it is the one that the chain needs; otherwise none of the following layers is either.
-    fn take(&mut self, name: &Path, format: Option<ImageFormat>) -> Option<Layer<S>> {
-        let layer = self.layers.pop()?;
+    fn take(&mut self, name: &Path, format: Option<ImageFormat>) -> Option<AheadLayer<S>> {
+        let next = self.layers.pop()?;
         // If the format is not named it is probed, which detects qcow2.
         let expected = format.unwrap_or(ImageFormat::Qcow2);
-        if layer.name() != name || layer.format() != expected {
+        if next.layer.name() != name || next.layer.format() != expected {
             self.layers.clear();
             return None;
         }
-        Some(layer)
+        Some(next)
     }
 }
 
@@ -236,61 +317,109 @@ async fn open_ahead<H: Host>(
     holder: &Arc<Layer<H::File>>,
     above: usize,
     below: &OpenOptions,
+    heads: &mut Heads,
 ) -> OpenedAhead<H::File> {
-    let mut opened = OpenedAhead::default();
-    let Some(root) = read_root(holder).await else { return opened };
+    let Some(root) = read_root(holder).await else { return OpenedAhead::default() };
     if root.covers != root.position {
-        return opened;
+        return OpenedAhead::default();
     }
-    let (position, covers) = (root.position as usize, root.covers as usize);
+    let covers = root.covers as usize;
     let mut ahead = Ahead::new(root);
     let mut referrer = holder.name().to_owned();
     // From the top down, in the order in which the names become known.
-    let mut layers: Vec<Layer<H::File>> = Vec::with_capacity(covers);
-    while ahead.next_chapter().is_some_and(|chapter| chapter.layer as usize == position) {
-        if !ahead.read_chapter(holder).await {
-            return opened;
-        }
-    }
+    let mut opened = Opened { layers: Vec::with_capacity(covers), files: HashSet::new() };
     loop {
+        read_chapters(&mut ahead, holder, &opened.layers, heads.allowed).await;
         let mut wanted = Vec::new();
-        let mut depth = above + layers.len();
-        for number in (ahead.lowest()..covers - layers.len()).rev() {
+        let mut depth = above + opened.layers.len();
+        for number in (ahead.lowest()..covers - opened.layers.len()).rev() {
             let Some(record) = ahead.record(number) else { break };
             let path = referenced_file(host, &referrer, "backing file", &record.name, &below.trust);
             let Ok(path) = path else { break };
             referrer.clone_from(&path);
             depth += 1;
             let Ok(key) = key_of(&path, Some(&record.name), below, depth) else { break };
-            wanted.push((path, record.format.into(), key));
+            let (format, known) = (record.format.into(), ahead.known(number));
+            wanted.push(Wanted { path, format, key, known });
         }
-        let opening = wanted.iter().map(|(path, format, key)| {
-            let format = Some(*format);
-            open_layer(host, path, Opening { format, writable: false, options: below, key })
-        });
-        let mut opening = stream::iter(opening).buffered(OPENED_AT_ONCE);
-        while let Some(layer) = opening.next().await {
-            // Opening it again by the header's name reports the error.
-            let Ok(layer) = layer else { break };
-            layers.push(layer);
-        }
-        if covers - layers.len() != ahead.lowest() {
+        if wanted.is_empty() {
             break;
         }
-        let Some(chapter) = ahead.next_chapter().map(|chapter| chapter.layer as usize) else {
+        open_wanted(host, &wanted, below, &mut opened).await;
+        if covers - opened.layers.len() != ahead.lowest() {
             break;
-        };
-        let read = match layers.get((covers - 1).wrapping_sub(chapter)) {
-            Some(layer) => ahead.read_chapter(layer).await,
+        }
+        ahead.drop_heads();
+    }
+    let mut layers = opened.layers;
+    if layers.iter().any(|opened| opened.by_head) {
+        heads.described = heads.described.max(covers);
+    }
+    layers.reverse();
+    OpenedAhead { layers }
+}
+
+/// Reads chapters that are in `holder` or in layers that are open, with their heads if these are used: as many as give
+/// enough to do.
+async fn read_chapters<S: Storage>(
+    ahead: &mut Ahead,
+    holder: &Layer<S>,
+    layers: &[AheadLayer<S>],
+    with_heads: bool,
+) {
+    let (position, covers) = (ahead.root.position as usize, ahead.root.covers as usize);
+    while !ahead.has_many_heads()
+        && let Some(chapter) = ahead.next_chapter().map(|chapter| chapter.layer as usize)
+    {
+        let open = layers.get((covers - 1).wrapping_sub(chapter)).map(|opened| &opened.layer);
+        let file = if chapter == position { Some(holder) } else { open };
+        let read = match file {
+            Some(file) if with_heads => ahead.read_chapter_and_heads(file).await,
+            Some(file) => ahead.read_chapter(file).await,
             None => false,
         };
         if !read {
             break;
         }
     }
-    layers.reverse();
-    opened.layers = layers;
-    opened
+}
+
+/// A layer that an index names.
+struct Wanted<'a> {
+    path: PathBuf,
+    format: ImageFormat,
+    key: Key,
+    known: Option<Known<'a>>,
+}
+
+/// Layers that were opened because an index names them, from the top down.
+struct Opened<S> {
+    layers: Vec<AheadLayer<S>>,
+    files: HashSet<FileId>,
+}
+
+/// Opens layers, up to the first that cannot be opened: opening it again by the header's name reports the error. So
+/// does one whose file is already among them.
+async fn open_wanted<H: Host>(
+    host: &H,
+    wanted: &[Wanted<'_>],
+    options: &OpenOptions,
+    opened: &mut Opened<H::File>,
+) {
+    let opening = wanted.iter().map(|Wanted { path, format, key, known }| async move {
+        let opening = Opening { format: Some(*format), writable: false, options, key };
+        match known {
+            Some(known) => open_known_layer(host, path, opening, *known).await,
+            None => Ok((open_layer(host, path, opening).await?, false)),
+        }
+    });
+    let mut opening = stream::iter(opening).buffered(OPENED_AT_ONCE);
+    while let Some(Ok((layer, by_head))) = opening.next().await {
+        if !opened.files.insert(layer.storage().id()) {
+            break;
+        }
+        opened.layers.push(AheadLayer { layer, by_head });
+    }
 }
 
 /// The name and format of a backing file that was given for a layer, whose header must name another: what is written to

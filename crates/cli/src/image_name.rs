@@ -576,8 +576,9 @@ pub(crate) fn reason(error: &DiskError) -> String {
         }
         DiskError::Format { source, .. } => source.to_string(),
         DiskError::Refused { reason, .. } => reason.clone(),
+        DiskError::Memory { source, .. } => source.to_string(),
         DiskError::Backing { source, .. } => match &**source {
-            DiskError::Format { .. } | DiskError::Refused { .. } => {
+            DiskError::Format { .. } | DiskError::Refused { .. } | DiskError::Memory { .. } => {
                 format!("Could not open backing file: {source}")
             }
             source => format!("Could not open backing file: {}", reason(source)),

@@ -41,6 +41,18 @@ pub(crate) fn note_raw(image: &std::path::Path, option: &str) {
     }
 }
 
+/// Notes that what takes a while of the index of the new overlay `image` is left to others.
+pub(crate) fn note_index_left(image: &std::path::Path) {
+    // QEMU's programs say nothing.
+    if !crate::program::is_link() {
+        let name = isobath_storage::shown(image);
+        complain(format_args!(
+            "note: '{name}' has no whole index of the chain below, since that takes a while: 'isobath info' shows what \
+             there is, and 'isobath index' makes it whole at once"
+        ));
+    }
+}
+
 /// From now on, a thread writes to stderr, and nothing waits for it: messages beyond [`MOST_WAITING`] are dropped and
 /// counted. For servers; call it after any fork.
 pub(crate) fn detach() {

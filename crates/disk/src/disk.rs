@@ -221,7 +221,7 @@ impl<H: Host> Disk<H> {
             return Ok(None);
         }
         let reserved = limit.reserve("the disk, once it is the active layer,", more);
-        Ok(Some(Arc::new(reserved.map_err(|error| refused(overlay, &error))?)))
+        Ok(Some(Arc::new(reserved.map_err(|error| refused(overlay, error))?)))
     }
 
     /// Checks that the map and the writers are those of the chain.
@@ -439,7 +439,7 @@ fn reserve<S: Storage>(
     let writes = options.writable && chain.active().as_qcow2().is_some();
     let bytes = needs(map.stats().budget, largest_cluster(chain), writes);
     let reserved = limit.reserve("its map with its other caches", bytes);
-    let reserved = reserved.map_err(|error| refused(chain.active().name(), &error))?;
+    let reserved = reserved.map_err(|error| refused(chain.active().name(), error))?;
     Ok(Some(Arc::new(reserved)))
 }
 

@@ -58,7 +58,7 @@ pub use isobath_chain::chain::{LayerIndex, MAX_LAYERS};
 pub use isobath_chain::create::{
     Created, NewDisk, NewEncryption, Preallocation, create, create_held,
 };
-pub use isobath_chain::index::{IndexInfo, IndexState};
+pub use isobath_chain::index::{IndexInfo, IndexLimits, IndexState};
 pub use isobath_chain::info::{
     BitmapInfo, ForeignInfo, ImageInfo, InfoOptions, Qcow2Info, backing_chain_info, full_name, info,
 };

@@ -6,8 +6,10 @@
 
 use crate::disk::Disk;
 use isobath_chain::index::{
-    Built, Folding, IndexInfo, IndexState, Place, build, examine, find, page,
+    Built, Folding, IndexInfo, IndexState, NoIndex, Place, build, examine, examine_heads, find,
+    page,
 };
+use isobath_chain::open::unlike_its_file;
 use isobath_image::index_area::clusters;
 use isobath_image::layer::Qcow2;
 use isobath_image::writer::{Qcow2Writer, Writer};
@@ -70,6 +72,7 @@ impl<H: Host> Disk<H> {
                 "its backing file '{name}' is in the format {format}; an index covers only qcow2 and raw images"
             )));
         }
+        self.check_layers().await?;
         let (start, at) = qcow2.index_place().await?;
         let place = Place {
             at,
@@ -77,9 +80,8 @@ impl<H: Host> Disk<H> {
             position: below.depth() as u32,
         };
         let report = |done, total| progress(IndexProgress { done, total });
-        let Some(built) = build(&below, &name, place, Folding::Whole, report).await? else {
-            return Err(self.refused("it is too large for an index; use larger clusters"));
-        };
+        let built = build(&below, &name, place, Folding::Whole, report).await?;
+        let built = built.map_err(|none| self.refused(reason(&none)))?;
         // Before anything is written: whether the header has room.
         self.edits(image, Some(&built.extension)).await?;
         let clusters = built.extension.area_length >> image.geometry.cluster_bits();
@@ -92,7 +94,13 @@ impl<H: Host> Disk<H> {
         let covers = below.depth() as u32;
         let unit = self.chain.index().map_or(0, |index| 1 << index.root().unit_bits);
         let used = built.bytes.len() as u64;
-        Ok(IndexInfo { layers: covers, bytes: used, granularity: unit, state: IndexState::Valid })
+        Ok(IndexInfo {
+            layers: covers,
+            bytes: used,
+            granularity: unit,
+            undigested: built.undigested,
+            state: IndexState::Valid,
+        })
     }
 
     async fn store(
@@ -130,8 +138,20 @@ impl<H: Host> Disk<H> {
         Ok(true)
     }
 
-    /// Compares what the active image's index says with the layers' own tables, page by page, and
-    /// returns where they differ. The inner `Err` is the reason why the index is not used at all.
+    /// Checks that what is known of the layers is what their files say: an index made of something else would be wrong
+    /// for good.
+    async fn check_layers(&self) -> Result<()> {
+        let Some(layer) = unlike_its_file(&self.chain, 0).await else { return Ok(()) };
+        let name = shown(layer.name());
+        Err(self.refused(format!(
+            "its backing file '{name}' cannot be read, or is not what an index says of it; open the disk without \
+             heads, as 'isobath index' does"
+        )))
+    }
+
+    /// Compares what the active image's index says with the layers' own headers and tables, page by page, and
+    /// returns where they differ. The inner `Err` is the reason why the index is not used at all, or says what it has
+    /// wrong besides pages.
     ///
     /// # Errors
     /// If the image has no index, or the storage fails.
@@ -143,10 +163,14 @@ impl<H: Host> Disk<H> {
         if image.is_none() {
             return Err(self.refused("it has no index; 'isobath index' writes one"));
         }
+        self.check_layers().await?;
         let root = match examine(&self.chain).await {
-            Ok(root) => root,
+            Ok(examined) => examined.root,
             Err(reason) => return Ok(Err(reason)),
         };
+        if let Err(reason) = examine_heads(&self.chain, &root).await {
+            return Ok(Err(reason));
+        }
         let covers = root.covers as usize;
         let (Some(plain), Some(indexed)) = (self.chain.below(covers), self.chain.below(covers))
         else {
@@ -222,6 +246,23 @@ impl<H: Host> Disk<H> {
     }
 }
 
+/// Why a disk gets no index.
+fn reason(none: &NoIndex) -> String {
+    match none {
+        NoIndex::Unsuited | NoIndex::Much => {
+            "it is too large for an index; use larger clusters".into()
+        }
+        NoIndex::Unprovable(layer) => {
+            let layer = shown(layer);
+            format!(
+                "an index could not tell whether '{layer}' is unchanged: its tables cannot be read in full, and its \
+                 file's times do not count, being those of a device or of another machine, too recent, or in the \
+                 future; 'isobath check' says whether it is damaged"
+            )
+        }
+    }
+}
+
 /// Checks that an index was built for these clusters.
 fn check_area(image: &Qcow2, built: &Built, area: &Range<u64>, name: &Path) -> Result<()> {
     let size = image.geometry.cluster_size();
@@ -251,7 +292,8 @@ mod tests {
             root_length: 512,
             root_hash: BlockHash::of(&[]),
         };
-        let built = Built { bytes: vec![0; CLUSTER as usize], extension };
+        let bytes = vec![0; CLUSTER as usize];
+        let built = Built { bytes, extension, undigested: 0, deferred: false };
         let check = |area| check_area(image, &built, &area, disk.name());
         check(5..6).unwrap();
         must_violate(check(6..7), "an index is written where it was built for");

@@ -1,5 +1,6 @@
 //! Errors of a disk: which image, which field, and how to fix it.
 
+use crate::memory::OutOfMemory;
 use isobath_qcow2::FormatError;
 use isobath_storage::{Operation, StorageError, shown};
 use std::path::{Path, PathBuf};
@@ -29,6 +30,14 @@ pub enum DiskError {
         image: PathBuf,
         /// The reason, and how to fix it.
         reason: String,
+    },
+    /// An image takes more memory than is left of a limit.
+    #[error("'{}': {source}", shown(image))]
+    Memory {
+        /// The image.
+        image: PathBuf,
+        /// How much it may take, and the way out.
+        source: OutOfMemory,
     },
     /// A backing file could not be opened.
     #[error("cannot open the backing file of '{}': {source}", shown(overlay))]
@@ -164,6 +173,7 @@ impl DiskError {
             Self::Backing { source, .. } => source.errno(),
             Self::Format { .. }
             | Self::Refused { .. }
+            | Self::Memory { .. }
             | Self::Corrupt { .. }
             | Self::Internal { .. }
             | Self::Poisoned { .. } => libc::EIO,

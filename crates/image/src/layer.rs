@@ -95,7 +95,8 @@ impl ImageFormat {
 
 /// An open image: its file and, for qcow2, its header and L1 table.
 pub struct Layer<S> {
-    name: PathBuf,
+    /// The name, if it is not its file's.
+    name: Option<Box<Path>>,
     storage: Arc<S>,
     data: Data<S>,
     /// Guest bytes.
@@ -112,7 +113,7 @@ pub struct Layer<S> {
     /// The overlay of the journal of an image that was not closed.
     replayed: Option<Arc<Replayed>>,
     /// A killed process's restart log, which the writer must apply.
-    found_log: Mutex<Option<FoundLog>>,
+    found_log: Mutex<Option<Box<FoundLog>>>,
     /// What was made of one.
     log: Mutex<ShownLog>,
     /// Whether the data is encrypted.
@@ -120,7 +121,7 @@ pub struct Layer<S> {
     /// The header of a file that is encrypted as a whole, which `storage` decrypts.
     luks: Option<Arc<Info>>,
     /// See [`given_data_file`](Self::given_data_file).
-    given_data_file: Option<PathBuf>,
+    given_data_file: Option<Box<Path>>,
 }
 
 /// What was made of a killed process's restart log when its image was opened.
@@ -224,12 +225,17 @@ pub struct Qcow2 {
     pub memory: Option<Reserved>,
 }
 
+/// A layer's name, unless it is its file's: there may be thousands of layers.
+fn unless_file<S: Storage>(name: PathBuf, storage: &S) -> Option<Box<Path>> {
+    (name != storage.identity().name).then(|| name.into())
+}
+
 impl<S: Storage> Layer<S> {
     /// The size of a raw disk is that of its file, rounded to whole sectors.
     pub fn raw(name: PathBuf, storage: Arc<S>, length: u64) -> Self {
         let size = length.next_multiple_of(512);
         Self {
-            name,
+            name: unless_file(name, &*storage),
             data: Data::Own,
             storage,
             size: AtomicU64::new(size),
@@ -295,7 +301,7 @@ impl<S: Storage> Layer<S> {
             violated("the L1 table is as long as the header says");
         }
         Self {
-            name,
+            name: unless_file(name, &*storage),
             data: data.map_or(Data::Own, Data::File),
             storage,
             size: AtomicU64::new(size),
@@ -337,12 +343,12 @@ impl<S: Storage> Layer<S> {
 
     /// Sets the restart log that the image's writer must apply.
     pub fn set_found_log(&self, found_log: Option<FoundLog>) {
-        *self.found_log.lock() = found_log;
+        *self.found_log.lock() = found_log.map(Box::new);
     }
 
     /// Takes the restart log that the writer must apply.
     pub fn take_found_log(&self) -> Option<FoundLog> {
-        self.found_log.lock().take()
+        self.found_log.lock().take().map(|found| *found)
     }
 
     /// What was made of a killed process's restart log.
@@ -433,7 +439,7 @@ impl<S: Storage> Layer<S> {
             Protection::None => Ok(None),
             Protection::Unlocked(_) if self.luks.is_some() => Ok(None),
             Protection::Unlocked(unlocked) => Ok(Some(&unlocked.cipher)),
-            Protection::Locked => Err(locked(&self.name)),
+            Protection::Locked => Err(locked(self.name())),
         }
     }
 
@@ -477,13 +483,13 @@ impl<S: Storage> Layer<S> {
     pub async fn foreign_run(&self, at: u64, length: u64) -> Result<Run> {
         match &self.data {
             Data::Foreign(image) => Ok(Box::pin(image.run(at, length)).await?),
-            _ => Err(DiskError::internal(&self.name, "the layer is another program's image")),
+            _ => Err(DiskError::internal(self.name(), "the layer is another program's image")),
         }
     }
 
     /// The name under which it was opened.
     pub fn name(&self) -> &Path {
-        &self.name
+        self.name.as_deref().unwrap_or_else(|| self.storage.identity().name)
     }
 
     /// The image's file.
@@ -507,7 +513,7 @@ impl<S: Storage> Layer<S> {
     /// Notes that this external data file was given.
     #[must_use]
     pub(crate) fn with_data_file(self, given: Option<PathBuf>) -> Self {
-        Self { given_data_file: given, ..self }
+        Self { given_data_file: given.map(PathBuf::into_boxed_path), ..self }
     }
 
     /// The image's file, and the others that it consists of: an external data file, or extents.
@@ -636,12 +642,12 @@ impl<S: Storage> Layer<S> {
     pub async fn edit_backing(&self, backing: Option<(&str, &str)>) -> Result<()> {
         let qcow2 = match (self.as_qcow2(), backing) {
             (None, None) => return Ok(()),
-            (qcow2, _) => always(qcow2, &self.name, "an image with a backing file is qcow2")?,
+            (qcow2, _) => always(qcow2, self.name(), "an image with a backing file is qcow2")?,
         };
         let raw = qcow2.header.read().autoclear.contains(AutoclearFeatures::DATA_FILE_RAW);
         if raw && backing.is_some() {
             return Err(DiskError::Refused {
-                image: self.name.clone(),
+                image: self.name().to_owned(),
                 reason: "it cannot have a backing file: its external data file is to hold the whole disk \
                          (data_file_raw=on), and would not hold what the backing file does; convert the image \
                          instead"
@@ -655,7 +661,8 @@ impl<S: Storage> Layer<S> {
             Header::edit_backing(&cluster, backing).map_err(|error| self.format_error(error))?;
         for (at, bytes) in writes {
             storage.write_at(at as u64, IoBuf::copy_of(&bytes)).await?;
-            storage.flush().await?;
+            // An index of the images above may know the header by the file's stamp.
+            storage.sync_stamp().await?;
         }
         let owned = backing.map(|(name, format)| (name.to_owned(), Some(format.to_owned())));
         qcow2.header.write().set_backing(owned);
@@ -679,7 +686,7 @@ impl<S: Storage> Layer<S> {
 
     /// An error of the format, with this image's name.
     pub fn format_error(&self, source: FormatError) -> DiskError {
-        DiskError::Format { image: self.name.clone(), source }
+        DiskError::Format { image: self.name().to_owned(), source }
     }
 }
 

@@ -110,7 +110,7 @@ impl MemoryLimit {
     /// # Errors
     /// Less is left.
     pub fn part_for_layer(self: &Arc<Self>, image: &Path, l1: u64) -> Result<Arc<Self>, DiskError> {
-        self.part("its L1 table", l1 + LAYER).map_err(|error| refused(image, &error))
+        self.part("its L1 table", l1 + LAYER).map_err(|error| refused(image, error))
     }
 
     /// Reserves what an image takes whose L1 table has so many bytes.
@@ -119,7 +119,7 @@ impl MemoryLimit {
         image: &Path,
         l1: u64,
     ) -> Result<Reserved, DiskError> {
-        self.reserve("its L1 table", l1 + LAYER).map_err(|error| refused(image, &error))
+        self.reserve("its L1 table", l1 + LAYER).map_err(|error| refused(image, error))
     }
 }
 
@@ -141,8 +141,8 @@ impl Drop for Reserved {
 }
 
 /// The error of an image that does not fit.
-pub fn refused(image: &Path, error: &OutOfMemory) -> DiskError {
-    DiskError::Refused { image: image.to_owned(), reason: error.to_string() }
+pub fn refused(image: &Path, source: OutOfMemory) -> DiskError {
+    DiskError::Memory { image: image.to_owned(), source }
 }
 
 #[cfg(test)]

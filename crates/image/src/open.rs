@@ -1,10 +1,12 @@
 //! Opening one image.
 
 use crate::check::repair_dirty;
-use crate::encryption::{Key, unlock};
+use crate::encryption::{Key, Protection, unlock};
+use crate::index_area::{has_stamp, is_plain};
 use crate::l1_table::L1Table;
 use crate::layer::{ImageFormat, Layer, OpeningId, Qcow2, ShownLog};
 use crate::luks;
+use crate::memory::Reserved;
 use crate::name::name_in_header;
 use crate::options::{OpenOptions, SnapshotChoice, Trust};
 use crate::probe::format_of;
@@ -13,10 +15,12 @@ use crate::replayed::Replayed;
 use crate::restart_log::{FoundLog, LogUse};
 use crate::sabotage::{self, Sabotage};
 use crate::snapshot_table::read_snapshots;
-use crate::{DiskError, Result};
+use crate::{DiskError, Result, invariant};
 use isobath_formats::{Format, Image};
+use isobath_qcow2::head::MAX_HEAD_L1_ENTRIES;
+use isobath_qcow2::index::LayerStamp;
 use isobath_qcow2::l1::L1_ENTRY_SIZE;
-use isobath_qcow2::{Extension, Header, IncompatibleFeatures, L1Entry};
+use isobath_qcow2::{Extension, Head, Header, IncompatibleFeatures, L1Entry};
 use isobath_storage::{Access, Host, IoBuf, Storage, StorageExt, is_descriptor_set};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -86,6 +90,117 @@ pub async fn open_layer<H: Host>(
     }
     let layer = load(host, name, opening, file).await?;
     Ok(if opening.format.is_none() { layer.detected() } else { layer })
+}
+
+/// What an index says of a layer: its head, and the stamp that its file had then.
+#[derive(Clone, Copy, Debug)]
+pub struct Known<'a> {
+    /// The stamp.
+    pub stamp: LayerStamp,
+    /// The head.
+    pub head: &'a Head,
+}
+
+/// As [`open_layer`], of an image of which an index says something. If its file has the stamp, what the index says is
+/// what the file says, and nothing is read. Returns whether that was so.
+pub async fn open_known_layer<H: Host>(
+    host: &H,
+    name: &Path,
+    opening: Opening<'_>,
+    known: Known<'_>,
+) -> Result<(Layer<H::File>, bool)> {
+    let options = opening.options;
+    let asked = opening.writable
+        || options.snapshot.is_some()
+        || options.data_file.is_some()
+        || opening.format != Some(ImageFormat::Qcow2);
+    if asked {
+        return Ok((open_layer(host, name, opening).await?, false));
+    }
+    let file = host.open(name, options.mode(false)).await?;
+    if options.named {
+        options.trust.check_place(&file).await?;
+    }
+    let qcow2 = if has_stamp(&file, known.stamp).await { of_head(known) } else { None };
+    let Some(mut qcow2) = qcow2 else {
+        return Ok((load(host, name, opening, file).await?, false));
+    };
+    check_entries(&qcow2, known.head, name)?;
+    let memory = reserve(options, name, &qcow2.header.read())?;
+    qcow2.memory = memory;
+    let (name, file, length) = (name.to_owned(), Arc::new(file), known.stamp.length);
+    Ok((Layer::qcow2(name, file, None, length, qcow2, None, Protection::None), true))
+}
+
+/// Whether the file of a layer that was opened by its head says the same as the head. So does that of any other layer.
+///
+/// # Errors
+/// If the file cannot be read, or is not a valid image.
+pub async fn is_as_its_file<S: Storage>(layer: &Layer<S>) -> Result<bool> {
+    let Some(qcow2) = layer.as_qcow2() else { return Ok(true) };
+    let mut known = qcow2.header.read().clone();
+    // Others have no head.
+    if !is_plain(&known) {
+        return Ok(true);
+    }
+    drop_unneeded(&mut known);
+    let (storage, name) = (&**layer.storage(), layer.name());
+    let length = storage.len().await?;
+    let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
+    let mut header = read_header(storage, name, start, length).await?;
+    drop_unneeded(&mut header);
+    if header != known {
+        return Ok(false);
+    }
+    let l1 = read_l1(storage, name, &header, length, None).await?;
+    let known = qcow2.l1.read();
+    Ok(l1.allocated().eq(known.allocated()))
+}
+
+/// The image that a head is of; `None` if an image like that is refused, or has no head.
+fn of_head(Known { stamp, head }: Known<'_>) -> Option<Qcow2> {
+    let mut header = head.header().filter(is_plain)?;
+    if header.l1_size as usize > MAX_HEAD_L1_ENTRIES {
+        return None;
+    }
+    check_l1(Path::new(""), &header, stamp.length).ok()?;
+    let geometry = header.geometry().ok()?;
+    let mut l1 = L1Table::default();
+    l1.grow(header.l1_size as usize);
+    for (index, entry) in head.l1() {
+        l1.set(*index as usize, *entry)?;
+    }
+    drop_unneeded(&mut header);
+    Some(Qcow2 {
+        opening: OpeningId::next(),
+        header: header.into(),
+        geometry,
+        opened_length: stamp.length.into(),
+        l1: l1.into(),
+        memory: None,
+    })
+}
+
+/// Reserves what an image with this header takes as a layer, if there is a limit.
+fn reserve(options: &OpenOptions, name: &Path, header: &Header) -> Result<Option<Reserved>> {
+    let limit = options.memory.as_ref();
+    limit.map(|limit| limit.reserve_layer(name, u64::from(header.l1_size) * 8)).transpose()
+}
+
+/// Checks that the L1 table of an image is that of its head.
+fn check_entries(qcow2: &Qcow2, head: &Head, name: &Path) -> Result<()> {
+    let same = qcow2.l1.read().allocated().count() == head.l1().len();
+    invariant(same, name, "an L1 table has the entries of its head")
+}
+
+/// Removes the names of features, which are needed only to explain a refusal, and the padding: there may be thousands
+/// of layers.
+fn drop_unneeded(header: &mut Header) {
+    if header.unknown_fields.iter().all(|byte| *byte == 0) {
+        header.unknown_fields = Vec::new();
+    }
+    header.extensions.retain(|extension| !matches!(extension, Extension::FeatureNames(_)));
+    header.extensions.shrink_to_fit();
 }
 
 /// Reads what a layer is from its open file.
@@ -210,19 +325,14 @@ pub(crate) async fn load_qcow2<H: Host>(
         header = read_header(&**storage, name, start, length).await?;
     }
     if !writable {
-        // Needed only to explain a refusal; there may be thousands of layers.
-        header.extensions.retain(|extension| !matches!(extension, Extension::FeatureNames(_)));
-        header.extensions.shrink_to_fit();
+        drop_unneeded(&mut header);
     }
     let geometry =
         header.geometry().map_err(|source| DiskError::Format { image: name.to_owned(), source })?;
     if let Some(choice) = &options.snapshot {
         show_snapshot(&**storage, name, &mut header, (length, writable), choice).await?;
     }
-    let memory = match &options.memory {
-        Some(limit) => Some(limit.reserve_layer(name, u64::from(header.l1_size) * 8)?),
-        None => None,
-    };
+    let memory = reserve(options, name, &header)?;
     let l1 = read_l1(&**storage, name, &header, length, replayed.as_ref()).await?;
     let data = if header.incompatible.contains(IncompatibleFeatures::DATA_FILE) {
         let path = match (&options.data_file, header.data_file()) {
@@ -350,6 +460,23 @@ pub async fn read_header<S: Storage>(
 /// Bytes of an L1 table that are read at once.
 const L1_PIECE: u64 = 1 << 20;
 
+/// Checks that the active L1 table is in the file.
+fn check_l1(name: &Path, header: &Header, file_length: u64) -> Result<()> {
+    let bytes = u64::from(header.l1_size) * 8;
+    let offset = header.l1_table_offset;
+    if offset.get().checked_add(bytes).is_some_and(|end| end <= file_length) {
+        return Ok(());
+    }
+    Err(DiskError::Refused {
+        image: name.to_owned(),
+        reason: format!(
+            "its L1 table (l1_table_offset {offset}, l1_size {}) reaches past the end of the \
+             file ({file_length} bytes): the file is truncated; restore it from a backup",
+            header.l1_size
+        ),
+    })
+}
+
 /// Reads the active L1 table.
 async fn read_l1<S: Storage>(
     storage: &S,
@@ -358,18 +485,9 @@ async fn read_l1<S: Storage>(
     file_length: u64,
     replayed: Option<&Replayed>,
 ) -> Result<L1Table> {
+    check_l1(name, header, file_length)?;
     let bytes = u64::from(header.l1_size) * 8;
     let offset = header.l1_table_offset;
-    if offset.get().checked_add(bytes).is_none_or(|end| end > file_length) {
-        return Err(DiskError::Refused {
-            image: name.to_owned(),
-            reason: format!(
-                "its L1 table (l1_table_offset {offset}, l1_size {}) reaches past the end of the \
-                 file ({file_length} bytes): the file is truncated; restore it from a backup",
-                header.l1_size
-            ),
-        });
-    }
     let mut table = L1Table::default();
     let mut at = 0;
     while at < bytes {
@@ -384,4 +502,20 @@ async fn read_l1<S: Storage>(
         at += length as u64;
     }
     Ok(table)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::broken::{NAME, host, layer, must_violate};
+
+    #[test]
+    fn a_layer_has_the_l1_table_of_its_head() {
+        let start = &host().contents(NAME).unwrap()[..4096];
+        let of = |l1: u64| Head::new(start, &l1.to_be_bytes()).unwrap();
+        let layer = layer();
+        let check = |head: &Head| check_entries(layer.as_qcow2().unwrap(), head, Path::new(NAME));
+        check(&of(0)).unwrap();
+        must_violate(check(&of(1 << 16)), "an L1 table has the entries of its head");
+    }
 }

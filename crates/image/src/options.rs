@@ -147,6 +147,9 @@ pub struct OpenOptions {
     pub backing_files: Vec<Below>,
     /// How far names in headers are trusted.
     pub trust: Trust,
+    /// Layers of which a direct-access index has the [head](isobath_qcow2::Head) are opened without being read. Who
+    /// examines or rewrites an index reads them.
+    pub heads: bool,
     /// The image itself is named by another's header, so that it must lie where `trust` allows. A chain sets this for
     /// the images below its active one, except for those that were given.
     pub named: bool,
@@ -189,6 +192,7 @@ impl Default for OpenOptions {
             data_file: None,
             backing_files: Vec::new(),
             trust: Trust::default(),
+            heads: true,
             named: false,
             metadata: MetadataMode::default(),
             journal_size: None,
@@ -247,6 +251,7 @@ setters! {
     backing: bool,
     backing_files: Vec<Below>,
     trust: Trust,
+    heads: bool,
     named: bool,
     metadata: MetadataMode,
     journal_size: u64,

@@ -19,10 +19,10 @@ pub use disk::Disk;
 pub use image::{backing_chain_info, check, create, info, measure, seal};
 pub use isobath_disk::{
     BackingFile, Below, BitmapInfo, BlockStatus, CheckEvent, CheckOptions, CheckReport,
-    DEFAULT_MAP_CACHE, DiskError, ForeignInfo, ImageFormat, ImageInfo, InfoOptions, IoFailure,
-    IoStats, MAX_LAYERS, MapEntry, MapStats, Measure, MemoryLimit, MetadataMode, NewDisk,
-    NewEncryption, OpenOptions, Overlay, Preallocation, Qcow2Info, Repair, RequestStats, Result,
-    Secrets, SnapshotChoice, Trust, VmdkExtent, VmdkInfo, ZeroFlags,
+    DEFAULT_MAP_CACHE, DiskError, ForeignInfo, ImageFormat, ImageInfo, IndexLimits, InfoOptions,
+    IoFailure, IoStats, MAX_LAYERS, MapEntry, MapStats, Measure, MemoryLimit, MetadataMode,
+    NewDisk, NewEncryption, OpenOptions, Overlay, Preallocation, Qcow2Info, Repair, RequestStats,
+    Result, Secrets, SnapshotChoice, Trust, VmdkExtent, VmdkInfo, ZeroFlags,
 };
 pub use isobath_qcow2::{CompressionType, FormatError, Snapshot};
 pub use isobath_ring as ring;

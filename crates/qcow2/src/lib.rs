@@ -10,7 +10,7 @@
 //! - [`RefcountTableEntry`], [`RefcountOrder`]: which host clusters are in use.
 //! - [`compress`]: compressed clusters; [`Snapshot`]: internal snapshots; [`Bitmap`]: persistent
 //!   bitmaps.
-//! - [`index`]: the direct-access index, an extension of the format.
+//! - [`index`]: the direct-access index, an extension of the format; [`Head`]: what it has of a layer to open it.
 //! - [`journal`]: the metadata journal, another extension; [`embedded`]: mappings that lie in the data.
 //! - [`NewImage`]: what to write for a new image.
 
@@ -25,6 +25,7 @@ pub mod error;
 pub mod extension;
 pub mod features;
 pub mod geometry;
+pub mod head;
 pub mod header;
 pub mod index;
 pub mod journal;
@@ -54,6 +55,7 @@ pub use features::{
     IncompatibleFeatures,
 };
 pub use geometry::{Geometry, GuestPosition};
+pub use head::Head;
 pub use header::{Header, ParseMode, is_qcow2};
 pub use l1::L1Entry;
 pub use l2::{ClusterKind, CompressedCluster, L2Entry};

@@ -1,6 +1,7 @@
 //! Making writes durable, and remembering failures.
 
-use super::transfer;
+use super::{sys, transfer};
+use isobath_ring::unblock;
 use parking_lot::Mutex;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -22,15 +23,30 @@ pub(super) fn gains_from_written_space(file_system: u64) -> bool {
 /// The count for this process.
 static SYNCS: AtomicU64 = AtomicU64::new(0);
 
-/// How many times this process has asked the kernel for an `fdatasync` of a [`FileHost`](super::FileHost)'s file, or of
-/// the directory of one that it has created.
+/// How many times this process has asked the kernel for an `fdatasync` or `fsync` of a [`FileHost`](super::FileHost)'s
+/// file, or of the directory of one that it has created.
 pub fn syncs() -> u64 {
     SYNCS.load(Ordering::Relaxed)
 }
 
-async fn fdatasync(file: &Arc<OwnedFd>) -> io::Result<()> {
+/// What is made durable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Syncing {
+    /// What is needed to read the data.
+    Data,
+    /// The file's times as well.
+    Times,
+}
+
+async fn sync(file: &Arc<OwnedFd>, what: Syncing) -> io::Result<()> {
     SYNCS.fetch_add(1, Ordering::Relaxed);
-    transfer::fdatasync(file).await
+    match what {
+        Syncing::Data => transfer::fdatasync(file).await,
+        Syncing::Times => {
+            let file = Arc::clone(file);
+            unblock(move || sys::fsync(&file)).await
+        }
+    }
 }
 
 /// Whether a file's writes can still become durable.
@@ -73,11 +89,15 @@ impl Durability {
         }
     }
 
-    /// `fdatasync`. Its result is recorded even if the future is dropped.
-    pub(super) async fn flush(self: &Arc<Self>, file: &Arc<OwnedFd>) -> io::Result<()> {
+    /// `fdatasync`, or `fsync`. Its result is recorded even if the future is dropped.
+    pub(super) async fn flush(
+        self: &Arc<Self>,
+        file: &Arc<OwnedFd>,
+        what: Syncing,
+    ) -> io::Result<()> {
         self.check()?;
         let (this, file) = (self.clone(), file.clone());
-        let flush = async move { this.flush_now(&file).await };
+        let flush = async move { this.flush_now(&file, what).await };
         match isobath_ring::current() {
             Some(_) => {
                 let joined = isobath_ring::spawn(flush).await;
@@ -87,14 +107,14 @@ impl Durability {
         }
     }
 
-    async fn flush_now(&self, file: &Arc<OwnedFd>) -> io::Result<()> {
+    async fn flush_now(&self, file: &Arc<OwnedFd>, what: Syncing) -> io::Result<()> {
         let _turn = self.turn.lock().await;
         self.check()?;
         let mut unseen = Unseen(Some(self));
         let directory = self.directory.lock().take();
-        let mut result = fdatasync(file).await;
+        let mut result = sync(file, what).await;
         if let (Ok(()), Some(directory)) = (&result, directory) {
-            result = fdatasync(&directory).await;
+            result = sync(&directory, Syncing::Data).await;
         }
         unseen.0 = None;
         if let Err(error) = &result {
@@ -147,16 +167,22 @@ mod tests {
         let file: Arc<OwnedFd> = Arc::new(File::open("/").unwrap().into());
         let durability = Arc::new(Durability::default());
         executor.block_on(async {
-            durability.flush(&file).await.unwrap();
-            let error = durability.flush(&pipe).await.unwrap_err();
+            durability.flush(&file, Syncing::Data).await.unwrap();
+            let error = durability.flush(&pipe, Syncing::Data).await.unwrap_err();
             assert_eq!(error.raw_os_error(), Some(libc::EINVAL));
             for _ in 0..2 {
-                let error = durability.flush(&file).await.unwrap_err();
+                let error = durability.flush(&file, Syncing::Data).await.unwrap_err();
                 assert!(error.to_string().contains("an earlier flush failed (Invalid"), "{error}");
             }
             assert!(durability.check().is_err());
+
+            let durability = Arc::new(Durability::default());
+            durability.flush(&file, Syncing::Times).await.unwrap();
+            let error = durability.flush(&pipe, Syncing::Times).await.unwrap_err();
+            assert_eq!(error.raw_os_error(), Some(libc::EINVAL));
+            assert!(durability.check().is_err());
         });
-        assert!(isobath_ring::block_on(durability.flush(&file)).is_err());
+        assert!(isobath_ring::block_on(durability.flush(&file, Syncing::Data)).is_err());
     }
 
     #[test]
@@ -167,7 +193,7 @@ mod tests {
         let durability = Arc::new(Durability::default());
         executor.block_on(async {
             {
-                let mut flush = std::pin::pin!(durability.flush(&pipe));
+                let mut flush = std::pin::pin!(durability.flush(&pipe, Syncing::Data));
                 std::future::poll_fn(|context| {
                     assert!(flush.as_mut().poll(context).is_pending());
                     std::task::Poll::Ready(())
@@ -183,7 +209,7 @@ mod tests {
         let durability = Durability::default();
         executor.block_on(async {
             {
-                let mut flush = std::pin::pin!(durability.flush_now(&pipe));
+                let mut flush = std::pin::pin!(durability.flush_now(&pipe, Syncing::Data));
                 assert!(
                     std::future::poll_fn(|context| {
                         std::task::Poll::Ready(flush.as_mut().poll(context).is_pending())

@@ -5,7 +5,6 @@ use super::descriptor_sets;
 use super::descriptors::Pool;
 use super::direct::Direct;
 use super::flush::Durability;
-use super::mapped::Mapped;
 use super::named::Named;
 use super::open::{
     Attempt, Failure, Kind, MOST_REPLACED, Opened, Taking, attach, check_type, descriptor,
@@ -156,7 +155,7 @@ fn check_removable(name: &Path) -> io::Result<()> {
 async fn open(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Result<FileStorage> {
     mode.check(name)?;
     let opened = descriptor(name, name, mode, Taking::Alone, pool).await?;
-    let storage = storage(opened, name, mode, Durability::default(), pool);
+    let storage = storage(opened, name, mode, OnceLock::new(), pool);
     storage.map_err(|error| error.named(Operation::Open, name))
 }
 
@@ -168,7 +167,7 @@ async fn create(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Attempt<FileSt
         if opened.kind == Kind::Regular {
             sys::ftruncate(&opened.target.file, 0)?;
         }
-        return storage(opened, name, mode, Durability::default(), pool);
+        return storage(opened, name, mode, OnceLock::new(), pool);
     }
     for _ in 0..MOST_REPLACED {
         match fs::metadata(name) {
@@ -178,11 +177,11 @@ async fn create(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Attempt<FileSt
         }
         let permit = pool.admit().await;
         let (file, is_new) = new_or_found(name, mode, pool).await?;
-        let durability = if is_new {
-            Durability::created(pool.open(|| File::open(directory_of(name)?)).await?.into())
-        } else {
-            Durability::default()
-        };
+        let durability = OnceLock::new();
+        if is_new {
+            let directory = pool.open(|| File::open(directory_of(name)?)).await?;
+            durability.get_or_init(|| Arc::new(Durability::created(directory.into())));
+        }
         let created = if is_new { created_at(name, &file) } else { None };
         let opened = match attach(file, None, name, mode, Taking::Alone, permit, pool).await {
             Ok(opened) => opened,
@@ -242,20 +241,13 @@ fn storage(
     opened: Opened,
     name: &Path,
     mode: OpenMode,
-    durability: Durability,
+    durability: OnceLock<Arc<Durability>>,
     pool: &Arc<Pool>,
 ) -> Attempt<FileStorage> {
     let Opened { target, id, kind } = opened;
-    let direct = if mode.direct { Some(direct(&target.file, kind)?) } else { None };
+    let direct = if mode.direct { Some(Box::new(direct(&target.file, kind)?)) } else { None };
     let may_map = kind == Kind::Regular && !mode.direct && pool.mappings().are_allowed();
-    let mapped = may_map.then(|| Mapped::new(pool.mappings(), mode.writable));
-    let file = Named {
-        name: name.to_owned(),
-        path: std::path::absolute(name)?,
-        mode,
-        id,
-        pool: pool.clone(),
-    };
+    let file = Named::new(name, mode, id, pool.clone())?;
     let target = Arc::new(target);
     let nameless = is_descriptor_set(&file.path);
     let source = if mode.writable || kind != Kind::Regular || nameless {
@@ -267,17 +259,16 @@ fn storage(
         writing: Writing::new(mode.writable),
         file,
         source: ArcSwap::from_pointee(source),
-        roles: isobath_sync::AsyncMutex::default(),
+        roles: OnceLock::new(),
         kind,
         direct,
         cached: Cached::default(),
-        mapped,
-        durability: Arc::new(durability),
+        may_map,
+        mapped: OnceLock::new(),
+        durability,
         abilities: Abilities::default(),
-        clones: OnceLock::new(),
         timed: OnceLock::new(),
-        gains: OnceLock::new(),
-        atomic: OnceLock::new(),
+        found: OnceLock::new(),
     })
 }
 

@@ -56,6 +56,7 @@ pub use host::{FileHost, LimitedHost};
 pub use restart_memory::RestartDirectories;
 pub use storage::FileStorage;
 
+use crate::flush::Syncing;
 use crate::lock::Wanted;
 use isobath_ring::unblock;
 use isobath_storage::Operation;
@@ -82,7 +83,7 @@ impl Storage for FileStorage {
             extends_with_zeroes: self.kind == Kind::Regular,
             gains_from_written_space: !read_only && self.gains_from_written_space(),
             atomic_write: if read_only { SECTOR } else { self.atomic_write() },
-            clone_alignment: *self.clones.get_or_init(|| self.find_clone_alignment()),
+            clone_alignment: if read_only { None } else { self.clone_alignment() },
             is_device: self.kind != Kind::Regular,
             begins_at: 0,
         }
@@ -176,21 +177,7 @@ impl Storage for FileStorage {
     }
 
     async fn flush(&self) -> Result<()> {
-        self.landed().await;
-        let result = if self.writing.is_flushed() {
-            self.durability.check()
-        } else {
-            // A file that is only read may share its descriptor, and may have been written by others.
-            let target = match &**self.source.load() {
-                Source::Kept(target, _) => target.clone(),
-                Source::Shared(_) => self.target().await?,
-            };
-            self.durability.flush(&target.file).await
-        };
-        if result.is_err() {
-            self.end_mappings();
-        }
-        result.map_err(|error| self.error(Operation::Flush, error))
+        self.sync(Syncing::Data).await
     }
 
     async fn len(&self) -> Result<u64> {
@@ -247,6 +234,26 @@ impl Roles for FileStorage {
     }
 }
 
+impl FileStorage {
+    async fn sync(&self, what: Syncing) -> Result<()> {
+        self.landed().await;
+        let result = if self.writing.is_flushed() {
+            self.durability().check()
+        } else {
+            // A file that is only read may share its descriptor, and may have been written by others.
+            let target = match &**self.source.load() {
+                Source::Kept(target, _) => target.clone(),
+                Source::Shared(_) => self.target().await?,
+            };
+            self.durability().flush(&target.file, what).await
+        };
+        if result.is_err() {
+            self.end_mappings();
+        }
+        result.map_err(|error| self.error(Operation::Flush, error))
+    }
+}
+
 impl Stamps for FileStorage {
     fn stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>> {
         Box::pin(async {
@@ -261,6 +268,10 @@ impl Stamps for FileStorage {
             let stamp = self.wait_for_stamp(&target.file).await;
             stamp.map_err(|error| self.error(Operation::Query, error))
         })
+    }
+
+    fn sync_stamp(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(self.sync(Syncing::Times))
     }
 }
 
@@ -396,7 +407,7 @@ mod tests {
         block_on(async {
             let file = FileHost.create(&path, WRITABLE).await.unwrap();
             file.write_at(0, IoBuf::copy_of(b"kept")).await.unwrap();
-            file.durability.poison("Input/output error");
+            file.durability().poison("Input/output error");
             let refused = [
                 file.write_at(0, IoBuf::copy_of(b"x")).await.err(),
                 file.write_vectored_at(0, vec![IoBuf::copy_of(b"x")]).await.err(),
@@ -426,7 +437,7 @@ mod tests {
         block_on(async {
             let mut file =
                 FileHost.create(&directory.path().join("image"), WRITABLE).await.unwrap();
-            file.direct = Some(Direct::new(4096, 4096, true).unwrap());
+            file.direct = Some(Box::new(Direct::new(4096, 4096, true).unwrap()));
             let mut model = Vec::new();
             for step in 0..300_u64 {
                 let (offset, length) = (step * 7919 % 30_000, 1 + step * 104_729 % 9000);

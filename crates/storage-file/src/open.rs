@@ -97,7 +97,7 @@ pub(super) fn id_at(found: &Metadata) -> FileId {
 /// Owns a file's descriptor, its locks and its place in the pool, which are released in this order; readers that let it
 /// in keep others out again before that.
 struct OpenDescriptor {
-    _let_in: Option<LetIn>,
+    _let_in: Option<Box<LetIn>>,
     _locks: Option<Locks>,
     _copied: Option<Copied>,
     _file: Arc<OwnedFd>,
@@ -231,7 +231,7 @@ pub(super) async fn attach(
     };
     let landing = Arc::<Landing>::default();
     let lease = Arc::new(OpenDescriptor {
-        _let_in: let_in,
+        _let_in: let_in.map(Box::new),
         _locks: locks,
         _copied: copied,
         _file: file.clone(),

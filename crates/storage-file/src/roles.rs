@@ -5,6 +5,7 @@
 //! one's locks are released, and it is closed, when the last of them has ended.
 
 use super::descriptor_sets;
+use super::flush::Syncing;
 use super::named::Named;
 use super::open::{self, Failure, Kind, Opened, Taking};
 use super::pause::pause;
@@ -34,7 +35,7 @@ async fn last_use(target: &Arc<Target>) {
 
 impl FileStorage {
     pub(super) async fn end_writing(&self) -> Result<()> {
-        let mut roles = self.roles.lock().await;
+        let mut roles = self.roles().lock().await;
         if !self.writing.has_ended() {
             let old = self.kept().map_err(|error| self.error(Operation::Retire, error))?;
             let (reader, nameless) = self.open_reader(&old).await?;
@@ -46,7 +47,7 @@ impl FileStorage {
         }
         let Some(old) = &roles.writer else { return Ok(()) };
         last_use(old).await;
-        let flushed = self.durability.flush(&old.file).await;
+        let flushed = self.durability().flush(&old.file, Syncing::Data).await;
         roles.writer = None;
         self.writing.set(ENDED);
         if !roles.admits {
@@ -63,7 +64,7 @@ impl FileStorage {
             let (name, pool) = (&self.file.name, &self.file.pool);
             open::descriptor(&path, name, mode, Taking::BesideWriter, pool).await
         };
-        if let Ok(Opened { target, id, .. }) = open(self.file.path.clone()).await
+        if let Ok(Opened { target, id, .. }) = open(self.file.path.to_path_buf()).await
             && id == self.file.id
         {
             return Ok((target, false));
@@ -108,13 +109,13 @@ impl FileStorage {
 
     /// Unmaps what was mapped by the descriptor before, which stays open as long.
     fn forget_mappings(&self) {
-        if let Some(mapped) = &self.mapped {
+        if let Some(mapped) = self.mapped.get() {
             mapped.forget();
         }
     }
 
     pub(super) async fn set_admitting(&self, admit: bool) -> Result<()> {
-        let mut roles = self.roles.lock().await;
+        let mut roles = self.roles().lock().await;
         if !self.writing.has_ended() {
             let text = "it is already open for writing";
             let source = io::Error::new(io::ErrorKind::InvalidInput, text);

@@ -32,21 +32,31 @@ pub(super) struct Abilities {
 pub struct FileStorage {
     pub(super) file: Named,
     pub(super) writing: Writing,
-    /// Held during a change of the handle's role. An admission in it ends before the descriptor in `source` gives up
-    /// its locks.
-    pub(super) roles: isobath_sync::AsyncMutex<Changed>,
+    /// Held during a change of the handle's role, once there was one. An admission in it ends before the descriptor in
+    /// `source` gives up its locks.
+    pub(super) roles: OnceLock<Box<isobath_sync::AsyncMutex<Changed>>>,
     pub(super) source: ArcSwap<Source>,
     pub(super) kind: Kind,
-    pub(super) direct: Option<Direct>,
+    pub(super) direct: Option<Box<Direct>>,
     pub(super) cached: Cached,
-    /// If it may be read through mappings.
-    pub(super) mapped: Option<Arc<Mapped>>,
-    pub(super) durability: Arc<Durability>,
+    /// It may be read through mappings.
+    pub(super) may_map: bool,
+    /// Its mappings, once something cached was read.
+    pub(super) mapped: OnceLock<Arc<Mapped>>,
+    /// Once it was changed or flushed, or created. There may be thousands of files that are only read.
+    pub(super) durability: OnceLock<Arc<Durability>>,
     pub(super) abilities: Abilities,
-    /// Whether other files' space can be shared, once known.
-    pub(super) clones: OnceLock<Option<u64>>,
     /// Whether the file system's times can be trusted, once known.
     pub(super) timed: OnceLock<bool>,
+    /// What was found out about writing to it.
+    pub(super) found: OnceLock<Box<Found>>,
+}
+
+/// What is costly to find out about writing to a file.
+#[derive(Default)]
+pub(super) struct Found {
+    /// Whether other files' space can be shared, once known.
+    pub(super) clones: OnceLock<Option<u64>>,
     /// Whether flushes are cheaper in written space, once known.
     pub(super) gains: OnceLock<bool>,
     /// The device's atomic write size, once known.
@@ -64,6 +74,14 @@ impl fmt::Debug for FileStorage {
 }
 
 impl FileStorage {
+    pub(super) fn durability(&self) -> &Arc<Durability> {
+        self.durability.get_or_init(Arc::default)
+    }
+
+    pub(super) fn roles(&self) -> &isobath_sync::AsyncMutex<Changed> {
+        self.roles.get_or_init(Box::default)
+    }
+
     /// The descriptor; if the file gave it up, a new one.
     pub(super) async fn target(&self) -> Result<Arc<Target>> {
         let shared = match &**self.source.load() {
@@ -99,13 +117,13 @@ impl FileStorage {
     }
 
     fn read_kept(&self, file: &OwnedFd, offset: u64, buf: &mut IoBuf) -> usize {
-        let Some(mapped) = &self.mapped else { return self.cached.read(file, offset, buf) };
-        if mapped.read(offset, buf) {
+        if self.mapped.get().is_some_and(|mapped| mapped.read(offset, buf)) {
             return buf.len();
         }
         let count = self.cached.read(file, offset, buf);
-        if count == buf.len() {
-            mapped.was_cached(file, offset, count);
+        if self.may_map && count == buf.len() {
+            let new = || Mapped::new(self.file.pool.mappings(), self.file.mode.writable);
+            self.mapped.get_or_init(new).was_cached(file, offset, count);
         }
         count
     }
@@ -134,7 +152,7 @@ impl FileStorage {
 
     /// Reads by system calls from now on: they show the errors that the file system has.
     pub(super) fn end_mappings(&self) {
-        if let Some(mapped) = &self.mapped {
+        if let Some(mapped) = self.mapped.get() {
             mapped.end();
         }
     }
@@ -156,7 +174,7 @@ impl FileStorage {
             None if changes => Err(io::Error::from_raw_os_error(libc::EFBIG)),
             None => Err(io::Error::from_raw_os_error(libc::EINVAL)),
             Some(_) if changes && self.writing.has_ended() => Err(self.refusal()),
-            Some(end) if changes => self.durability.check().map(|()| end),
+            Some(end) if changes => self.durability().check().map(|()| end),
             Some(end) => Ok(end),
         };
         result.map_err(|error| self.at(operation, offset, length, error))
@@ -176,7 +194,7 @@ impl FileStorage {
 
     /// Whether the file system is one where flushes are cheaper in written space.
     pub(super) fn gains_from_written_space(&self) -> bool {
-        *self.gains.get_or_init(|| {
+        *self.found().gains.get_or_init(|| {
             let found = self.kept().and_then(|target| sys::file_system(&target.file));
             self.kind == Kind::Regular && found.is_ok_and(flush::gains_from_written_space)
         })
@@ -184,10 +202,19 @@ impl FileStorage {
 
     /// The size of the device's atomic writes.
     pub(super) fn atomic_write(&self) -> u64 {
-        *self.atomic.get_or_init(|| {
+        *self.found().atomic.get_or_init(|| {
             let found = self.kept().ok().map(|target| atomic::of_file(&target.file));
             found.unwrap_or(SECTOR)
         })
+    }
+
+    /// The alignment in which other files' space can be shared; `None` if it cannot.
+    pub(super) fn clone_alignment(&self) -> Option<u64> {
+        *self.found().clones.get_or_init(|| self.find_clone_alignment())
+    }
+
+    fn found(&self) -> &Found {
+        self.found.get_or_init(Box::default)
     }
 
     pub(super) fn length_of(&self, file: &OwnedFd) -> io::Result<u64> {
@@ -214,7 +241,7 @@ impl FileStorage {
         if length >= self.length_of(&target.file)? {
             return sys::ftruncate(&target.file, length);
         }
-        let cut = self.mapped.as_ref().map(|mapped| mapped.cut(length));
+        let cut = self.mapped.get().map(|mapped| mapped.cut(length));
         let landing = target.landing.clone();
         unblocked(&landing, move || {
             let _guards = (guard, cut);

@@ -171,6 +171,11 @@ pub(super) fn fdatasync(file: &OwnedFd) -> io::Result<()> {
     done(unsafe { libc::fdatasync(file.as_raw_fd()) })
 }
 
+pub(super) fn fsync(file: &OwnedFd) -> io::Result<()> {
+    // SAFETY: a plain system call.
+    done(unsafe { libc::fsync(file.as_raw_fd()) })
+}
+
 pub(super) fn fallocate(file: &OwnedFd, mode: i32, offset: u64, length: u64) -> io::Result<()> {
     let (offset, length) = (signed(offset)?, signed(length)?);
     // SAFETY: a plain system call.

@@ -95,6 +95,14 @@ pub trait Hooks: Send + Sync + 'static {
         async {}
     }
 
+    /// Called before the wrapped file is asked to make its stamp durable, too, with a flush.
+    fn sync_stamp(&self) {}
+
+    /// Whether the file has stamps, if the wrapped file has.
+    fn has_stamps(&self) -> bool {
+        true
+    }
+
     /// The file's capabilities, given the wrapped file's.
     fn capabilities(&self, own: Capabilities) -> Capabilities {
         own
@@ -229,7 +237,7 @@ impl<S: Storage, K: Hooks> Storage for PassThroughFile<S, K> {
         let inner = self.inner.extensions();
         let reflink = inner.reflink.is_some();
         let roles = inner.roles.is_some();
-        let stamps = inner.stamps.is_some();
+        let stamps = inner.stamps.is_some() && self.hooks.has_stamps();
         Extensions {
             roles: roles.then_some(self),
             stamps: stamps.then_some(self),
@@ -320,6 +328,11 @@ impl<S: Storage, K: Hooks> Stamps for PassThroughFile<S, K> {
 
     fn settled_stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>> {
         Box::pin(self.around(Call::Query, self.inner.settled_stamp()))
+    }
+
+    fn sync_stamp(&self) -> BoxFuture<'_, Result<()>> {
+        self.hooks.sync_stamp();
+        Box::pin(self.around(Call::Flush, self.inner.sync_stamp()))
     }
 }
 

@@ -142,6 +142,13 @@ pub trait Stamps {
     /// # Errors
     /// The query failed.
     fn settled_stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>>;
+
+    /// As [`Storage::flush`], and makes durable that the stamp has changed, too. After a crash a file that has not
+    /// changed its length may otherwise have its former stamp.
+    ///
+    /// # Errors
+    /// As [`Storage::flush`].
+    fn sync_stamp(&self) -> BoxFuture<'_, Result<()>>;
 }
 
 /// Memory that belongs to a file and outlives the process.
@@ -397,6 +404,19 @@ pub trait StorageExt {
             match self.extensions().stamps {
                 Some(stamps) => stamps.settled_stamp().await,
                 None => Ok(None),
+            }
+        }
+    }
+
+    /// As [`Stamps::sync_stamp`]; a flush without it.
+    fn sync_stamp(&self) -> impl Future<Output = Result<()>>
+    where
+        Self: Storage,
+    {
+        async move {
+            match self.extensions().stamps {
+                Some(stamps) => stamps.sync_stamp().await,
+                None => self.flush().await,
             }
         }
     }

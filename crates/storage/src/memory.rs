@@ -577,6 +577,10 @@ impl Stamps for MemoryFile {
     fn settled_stamp(&self) -> BoxFuture<'_, Result<Option<Stamp>>> {
         self.stamp()
     }
+
+    fn sync_stamp(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(self.flush())
+    }
 }
 
 impl Roles for MemoryFile {

@@ -4,44 +4,73 @@
 //! to a page's list of newer layers, and when the list has grown long the page is folded, that is, rewritten over all
 //! layers. Pages are folded in turn, a sixteenth of them at each snapshot, so that no snapshot pays for many. Unchanged
 //! segments and chapters are referred to where they are.
+//!
+//! The first overlay of a short chain without an index does not wait until all tables are read if there are many: a
+//! layer is listed wherever its L1 table has entries, and gets no digest. The lists are no longer than in any index.
+//! Later overlays add the digests, some at a time, until a chapter takes the records.
 
-use super::load::layer_stamp;
 use super::scan::{self, Scan};
 use crate::chain::{Chain, LayerIndex};
 use crate::chain_index::ChainIndex;
 use crate::map::resolve::{no_writer, resolve};
 use crate::map::{Slice, Source};
-use futures_util::future::try_join_all;
+use futures_util::future::join_all;
+use isobath_image::index_area::{has_stamp, read_head, recorded_stamp};
 use isobath_image::layer::Layer;
-use isobath_image::{Result, always};
-use isobath_qcow2::HostOffset;
+use isobath_image::{Result, always, invariant};
 use isobath_qcow2::index::{
-    BlockHash, BlockPointer, CHAPTER_LAYERS, IndexExtension, LayerRecord, PAGE_UNITS, Page,
-    PageEntry, PageRecord, Root, SEGMENT_PAGES, Segment,
+    BlockHash, BlockPointer, CHAPTER_LAYERS, HeadsBlock, IndexExtension, LayerRecord, PAGE_UNITS,
+    Page, PageEntry, PageRecord, RecordedFormat, Root, SEGMENT_PAGES, Segment,
 };
+use isobath_qcow2::{Head, HostOffset};
 use isobath_storage::Storage;
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 /// The number of newer layers from which a page is folded when it is its turn.
 const FOLD_FROM: usize = 16;
 /// The number of newer layers at which a page is folded out of turn.
 const FOLD_AT: usize = 32;
-/// Pages folded for one new overlay.
-const MOST_FOLDS: usize = 1024;
 /// Pages folded at once.
 const FOLDS_AT_ONCE: usize = 16;
-/// A layer with more bytes of L2 tables than this is not read in full for a new overlay.
-const MOST_TO_SCAN: u64 = 256 << 20;
 /// No disk has more segments: 4 PiB in 64 KiB clusters.
 const MOST_SEGMENTS: u64 = 1 << 20;
 /// The unit of the index of a disk whose layers are all raw.
 const RAW_UNIT_BITS: u32 = 16;
 
+/// What the index of a new overlay may cost, while its creator waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IndexLimits {
+    /// Of a chain without an index all tables are read if they have at most so many bytes. If they have more, this is
+    /// left to later overlays where these can do it.
+    pub most_at_once: u64,
+    /// A layer with more bytes of L2 tables than this is not read in full.
+    pub most_to_scan: u64,
+    /// Bytes of L2 tables that an overlay reads for digests that were left to it.
+    pub most_digested: u64,
+    /// Pages that are folded.
+    pub most_folds: usize,
+    /// Layers that the pages folded may list, besides two for each page that the new layers own something in.
+    pub most_folded: usize,
+}
+
+impl Default for IndexLimits {
+    fn default() -> Self {
+        Self {
+            most_at_once: 4 << 20,
+            most_to_scan: 256 << 20,
+            most_digested: 16 << 20,
+            most_folds: 1024,
+            most_folded: 1024,
+        }
+    }
+}
+
 /// Which pages are folded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Folding {
-    /// Those whose turn it is.
-    InTurn,
+    /// Those whose turn it is, within these limits.
+    InTurn(IndexLimits),
     /// All of them.
     Whole,
 }
@@ -52,7 +81,25 @@ pub struct Built {
     pub bytes: Vec<u8>,
     /// The extension for the header.
     pub extension: IndexExtension,
+    /// Layers, of those whose records are not in a chapter of an earlier index, of which it has no digest.
+    pub undigested: u32,
+    /// Whether most tables were not read: the digests are left to later overlays, or to who rewrites it.
+    pub deferred: bool,
 }
+
+/// Why there is no index.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NoIndex {
+    /// The disk is too large or its layers' granularity is too fine for one, or a layer is of another program's format.
+    Unsuited,
+    /// So much was added without an index that a new overlay should not wait for it.
+    Much,
+    /// This layer's file has no stamp that counts, and its tables cannot be read in full: an index could never tell
+    /// that it is unchanged.
+    Unprovable(PathBuf),
+}
+
+type Outcome = std::result::Result<Built, NoIndex>;
 
 /// The place of a new index.
 #[derive(Clone, Copy)]
@@ -68,25 +115,28 @@ pub struct Place {
 /// Builds an index of all layers of `chain`, none of which may change meanwhile. `above` is the name that the image
 /// above gives to the last of them. `progress` is called with the pages done and their total.
 ///
-/// `None` if the disk is too large or its layers' granularity is too fine for an index, or, when folding in turn, if so
-/// much was added without an index that a new overlay should not wait for it.
+/// # Errors
+/// The storage fails. An overlay does not need what earlier ones have left to it: that stays as it is then.
 pub async fn build<S: Storage>(
     chain: &Chain<S>,
     above: &str,
     place: Place,
     folding: Folding,
     mut progress: impl FnMut(u64, u64),
-) -> Result<Option<Built>> {
-    if let Some(base) = chain.index().filter(|_| folding == Folding::InTurn) {
+) -> Result<Outcome> {
+    if let Some(base) = chain.index().filter(|_| folding != Folding::Whole) {
         let built = build_on(Some(&*base), chain, above, place, folding, &mut progress).await?;
-        if built.is_some() {
-            return Ok(built);
+        match built {
+            // It is damaged, or of a larger disk.
+            None | Some(Err(NoIndex::Unsuited)) => {}
+            Some(outcome) => return Ok(outcome),
         }
     }
-    build_on(None, chain, above, place, folding, &mut progress).await
+    let built = build_on(None, chain, above, place, folding, &mut progress).await?;
+    Ok(built.unwrap_or(Err(NoIndex::Unsuited)))
 }
 
-/// Like [`build`], from an index of the lower layers; `None` also if that is damaged.
+/// Like [`build`], from an index of the lower layers; `None` if that is damaged.
 async fn build_on<S: Storage>(
     base: Option<&ChainIndex<S>>,
     chain: &Chain<S>,
@@ -94,9 +144,9 @@ async fn build_on<S: Storage>(
     place: Place,
     folding: Folding,
     progress: &mut impl FnMut(u64, u64),
-) -> Result<Option<Built>> {
+) -> Result<Option<Outcome>> {
     if chain.layers().any(|(_, layer)| layer.format().recorded().is_none()) {
-        return Ok(None);
+        return Ok(Some(Err(NoIndex::Unsuited)));
     }
     let unit = chain.top_down().filter_map(|(_, layer)| layer.unit_bits()).min();
     let unit_bits = unit.unwrap_or(RAW_UNIT_BITS);
@@ -113,14 +163,19 @@ async fn build_on<S: Storage>(
         segments: Vec::new(),
     };
     if size.div_ceil(1 << root.segment_bits()) > MOST_SEGMENTS || place.position >= 1 << 16 {
-        return Ok(None);
+        return Ok(Some(Err(NoIndex::Unsuited)));
     }
     let first = base.map_or(0, ChainIndex::covers);
-    if folding == Folding::InTurn {
+    let (mut limit, mut deferred) = (u64::MAX, false);
+    if let Folding::InTurn(limits) = folding {
         let added = chain.layers().skip(first).map(|(_, layer)| scan::table_bytes(layer));
-        if chain.depth() - first > FOLD_AT && added.sum::<u64>() > MOST_TO_SCAN {
-            return Ok(None);
+        let added = added.sum::<u64>();
+        if chain.depth() - first > FOLD_AT && added > limits.most_to_scan {
+            return Ok(Some(Err(NoIndex::Much)));
         }
+        deferred = added > limits.most_at_once && may_defer(chain, &limits).await;
+        limit = if deferred { 0 } else { limits.most_to_scan };
+        add_digests(chain, &mut root, &limits).await;
     }
     let mut out = Out { bytes: Vec::new(), place };
     let mut owned = Owned::default();
@@ -131,12 +186,16 @@ async fn build_on<S: Storage>(
             }
             _ => above.to_owned(),
         };
-        let limit = if folding == Folding::Whole { u64::MAX } else { MOST_TO_SCAN };
         let (record, pages) = record(layer, name, root.page_bits(), limit).await?;
+        if record.stamp.is_none() && record.digest.is_none() {
+            return Ok(Some(Err(NoIndex::Unprovable(layer.name().to_owned()))));
+        }
         root.tail.push(record);
         owned.add(index, pages);
     }
-    let mut work = Work { chain, base, root: &root, folding, folds: 0, owned };
+    let undigested = root.tail.iter().filter(|record| record.digest.is_none()).count() as u32;
+    let folding = (!deferred).then_some(folding);
+    let mut work = Work { chain, base, root: &root, folding, folds: 0, folded: 0, owned };
     let count = size.div_ceil(1 << root.segment_bits()) as u32;
     let pages = size.div_ceil(1 << root.page_bits());
     let mut segments = Vec::with_capacity(count as usize);
@@ -151,7 +210,10 @@ async fn build_on<S: Storage>(
     while root.tail.len() >= CHAPTER_LAYERS {
         let rest = root.tail.split_off(CHAPTER_LAYERS);
         let chapter = std::mem::replace(&mut root.tail, rest);
-        root.chapters.push(out.put(&LayerRecord::encode_chapter(&chapter)));
+        let heads = Head::encode_all(&heads(chain, root.chapters.len(), &chapter).await);
+        let block = HeadsBlock { length: heads.len() as u32, hash: BlockHash::of(&heads) };
+        root.chapters.push(out.put(&LayerRecord::encode_chapter(&chapter, Some(&block))));
+        out.put(&heads);
     }
     let pointer = out.put(&root.encode());
     let extension = IndexExtension {
@@ -161,7 +223,7 @@ async fn build_on<S: Storage>(
         root_length: pointer.length,
         root_hash: pointer.hash,
     };
-    Ok(Some(Built { bytes: out.bytes, extension }))
+    Ok(Some(Ok(Built { bytes: out.bytes, extension, undigested, deferred })))
 }
 
 /// The blocks written so far.
@@ -197,10 +259,65 @@ async fn record<S: Storage>(
     let record = LayerRecord {
         name,
         format: always(layer.format().recorded(), layer.name(), "an index covers this format")?,
-        stamp: before.filter(|_| before == after).map(layer_stamp),
+        stamp: before.filter(|_| before == after).map(recorded_stamp),
         digest,
     };
     Ok((record, pages))
+}
+
+/// Whether the digests of a chain can be left to later overlays. These must be able to make all of them before the 64th
+/// layer closes a chapter, a layer at least each; a page must not list more layers than in any index; and until then
+/// the stamps alone must tell that the layers are unchanged. An index that there is loses nothing.
+async fn may_defer<S: Storage>(chain: &Chain<S>, limits: &IndexLimits) -> bool {
+    if chain.index().is_some() || chain.depth() >= FOLD_AT {
+        return false;
+    }
+    for (_, layer) in chain.layers() {
+        match scan::table_bytes(layer) {
+            0 => {}
+            bytes if bytes > limits.most_digested => return false,
+            _ if matches!(layer.storage().settled_stamp().await, Ok(Some(_))) => {}
+            _ => return false,
+        }
+    }
+    true
+}
+
+/// Adds digests that were left to later overlays: of as many layers as the limits allow, or of all whose records a
+/// chapter is about to take, since nothing is added to them there.
+async fn add_digests<S: Storage>(chain: &Chain<S>, root: &mut Root, limits: &IndexLimits) {
+    let first = root.chapters.len() * CHAPTER_LAYERS;
+    let closes = chain.depth() >= first + CHAPTER_LAYERS;
+    let mut left = if closes { u64::MAX } else { limits.most_digested };
+    for ((_, layer), record) in chain.layers().skip(first).zip(&mut root.tail) {
+        let (None, Some(stamp)) = (record.digest, record.stamp) else { continue };
+        let bytes = scan::table_bytes(layer);
+        if bytes > left.min(limits.most_to_scan) {
+            continue;
+        }
+        match scan::digest(layer).await {
+            Ok(Some(digest)) if has_stamp(&**layer.storage(), stamp).await => {
+                record.digest = Some(digest);
+                left -= bytes;
+            }
+            Ok(_) => {}
+            Err(error) => tracing::debug!("a digest is left to a later overlay: {error}"),
+        }
+    }
+}
+
+/// The heads of the layers in chapter `number`, whose records these are.
+async fn heads<S: Storage>(
+    chain: &Chain<S>,
+    number: usize,
+    records: &[LayerRecord],
+) -> Vec<Option<Head>> {
+    let layers = chain.layers().skip(number * CHAPTER_LAYERS).zip(records);
+    let heads = layers.map(async |((_, layer), record)| match (record.format, record.stamp) {
+        (RecordedFormat::Qcow2, Some(stamp)) => read_head(&**layer.storage(), stamp).await,
+        _ => None,
+    });
+    join_all(heads).await
 }
 
 /// The layers added that own something, by page.
@@ -208,10 +325,13 @@ async fn record<S: Storage>(
 struct Owned {
     /// Runs of pages with the layer that owns something there, by the layer.
     layers: Vec<(LayerIndex, Vec<std::ops::Range<u64>>)>,
+    /// Pages of all layers.
+    pages: usize,
 }
 
 impl Owned {
     fn add(&mut self, layer: LayerIndex, pages: Vec<std::ops::Range<u64>>) {
+        self.pages += pages.iter().map(|run| (run.end - run.start) as usize).sum::<usize>();
         self.layers.push((layer, pages));
     }
 
@@ -244,8 +364,12 @@ struct Work<'a, S> {
     chain: &'a Chain<S>,
     base: Option<&'a ChainIndex<S>>,
     root: &'a Root,
-    folding: Folding,
+    /// `None` if no table is read.
+    folding: Option<Folding>,
+    /// Pages folded so far.
     folds: usize,
+    /// Layers that they listed.
+    folded: usize,
     owned: Owned,
 }
 
@@ -273,19 +397,27 @@ impl<S: Storage> Work<'_, S> {
             }
         }
         let first = u64::from(number) * SEGMENT_PAGES as u64;
-        let due: Vec<usize> = pages
-            .iter()
-            .enumerate()
-            .filter(|(page, record)| self.is_due(first + *page as u64, record))
-            .map(|(page, _)| page)
-            .take(if self.folding == Folding::Whole { usize::MAX } else { MOST_FOLDS - self.folds })
-            .collect();
-        self.folds += due.len();
+        let mut due = Vec::new();
+        for (page, record) in pages.iter().enumerate() {
+            if self.is_due(first + page as u64, record) && self.may_fold(record.newer.len()) {
+                due.push(page);
+            }
+        }
         for batch in due.chunks(FOLDS_AT_ONCE) {
             let folded =
                 batch.iter().map(|number| page(self.chain, self.root, first + *number as u64));
-            for (number, folded) in batch.iter().zip(try_join_all(folded).await?) {
-                let (Some(record), Some(folded)) = (pages.get_mut(*number), folded) else {
+            for (number, folded) in batch.iter().zip(join_all(folded).await) {
+                let Some(record) = pages.get_mut(*number) else { continue };
+                let folded = match folded {
+                    Err(error) if self.folding != Some(Folding::Whole) => {
+                        tracing::debug!("a page is left to a later overlay: {error}");
+                        None
+                    }
+                    folded => folded?,
+                };
+                let Some(folded) = folded else {
+                    // Others may be folded instead.
+                    self.folded -= record.newer.len();
                     continue;
                 };
                 let mut place = None;
@@ -300,20 +432,46 @@ impl<S: Storage> Work<'_, S> {
                 };
             }
         }
+        check_lists(&pages, self.chain.active().name())?;
         let block = Segment { number, pages }.encode();
         Ok(Made::Segment(Some(out.put(&block))))
     }
 
     fn is_due(&self, page: u64, record: &PageRecord) -> bool {
         match self.folding {
-            Folding::Whole => !record.newer.is_empty(),
-            Folding::InTurn => {
+            None => false,
+            Some(Folding::Whole) => !record.newer.is_empty(),
+            Some(Folding::InTurn(_)) => {
                 let turn = (page + self.chain.depth() as u64).is_multiple_of(FOLD_FROM as u64);
                 let length = record.newer.len();
                 length >= FOLD_AT || (turn && length >= FOLD_FROM)
             }
         }
     }
+
+    /// Whether a page that lists so many layers may be folded besides those that were; then it counts as folded. The
+    /// first one always may. An overlay that adds more to the lists may also fold more, so that they do not grow on.
+    fn may_fold(&mut self, listed: usize) -> bool {
+        if let Some(Folding::InTurn(limits)) = self.folding {
+            let most = limits.most_folded + 2 * self.owned.pages;
+            let fits = self.folded == 0 || self.folded + listed <= most;
+            if !fits || self.folds >= limits.most_folds {
+                return false;
+            }
+        }
+        self.folds += 1;
+        self.folded += listed;
+        true
+    }
+}
+
+/// Checks that a reader takes the lists of newer layers.
+fn check_lists(pages: &[PageRecord], name: &Path) -> Result<()> {
+    let sound = pages.iter().all(|record| {
+        let above = record.newer.first().is_none_or(|first| u32::from(*first) >= record.folded);
+        above && record.newer.is_sorted_by(|lower, upper| lower < upper)
+    });
+    invariant(sound, name, "a page lists the layers above those that it is folded from, in order")
 }
 
 /// A page of a chain; `None` if a table is invalid, which only a read may report.
@@ -352,8 +510,25 @@ mod tests {
     use isobath_image::DiskError;
     use isobath_storage::memory::{MemoryFile, MemoryHost};
     use isobath_storage::{Host, OpenMode};
-    use std::path::{Path, PathBuf};
     use std::sync::Arc;
+
+    #[test]
+    fn lists_of_newer_layers_are_in_order() {
+        let check = |folded, newer: &[u16]| {
+            let record = PageRecord { page: None, folded, newer: newer.to_vec() };
+            check_lists(&[PageRecord::default(), record], Path::new("image"))
+        };
+        check(3, &[3, 5]).unwrap();
+        for (folded, newer) in [(4, [3, 5]), (3, [5, 3]), (3, [3, 3])] {
+            match check(folded, &newer) {
+                Err(DiskError::Internal { violated, .. }) => assert_eq!(
+                    violated,
+                    "a page lists the layers above those that it is folded from, in order"
+                ),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
 
     #[test]
     fn an_index_is_of_layers_whose_format_it_can_name() {

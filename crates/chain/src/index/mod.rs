@@ -12,6 +12,6 @@ mod load;
 mod scan;
 mod status;
 
-pub use build::{Built, Folding, Place, build, page};
-pub use load::{Ahead, examine, find, find_again};
+pub use build::{Built, Folding, IndexLimits, NoIndex, Place, build, page};
+pub use load::{Ahead, Examined, examine, examine_heads, find, find_again};
 pub use status::{IndexInfo, IndexState};

@@ -11,6 +11,9 @@ pub struct IndexInfo {
     pub bytes: u64,
     /// Its granularity, in bytes; 0 if unknown.
     pub granularity: u64,
+    /// Layers of which it has no digest, so that it is no longer used once the file of one is copied or touched; 0 if
+    /// unknown.
+    pub undigested: u32,
     /// Whether it is used.
     pub state: IndexState,
 }
@@ -34,6 +37,7 @@ impl IndexInfo {
             layers: 0,
             bytes: end - extension.area_offset.get(),
             granularity: 0,
+            undigested: 0,
             state: IndexState::Unchecked,
         }
     }

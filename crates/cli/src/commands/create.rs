@@ -6,7 +6,7 @@ use crate::host::images;
 use crate::image_name::{Naming, Objects, is_of_kind, is_too_big, reason};
 use crate::{messages, options, runtime, size};
 use isobath_disk::encryption::{CreateOptions, IvGenerator};
-use isobath_disk::{DiskError, ImageFormat, NewDisk, NewEncryption, Preallocation, create};
+use isobath_disk::{DiskError, ImageFormat, NewDisk, NewEncryption, Preallocation, create_held};
 use isobath_formats::Format;
 use isobath_qcow2::CompressionType;
 use isobath_storage::Host;
@@ -152,8 +152,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         announce(size)?;
     }
     let new = new.clone().encryption(keys.map_err(|error| failure(&error))?);
-    let made = runtime::block_on(async || {
-        let made = create(images(), &path, &new).await;
+    let (made, index_left) = runtime::block_on(async || {
+        let made = create_held(images(), &path, &new).await;
+        let made = made.map(|created| (created.size(), created.is_index_left()));
         made.map_err(|error| {
             let text = match &error {
                 DiskError::Backing { source, .. } => {
@@ -177,6 +178,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     })?;
     if early.is_none() {
         announce(new.size.unwrap_or(made))?;
+    }
+    if index_left && !args.quiet {
+        messages::note_index_left(image);
     }
     Ok(0)
 }

@@ -45,6 +45,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let options = OpenOptions::new()
         .writable(!args.verify)
         .format(ImageFormat::Qcow2)
+        .heads(false)
         .locking(options::locking(args.force_share))
         .secrets(Secrets::unneeded());
     runtime::block_on(async || {
@@ -73,8 +74,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             progress.end(verified.is_ok());
             return match verified? {
                 Err(reason) => Err(Failure::new(format_args!(
-                    "the index of '{name}' is out of date and not used: {reason}; 'isobath index \
-                     {name}' rewrites it"
+                    "the index of '{name}' is out of date: {reason}; 'isobath index {name}' rewrites it"
                 ))
                 .with_code(2)),
                 Ok(differ) if differ.is_empty() => {

@@ -11,6 +11,41 @@ use std::os::unix::fs::symlink;
 use std::process::Command;
 
 #[test]
+fn an_index_that_is_left_to_later_overlays_is_noted() {
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    // 100 GiB of data in clusters of 64 KiB have 12.5 MiB of tables.
+    let base = args!["create", "-f", "qcow2", "-o", "preallocation=metadata", "base", "100G"];
+    let _ = isobath(directory, base).ok();
+    let note = "isobath: note: 'overlay' has no whole index of the chain below";
+    let create = |more: Vec<OsString>| {
+        let mut arguments = args!["create", "-f", "qcow2", "-b", "base", "-F", "qcow2"];
+        arguments.extend(more);
+        isobath(directory, arguments).ok().stderr
+    };
+    assert!(create(args!["overlay"]).starts_with(note));
+    assert_eq!(create(args!["-q", "overlay"]), "");
+    assert_eq!(create(args!["--no-index", "overlay"]), "");
+    // QEMU's program says nothing.
+    let link = directory.join("qemu-img");
+    symlink(ISOBATH, &link).unwrap();
+    let arguments = ["create", "-f", "qcow2", "-b", "base", "-F", "qcow2", "overlay"];
+    let as_qemu = run(Command::new(&link).current_dir(directory).args(arguments));
+    assert_eq!(as_qemu.ok().stderr, "");
+    let without = |image: &str| {
+        let info = isobath(directory, args!["info", image]).ok().text();
+        info.lines().find(|line| line.contains("layers without digest")).map(str::to_owned)
+    };
+    assert_eq!(without("overlay").unwrap(), "        layers without digest: 1");
+    let info = isobath(directory, args!["info", "--output=json", "overlay"]).ok().text();
+    assert!(info.contains("\"layers-without-digest\": 1"), "{info}");
+    let _ = isobath(directory, args!["index", "overlay"]).ok();
+    assert_eq!(without("overlay"), None);
+    let next = args!["create", "-f", "qcow2", "-b", "overlay", "-F", "qcow2", "next"];
+    assert_eq!(isobath(directory, next).ok().stderr, "");
+}
+
+#[test]
 fn a_raw_image_with_the_name_of_a_qcow2_image_is_noted_if_no_format_was_given() {
     let directory = tempfile::tempdir().unwrap();
     let directory = directory.path();

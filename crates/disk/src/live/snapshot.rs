@@ -180,8 +180,11 @@ impl<H: Host> LiveDisk<H> {
         let unlocked = OpenOptions::new().locking(Locking::Unlocked).format(format);
         let unlocked = unlocked.memory(self.options().memory.clone());
         let layer = open_layer(host, path, Opening::of(&unlocked)).await;
-        if layer.is_ok_and(|layer| is_blank(&layer)) {
-            return Ok(());
+        match layer {
+            Ok(layer) if is_blank(&layer) => return Ok(()),
+            // These say nothing of the data.
+            Err(error @ (DiskError::Memory { .. } | DiskError::Storage(_))) => return Err(error),
+            _ => {}
         }
         Err(DiskError::Refused {
             image: path.to_owned(),
@@ -427,6 +430,23 @@ mod tests {
         block_on(Box::pin(live.close())).unwrap();
         drop(live);
         assert_eq!(limit.reserved(), 0);
+    }
+
+    #[test]
+    fn an_image_that_passes_the_memory_limit_is_not_said_to_have_data() {
+        let (host, limit) = (MemoryHost::new(), MemoryLimit::new(64 << 20));
+        for name in ["base", "top"] {
+            block_on(Box::pin(create(&host, Path::new(name), &NewDisk::new(SIZE)))).unwrap();
+        }
+        let options = OpenOptions::new().writable(true).memory(Some(limit.clone()));
+        let opened = LiveDisk::open(host.clone(), Path::new("base"), &options);
+        let live = block_on(Box::pin(opened)).unwrap();
+        let rest = limit.reserve("the rest", limit.bytes() - limit.reserved()).unwrap();
+        let refused = refusal(&live, &Overlay::Create("top".into()));
+        assert!(refused.starts_with("'top': its L1 table may take"), "{refused}");
+        drop(rest);
+        snapshot(&live, &Overlay::Create("top".into())).unwrap();
+        block_on(Box::pin(live.close())).unwrap();
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use crate::common::{assert_consistent, export, random_fates};
 use futures_executor::block_on;
-use isobath_disk::{Disk, NewDisk, OpenOptions, ZeroFlags, create};
+use isobath_disk::{Disk, IndexLimits, NewDisk, OpenOptions, ZeroFlags, create};
 use isobath_qcow2::CompressionType;
 use isobath_qcow2::index::IndexExtension;
 use isobath_storage::memory::MemoryHost;
@@ -139,6 +139,20 @@ fn random_disk(rng: &mut StdRng, size: u64) -> NewDisk {
         .index(rng.random_bool(0.7))
 }
 
+/// Limits within which little is done for an overlay, or all of it.
+fn random_limits(rng: &mut StdRng) -> IndexLimits {
+    if rng.random() {
+        return IndexLimits::default();
+    }
+    IndexLimits {
+        most_at_once: 0,
+        most_to_scan: if rng.random_bool(0.2) { 1 << 12 } else { u64::MAX },
+        most_digested: 1 << rng.random_range(9..20),
+        most_folds: rng.random_range(0..4),
+        most_folded: rng.random_range(0..40),
+    }
+}
+
 #[test]
 fn random_chains_read_the_same_with_an_index_anywhere() {
     let mut rng = Seed::new().rng();
@@ -148,7 +162,7 @@ fn random_chains_read_the_same_with_an_index_anywhere() {
             let mut chain = Chain::new(&mut rng, size);
             for _ in 0..rng.random_range(1..12) {
                 let size = rng.random_range(size / 1024 + 1..=size / 512) * 512;
-                let new = random_disk(&mut rng, size);
+                let new = random_disk(&mut rng, size).index_limits(random_limits(&mut rng));
                 println!("{new:?}");
                 chain.add(new).await;
                 chain.fill(&mut rng, 12).await;
@@ -196,6 +210,38 @@ fn long_chains_share_what_did_not_change() {
     });
 }
 
+/// An index that begins without digests in the middle of a chain, until long after its chapter is closed.
+#[test]
+fn an_index_that_later_overlays_complete_reads_the_same() {
+    let mut rng = Seed::new().rng();
+    block_on(async {
+        let size = 16 << 20;
+        let mut chain = Chain::new(&mut rng, size);
+        let limits = IndexLimits {
+            most_at_once: 0,
+            most_digested: 16 << 10,
+            most_folds: 3,
+            most_folded: 20,
+            ..IndexLimits::default()
+        };
+        let new = NewDisk::new(size).cluster_size(512).index_limits(limits);
+        for number in 0..100 {
+            chain.add(new.clone().index(number > 25)).await;
+            chain.fill(&mut rng, 12).await;
+            if number % 13 == 12 && number > 25 {
+                assert_eq!(chain.check().await, (chain.layers.len() - 1, true));
+            }
+        }
+        let copy = MemoryHost::new();
+        for name in chain.host.names() {
+            copy.insert(&name, &[0]);
+            copy.insert(&name, &chain.host.contents(&name).unwrap());
+        }
+        chain.host = copy;
+        assert_eq!(chain.check().await, (chain.layers.len() - 1, true));
+    });
+}
+
 #[test]
 fn a_changed_layer_is_noticed_and_the_index_below_it_serves() {
     let mut rng = Seed::new().rng();
@@ -205,7 +251,7 @@ fn a_changed_layer_is_noticed_and_the_index_below_it_serves() {
             let mut chain = Chain::new(&mut rng, size);
             for _ in 0..6 {
                 let new = NewDisk::new(size).cluster_size(4096);
-                chain.add(new).await;
+                chain.add(new.index_limits(random_limits(&mut rng))).await;
                 chain.fill(&mut rng, 8).await;
             }
             let count = chain.layers.len();

@@ -18,6 +18,8 @@ mod embedded;
 mod encrypted;
 mod examples;
 mod failed_writes;
+mod first_overlay;
+mod heads;
 mod hostile;
 mod journal;
 mod library;

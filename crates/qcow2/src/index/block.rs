@@ -130,22 +130,22 @@ impl IndexExtension {
 }
 
 /// Reads the fields of a block one after another.
-pub(super) struct Fields<'a> {
+pub(crate) struct Fields<'a> {
     bytes: &'a [u8],
     at: usize,
 }
 
 impl<'a> Fields<'a> {
     /// The fields after the block's magic, if that is what it starts with.
-    pub(super) fn after(magic: [u8; 4], bytes: &'a [u8]) -> Option<Self> {
+    pub(crate) fn after(magic: [u8; 4], bytes: &'a [u8]) -> Option<Self> {
         bytes.starts_with(&magic).then_some(Self { bytes, at: magic.len() })
     }
 
-    pub(super) fn new(bytes: &'a [u8]) -> Self {
+    pub(crate) fn new(bytes: &'a [u8]) -> Self {
         Self { bytes, at: 0 }
     }
 
-    pub(super) fn take(&mut self, length: usize) -> Option<&'a [u8]> {
+    pub(crate) fn take(&mut self, length: usize) -> Option<&'a [u8]> {
         let taken = self.bytes.get(self.at..self.at.checked_add(length)?)?;
         self.at += length;
         Some(taken)
@@ -159,11 +159,11 @@ impl<'a> Fields<'a> {
         bytes::be16(self.take(2)?, 0)
     }
 
-    pub(super) fn u32(&mut self) -> Option<u32> {
+    pub(crate) fn u32(&mut self) -> Option<u32> {
         bytes::be32(self.take(4)?, 0)
     }
 
-    pub(super) fn u64(&mut self) -> Option<u64> {
+    pub(crate) fn u64(&mut self) -> Option<u64> {
         bytes::be64(self.take(8)?, 0)
     }
 
@@ -183,16 +183,16 @@ impl<'a> Fields<'a> {
     }
 
     /// Skips padding up to a multiple of 8 bytes from the block's start.
-    pub(super) fn align(&mut self) -> Option<()> {
+    pub(crate) fn align(&mut self) -> Option<()> {
         self.take(self.at.next_multiple_of(8) - self.at).map(|_| ())
     }
 
-    pub(super) fn rest(&self) -> usize {
+    pub(crate) fn rest(&self) -> usize {
         self.bytes.len() - self.at.min(self.bytes.len())
     }
 }
 
 /// Appends padding up to a multiple of 8 bytes.
-pub(super) fn pad(out: &mut Vec<u8>) {
+pub(crate) fn pad(out: &mut Vec<u8>) {
     out.resize(out.len().next_multiple_of(8), 0);
 }

@@ -3,8 +3,8 @@
 //! An overlay contains the index of everything *below* it, never of its own clusters. It is a tree of blocks. Each
 //! [`BlockPointer`] contains the block's hash, so that no change goes unnoticed: the header extension
 //! ([`IndexExtension`]) points to a [`Root`], the root to chapters of [`LayerRecord`]s and to [`Segment`]s, a segment
-//! to [`Page`]s. Blocks that have not changed since the previous snapshot are referred to in the file of a layer below.
-//! `docs/format.md` specifies it to the byte.
+//! to [`Page`]s. A chapter is followed by the [heads](crate::Head) of its layers. Blocks that have not changed since
+//! the previous snapshot are referred to in the file of a layer below. `docs/format.md` specifies it to the byte.
 
 mod block;
 mod page;
@@ -13,8 +13,9 @@ mod root;
 mod segment;
 
 pub use block::{BlockHash, BlockHasher, BlockPointer, IndexExtension};
+pub(crate) use block::{Fields, pad};
 pub use page::{MAX_PAGE_BYTES, Page, PageEntry, PageRun};
-pub use record::{LayerRecord, LayerStamp, RecordedFormat};
+pub use record::{HeadsBlock, LayerRecord, LayerStamp, RecordedFormat};
 pub use root::Root;
 pub use segment::{PageRecord, Segment};
 

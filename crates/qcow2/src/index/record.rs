@@ -41,7 +41,12 @@ const STAMPED: u8 = 1;
 const DIGESTED: u8 = 2;
 
 impl LayerRecord {
-    pub(super) fn read(fields: &mut Fields<'_>) -> Option<Self> {
+    fn read(fields: &mut Fields<'_>) -> Option<Self> {
+        Self::read_with_spare(fields).map(|(record, _)| record)
+    }
+
+    /// A record, and its spare bytes, which mean something in a chapter.
+    fn read_with_spare(fields: &mut Fields<'_>) -> Option<(Self, u32)> {
         let format = match fields.u8()? {
             0 => RecordedFormat::Raw,
             1 => RecordedFormat::Qcow2,
@@ -49,7 +54,7 @@ impl LayerRecord {
         };
         let flags = fields.u8()?;
         let name_length = usize::from(fields.u16()?);
-        fields.take(4)?;
+        let spare = fields.u32()?;
         let stamp = LayerStamp {
             length: fields.u64()?,
             modified: fields.u64()? as i64,
@@ -59,15 +64,16 @@ impl LayerRecord {
         let digest = fields.hash()?;
         let name = std::str::from_utf8(fields.take(name_length)?).ok()?.to_owned();
         fields.align()?;
-        Some(Self {
+        let record = Self {
             name,
             format,
             stamp: (flags & STAMPED != 0).then_some(stamp),
             digest: (flags & DIGESTED != 0).then_some(digest),
-        })
+        };
+        Some((record, spare))
     }
 
-    pub(super) fn write(&self, out: &mut Vec<u8>) {
+    pub(super) fn write(&self, spare: u32, out: &mut Vec<u8>) {
         out.push(match self.format {
             RecordedFormat::Raw => 0,
             RecordedFormat::Qcow2 => 1,
@@ -76,7 +82,7 @@ impl LayerRecord {
         let digested = if self.digest.is_some() { DIGESTED } else { 0 };
         out.push(stamped | digested);
         out.extend((self.name.len() as u16).to_be_bytes());
-        out.extend([0; 4]);
+        out.extend(spare.to_be_bytes());
         let stamp =
             self.stamp.unwrap_or(LayerStamp { length: 0, modified: 0, changed: 0, inode: 0 });
         out.extend(stamp.length.to_be_bytes());
@@ -88,11 +94,11 @@ impl LayerRecord {
         pad(out);
     }
 
-    /// A chapter of these records.
-    pub fn encode_chapter(records: &[Self]) -> Vec<u8> {
+    /// A chapter of these records, which `heads` are to follow in its file.
+    pub fn encode_chapter(records: &[Self], heads: Option<&HeadsBlock>) -> Vec<u8> {
         let mut out = Vec::new();
-        for record in records {
-            record.write(&mut out);
+        for (number, record) in records.iter().enumerate() {
+            record.write(heads.map_or(0, |heads| heads.spare(number)), &mut out);
         }
         out
     }
@@ -110,5 +116,74 @@ impl LayerRecord {
             records.push(Self::read(fields)?);
         }
         Some(records)
+    }
+}
+
+/// Records whose spare bytes hold the hash and the length of the heads.
+const SPARE_RECORDS: usize = 5;
+
+/// The block of [heads](crate::Head) that follows a chapter in its file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadsBlock {
+    /// Its length in bytes; not 0.
+    pub length: u32,
+    /// The hash of its bytes.
+    pub hash: BlockHash,
+}
+
+impl HeadsBlock {
+    /// What the spare bytes of a chapter's record `number` hold.
+    fn spare(&self, number: usize) -> u32 {
+        let mut words = [0; SPARE_RECORDS];
+        for (word, bytes) in words.iter_mut().zip(self.hash.0.chunks_exact(4)) {
+            *word = u32::from_be_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+        }
+        words[SPARE_RECORDS - 1] = self.length;
+        words.get(number).copied().unwrap_or(0)
+    }
+
+    /// The block that follows a chapter of `count` records; `None` if there is none, or the chapter is not valid.
+    pub fn of_chapter(chapter: &[u8], count: usize) -> Option<Self> {
+        if count < SPARE_RECORDS {
+            return None;
+        }
+        let mut fields = Fields::new(chapter);
+        let mut spare = [0; SPARE_RECORDS];
+        for word in &mut spare {
+            *word = LayerRecord::read_with_spare(&mut fields)?.1;
+        }
+        let [hash @ .., length] = spare;
+        let mut bytes = [0; 16];
+        for (place, word) in bytes.chunks_exact_mut(4).zip(hash) {
+            place.copy_from_slice(&word.to_be_bytes());
+        }
+        (length != 0).then_some(Self { length, hash: BlockHash(bytes) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chapter_says_where_its_heads_end() {
+        let record = LayerRecord {
+            name: "a".into(),
+            format: RecordedFormat::Qcow2,
+            stamp: None,
+            digest: None,
+        };
+        let records = vec![record; 6];
+        let block = HeadsBlock { length: 77, hash: BlockHash::of(b"heads") };
+        let with = LayerRecord::encode_chapter(&records, Some(&block));
+        assert_eq!(HeadsBlock::of_chapter(&with, 6), Some(block));
+        assert_eq!(LayerRecord::decode_chapter(&with, 6).as_ref(), Some(&records));
+        let without = LayerRecord::encode_chapter(&records, None);
+        assert_eq!(HeadsBlock::of_chapter(&without, 6), None);
+        assert_eq!(with.len(), without.len());
+        for count in 0..SPARE_RECORDS {
+            let few = LayerRecord::encode_chapter(&records[..count], Some(&block));
+            assert_eq!(HeadsBlock::of_chapter(&few, count), None);
+        }
     }
 }

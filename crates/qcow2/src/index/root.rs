@@ -54,7 +54,7 @@ impl Root {
             BlockPointer::write(Some(chapter), &mut out);
         }
         for record in &self.tail {
-            record.write(&mut out);
+            record.write(0, &mut out);
         }
         for segment in &self.segments {
             BlockPointer::write(segment.as_ref(), &mut out);
@@ -154,7 +154,7 @@ mod tests {
         let root = sample();
         assert_eq!(Root::decode(&root.encode()), Some(root));
         let records: Vec<_> = (0..64).map(record).collect();
-        let bytes = LayerRecord::encode_chapter(&records);
+        let bytes = LayerRecord::encode_chapter(&records, None);
         assert_eq!(LayerRecord::decode_chapter(&bytes, 64), Some(records));
         assert_eq!(LayerRecord::decode_chapter(&bytes, 63), None);
         let segment = Segment {

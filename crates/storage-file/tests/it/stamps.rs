@@ -6,7 +6,7 @@ use isobath_storage::memory::MemoryHost;
 use isobath_storage::{
     Host, IoBuf, Locking, OpenMode, Operation, Stamp, Storage, StorageExt, ZeroMode,
 };
-use isobath_storage_file::FileHost;
+use isobath_storage_file::{FileHost, syncs};
 use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_storage_test::recorder::RecorderHost;
 use std::fs::{self, File, FileTimes};
@@ -105,6 +105,20 @@ fn changes_behind_the_back_show() {
             assert_ne!(next, before, "change {change}");
             last = next;
         }
+    });
+}
+
+#[test]
+fn a_stamp_is_made_durable_by_a_sync() {
+    let directory = directory();
+    let path = directory.path().join("image");
+    fs::write(&path, [1; 4096]).unwrap();
+    Executor::new(&Config::default()).unwrap().block_on(async {
+        let file = FileHost.open(&path, WRITE).await.unwrap();
+        file.write_at(0, IoBuf::copy_of(b"changed")).await.unwrap();
+        let before = syncs();
+        file.sync_stamp().await.unwrap();
+        assert!(syncs() > before);
     });
 }
 

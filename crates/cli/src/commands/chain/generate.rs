@@ -155,7 +155,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
 
 /// Adds the index to the active image. Its progress is a line of its own.
 async fn write_index(progress: bool, active: &Path) -> Result<(), Failure> {
-    let options = OpenOptions::new().writable(true);
+    let options = OpenOptions::new().writable(true).heads(false);
     let disk = Disk::open(images().clone(), active, &options).await?;
     let state = Rc::new(Cell::new((0, 0)));
     let shown = Progress::show(progress, {

@@ -236,6 +236,7 @@ fn index_to_json(index: &IndexInfo) -> Value {
             },
         ),
         ("layers", (index.layers > 0).then(|| json!(index.layers))),
+        ("layers-without-digest", (index.undigested > 0).then(|| json!(index.undigested))),
         ("bytes", Some(json!(index.bytes))),
         ("granularity", (index.granularity > 0).then(|| json!(index.granularity))),
     ])

@@ -140,6 +140,9 @@ pub(crate) fn print_qcow2(out: &mut dyn Write, qcow2: &Qcow2Info) -> io::Result<
         if index.layers > 0 {
             writeln!(out, "        layers: {}", index.layers)?;
         }
+        if index.undigested > 0 {
+            writeln!(out, "        layers without digest: {}", index.undigested)?;
+        }
         writeln!(out, "        size: {}", human(index.bytes))?;
     }
     Ok(())

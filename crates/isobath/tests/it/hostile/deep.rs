@@ -31,3 +31,33 @@ fn a_chain_takes_memory_for_what_its_tables_hold_and_not_for_their_length() {
         assert!(peak < TABLE / 2, "{peak} bytes");
     });
 }
+
+/// Memory that a layer of a long chain takes, as long as nothing is read of it.
+#[test]
+fn a_layer_takes_little_memory() {
+    const DEPTH: usize = 300;
+    let directory = tempfile::tempdir().unwrap();
+    let path = |layer: usize| directory.path().join(format!("layer{layer:03}"));
+    block_on(async {
+        for layer in 0..DEPTH {
+            let mut new = NewDisk::new(4 << 30).index(false);
+            if let Some(below) = layer.checked_sub(1) {
+                new = new.backing_file(format!("layer{below:03}"), "qcow2");
+            }
+            create(&FileHost, &path(layer), &new).await.unwrap();
+        }
+        let options = OpenOptions::new();
+        let mut taken = Vec::new();
+        for layer in [DEPTH / 3 - 1, DEPTH - 1] {
+            memory::restart();
+            let disk = Disk::open(FileHost, &path(layer), &options).await.unwrap();
+            taken.push(memory::held());
+            drop(disk);
+        }
+        let layers = DEPTH - DEPTH / 3;
+        let each = |of: fn(&(usize, usize)) -> usize| (of(&taken[1]) - of(&taken[0])) / layers;
+        let (bytes, blocks) = (each(|(bytes, _)| *bytes), each(|(_, blocks)| *blocks));
+        println!("{bytes} bytes in {blocks} blocks");
+        assert!(bytes <= 1024 && blocks <= 16, "{bytes} bytes in {blocks} blocks");
+    });
+}

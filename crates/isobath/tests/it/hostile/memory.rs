@@ -8,12 +8,14 @@ struct Counting;
 thread_local! {
     static NOW: Cell<usize> = const { Cell::new(0) };
     static PEAK: Cell<usize> = const { Cell::new(0) };
+    static BLOCKS: Cell<usize> = const { Cell::new(0) };
 }
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
 fn add(bytes: usize) {
+    let _ = BLOCKS.try_with(|blocks| blocks.set(blocks.get().wrapping_add(1)));
     let _ = NOW.try_with(|now| {
         now.set(now.get().wrapping_add(bytes));
         let _ = PEAK.try_with(|peak| {
@@ -41,6 +43,7 @@ unsafe impl GlobalAlloc for Counting {
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         let _ = NOW.try_with(|now| now.set(now.get().wrapping_sub(layout.size())));
+        let _ = BLOCKS.try_with(|blocks| blocks.set(blocks.get().wrapping_sub(1)));
         // SAFETY: as the caller promises.
         unsafe { System.dealloc(memory, layout) }
     }
@@ -50,9 +53,15 @@ unsafe impl GlobalAlloc for Counting {
 pub(crate) fn restart() {
     NOW.set(0);
     PEAK.set(0);
+    BLOCKS.set(0);
 }
 
 /// The most that was allocated together since [`restart`], in bytes.
 pub(crate) fn peak() -> usize {
     PEAK.get()
+}
+
+/// What is allocated of what was allocated since [`restart`]: in bytes, and in blocks.
+pub(crate) fn held() -> (usize, usize) {
+    (NOW.get(), BLOCKS.get())
 }

@@ -428,7 +428,8 @@ impl Plan {
     fn renew_index(&self) -> Result<(), Failure> {
         let Some(active) = self.0.last() else { return Ok(()) };
         runtime::block_on(async || {
-            let options = OpenOptions::new().writable(true).secrets(Secrets::unneeded());
+            let options = OpenOptions::new().writable(true).heads(false);
+            let options = options.secrets(Secrets::unneeded());
             let disk = Disk::open(images().clone(), &active.file, &options).await?;
             let qcow2 = disk.layers().next().and_then(|layer| layer.header());
             let indexed = qcow2.is_some_and(|header| header.index().is_some());
