@@ -306,8 +306,8 @@ fn is_transient(error: &io::Error) -> bool {
 
 /// A connected socket.
 ///
-/// What need not wait is sent and received at once by a system call, which costs less than going through the ring, as
-/// long as the executor's other tasks have their turns.
+/// What need not wait is mostly sent and received at once by a system call, which costs less than going through the
+/// ring, as long as the executor's other tasks have their turns.
 ///
 /// Clones share the connection, so that one task may receive while another sends; concurrent sends would mix their
 /// bytes. It may move between threads; each operation runs on the ring of the thread that polls it.
@@ -428,6 +428,7 @@ impl Stream {
         if !self.receives.is_due() || !may_make_call(local, most) {
             return None;
         }
+        local.submit_queued();
         // SAFETY: the descriptor is open, and the memory may be written.
         let result = without_wait(unsafe {
             let start = space.as_mut_ptr().cast();
@@ -448,10 +449,12 @@ impl Stream {
     ) -> (io::Result<Arrival>, IoBuf) {
         let local = required();
         loop {
-            match receive_files(self.socket.as_fd(), &mut buf, most) {
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) if is_transient(&error) => continue,
-                result => return (result, buf),
+            if may_go_on(buf.len()) {
+                match receive_files(self.socket.as_fd(), &mut buf, most) {
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    Err(error) if is_transient(&error) => continue,
+                    result => return (result, buf),
+                }
             }
             match ops::poll(&local, &self.socket, libc::POLLIN as u32).await {
                 Err(error) if !is_transient(&error) => return (Err(error), buf),

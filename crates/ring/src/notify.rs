@@ -117,7 +117,9 @@ mod tests {
     }
 
     fn notify_of(io: Io, file: &File) -> Notify {
-        Notify::with(io, file.try_clone().unwrap().into()).unwrap()
+        let notify = Notify::with(io, file.try_clone().unwrap().into()).unwrap();
+        assert_eq!(matches!(notify.way, Way::Ring(_)), io == Io::Ring, "no other way is tested");
+        notify
     }
 
     fn count(mut file: &File) -> u64 {

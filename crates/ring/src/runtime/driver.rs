@@ -143,6 +143,13 @@ impl Driver {
         }
     }
 
+    /// Gives the kernel the operations that a ring has queued.
+    pub(super) fn submit_queued(&self) {
+        if let Backend::Ring(ring) = &self.backend {
+            ring.submit_queued();
+        }
+    }
+
     /// Whether operations have completed, or may have, whose tasks do not know it yet.
     pub(super) fn has_completions(&self) -> bool {
         match &self.backend {

@@ -138,6 +138,12 @@ impl Local {
         self.driver.has_ring()
     }
 
+    /// Gives the kernel the operations that a ring has queued. Whoever goes on without waiting does so first: they would
+    /// wait for the end of the turn.
+    pub(crate) fn submit_queued(&self) {
+        self.driver.submit_queued();
+    }
+
     /// Why threads do the I/O though nobody asked for them: what is wrong with io_uring.
     pub fn why_no_ring(&self) -> Option<&str> {
         self.no_ring.as_deref()

@@ -147,6 +147,13 @@ impl Uring {
         }
     }
 
+    /// Submits what is queued, if anything is.
+    pub(super) fn submit_queued(&self) {
+        if self.unsubmitted.get() > 0 {
+            self.submit(&self.ring.borrow());
+        }
+    }
+
     fn taken(&self, count: usize) {
         self.unsubmitted.set(self.unsubmitted.get().saturating_sub(count));
     }

@@ -414,6 +414,51 @@ fn a_task_that_never_has_to_wait_leaves_others_their_turn() {
     });
 }
 
+#[test]
+fn a_task_that_always_receives_with_files_leaves_others_their_turn() {
+    let (ours, mut theirs) = pair();
+    with_ring().block_on(async {
+        let turns = Rc::new(Cell::new(0));
+        let taken = turns.clone();
+        let other = spawn(async move {
+            loop {
+                taken.set(taken.get() + 1);
+                yield_now().await;
+            }
+        });
+        let mut buf = IoBuf::zeroed(1);
+        for _ in 0..10_000 {
+            theirs.write_all(b" ").unwrap();
+            let (received, back) = ours.recv_with_files(buf, 1).await;
+            assert_eq!(received.unwrap().count, 1);
+            buf = back;
+        }
+        assert!(turns.get() > 10, "{} turns", turns.get());
+        other.abort();
+    });
+}
+
+#[test]
+fn what_was_begun_before_a_receive_at_once_reaches_the_kernel_first() {
+    let (sender, mut taker) = pair();
+    let (receiver, mut giver) = pair();
+    taker.set_nonblocking(true).unwrap();
+    giver.write_all(b"word").unwrap();
+    with_ring().block_on(async {
+        // More than is sent at once, so that the ring has it.
+        let mut sending = Box::pin(sender.send_all(IoBuf::zeroed(300 << 10)));
+        let arrived = poll_fn(|context| {
+            assert!(sending.as_mut().poll(context).is_pending());
+            let receiving = pin!(receiver.recv(IoBuf::zeroed(9)));
+            assert!(receiving.poll(context).is_ready());
+            Poll::Ready(taker.read(&mut [0; 9]))
+        })
+        .await;
+        assert_eq!(arrived.unwrap(), 9);
+        drop(taker);
+    });
+}
+
 /// Sends back what arrives until the peer ends its side.
 async fn echo(stream: Stream) -> u64 {
     let mut total = 0;
