@@ -152,8 +152,8 @@ impl Slot {
         let again = self.lost.swap(true, Ordering::AcqRel);
         LOSSES.fetch_add(1, Ordering::Release);
         // Nobody needs a mapping in which more is missing, and a signal for each page of it would take long. The
-        // process also has a limited number of mappings. If there can be no more, the whole one is replaced, too; and if
-        // there is no memory for that, each page.
+        // process also has a limited number of mappings. If there can be no more, the whole one is replaced, too; and
+        // if there is no memory for that, each page.
         let written = self.written.load(Ordering::Relaxed);
         let page = |written| map_zeroes(start + from, block.min(length - from), written);
         !again && page(written) || map_zeroes(start, length, written) || page(written)

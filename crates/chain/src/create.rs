@@ -515,7 +515,8 @@ impl<H: Host> Created<'_, H> {
     }
 
     /// Whether there was too much to read for the direct-access index of the layers below. Then it has no digests yet,
-    /// which later overlays add, or there is none, since there was too much for those, too. Writing one makes all of it.
+    /// which later overlays add, or there is none, since there was too much for those, too. Writing one makes all of
+    /// it.
     pub fn is_index_left(&self) -> bool {
         self.index_left
     }

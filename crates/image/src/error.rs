@@ -1,6 +1,6 @@
 //! Errors of a disk: which image, which field, and how to fix it.
 
-use crate::memory::OutOfMemory;
+use crate::out_of_memory::OutOfMemory;
 use isobath_qcow2::FormatError;
 use isobath_storage::{Operation, StorageError, shown};
 use std::path::{Path, PathBuf};

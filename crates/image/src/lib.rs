@@ -39,6 +39,7 @@ pub mod name;
 pub mod offline;
 pub mod open;
 pub mod options;
+mod out_of_memory;
 pub mod per_thread;
 mod pieces;
 pub mod placement;

@@ -44,9 +44,9 @@ impl FileHost {
     /// kernel needs up to 1/512 of that for page tables.
     ///
     /// Only regular files on ext4, XFS and Btrfs are mapped, and none if the address space is limited
-    /// (`RLIMIT_AS`). A handler for SIGBUS is installed with the first mapping: it catches accesses to what is missing in
-    /// these, and passes all others on to the handler that was there before. Do not use it in a process that locks all
-    /// its future memory (`mlockall`).
+    /// (`RLIMIT_AS`). A handler for SIGBUS is installed with the first mapping: it catches accesses to what is missing
+    /// in these, and passes all others on to the handler that was there before. Do not use it in a process that locks
+    /// all its future memory (`mlockall`).
     pub fn map_reads(self, bytes: u64) {
         Pool::of_process().mappings().allow(bytes);
     }

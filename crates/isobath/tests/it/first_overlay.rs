@@ -131,7 +131,8 @@ fn later_overlays_complete_the_index() {
     });
 }
 
-/// The longest chain whose digests are left to others: they are made before a chapter closes, a layer with each overlay.
+/// The longest chain whose digests are left to others: they are made before a chapter closes, a layer with each
+/// overlay.
 #[test]
 fn no_chapter_closes_without_the_digests_of_its_layers() {
     block_on(async {

@@ -138,8 +138,8 @@ impl Local {
         self.driver.has_ring()
     }
 
-    /// Gives the kernel the operations that a ring has queued. Whoever goes on without waiting does so first: they would
-    /// wait for the end of the turn.
+    /// Gives the kernel the operations that a ring has queued. Whoever goes on without waiting does so first: they
+    /// would wait for the end of the turn.
     pub(crate) fn submit_queued(&self) {
         self.driver.submit_queued();
     }

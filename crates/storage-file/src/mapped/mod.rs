@@ -6,8 +6,8 @@
 //! is [forgotten](doubts) for a while.
 //!
 //! A page may also be missing for good: the file was cut short, or its device cannot read it. The
-//! [guard](isobath_buf::guard) notices; the data is then read by a system call, which knows what to say, and the file is
-//! not mapped again.
+//! [guard](isobath_buf::guard) notices; the data is then read by a system call, which knows what to say, and the file
+//! is not mapped again.
 
 mod budget;
 mod doubts;

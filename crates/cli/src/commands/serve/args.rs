@@ -101,8 +101,9 @@ pub(crate) struct Args {
     /// Memory limit of each disk's map, such as 64M [default: as much as the disk needs, at most 132M]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(super) map_cache: Option<u64>,
-    /// Limit how much of the images' files is mapped to copy from it what is in the page cache, such as 64G; up to 1/512
-    /// of that is needed for page tables. With 0, reads are system calls [default: 16G, at most half of the memory]
+    /// Limit how much of the images' files is mapped to copy from it what is in the page cache, such as 64G; up to
+    /// 1/512 of that is needed for page tables. With 0, reads are system calls [default: 16G, at most half of the
+    /// memory]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(super) map_reads: Option<u64>,
     /// Limit the memory for requests, free buffers, maps, caches and L1 tables of all images and clients together, such
