@@ -39,7 +39,7 @@ impl FileHost {
         LimitedHost { pool: Arc::new(Pool::new(count.max(2))) }
     }
 
-    /// Lets the files that all hosts of this kind open from now on be read through mappings of together at most `bytes`
+    /// Lets the files of all hosts of this kind be read through mappings of together at most `bytes`
     /// bytes, or none if that is 0, as at first: what is in the page cache is then copied without a system call. The
     /// kernel needs up to 1/512 of that for page tables.
     ///
@@ -246,7 +246,6 @@ fn storage(
 ) -> Attempt<FileStorage> {
     let Opened { target, id, kind } = opened;
     let direct = if mode.direct { Some(Box::new(direct(&target.file, kind)?)) } else { None };
-    let may_map = kind == Kind::Regular && !mode.direct && pool.mappings().are_allowed();
     let file = Named::new(name, mode, id, pool.clone())?;
     let target = Arc::new(target);
     let nameless = is_descriptor_set(&file.path);
@@ -263,8 +262,6 @@ fn storage(
         kind,
         direct,
         cached: Cached::default(),
-        may_map,
-        mapped: OnceLock::new(),
         durability,
         abilities: Abilities::default(),
         timed: OnceLock::new(),
@@ -278,7 +275,7 @@ fn direct(file: &OwnedFd, kind: Kind) -> io::Result<Direct> {
             return Err(no_direct(&io::Error::from_raw_os_error(libc::EINVAL)));
         }
         (Some(alignment), _) => alignment,
-        (None, Kind::Device { block }) => (block, block),
+        (None, Kind::Device { block }) => (u64::from(block), u64::from(block)),
         // Enough for the block device of every file system with blocks of at most a page.
         (None, Kind::Regular) => (4096, 4096),
     };

@@ -63,7 +63,7 @@ pub(super) enum Kind {
     /// A regular file.
     Regular,
     /// A block device with logical blocks of this many bytes.
-    Device { block: u64 },
+    Device { block: u32 },
 }
 
 /// A descriptor just opened, with the requested locks.

@@ -109,7 +109,7 @@ impl FileStorage {
 
     /// Unmaps what was mapped by the descriptor before, which stays open as long.
     fn forget_mappings(&self) {
-        if let Some(mapped) = self.mapped.get() {
+        if let Some(mapped) = self.mapped() {
             mapped.forget();
         }
     }

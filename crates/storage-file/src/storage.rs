@@ -39,22 +39,20 @@ pub struct FileStorage {
     pub(super) kind: Kind,
     pub(super) direct: Option<Box<Direct>>,
     pub(super) cached: Cached,
-    /// It may be read through mappings.
-    pub(super) may_map: bool,
-    /// Its mappings, once something cached was read.
-    pub(super) mapped: OnceLock<Arc<Mapped>>,
     /// Once it was changed or flushed, or created. There may be thousands of files that are only read.
     pub(super) durability: OnceLock<Arc<Durability>>,
     pub(super) abilities: Abilities,
     /// Whether the file system's times can be trusted, once known.
     pub(super) timed: OnceLock<bool>,
-    /// What was found out about writing to it.
+    /// What was found out about it. There may be thousands of files of which nothing is.
     pub(super) found: OnceLock<Box<Found>>,
 }
 
-/// What is costly to find out about writing to a file.
+/// What a file has only once it is used.
 #[derive(Default)]
 pub(super) struct Found {
+    /// Its mappings, once something cached was read.
+    pub(super) mapped: OnceLock<Arc<Mapped>>,
     /// Whether other files' space can be shared, once known.
     pub(super) clones: OnceLock<Option<u64>>,
     /// Whether flushes are cheaper in written space, once known.
@@ -117,15 +115,21 @@ impl FileStorage {
     }
 
     fn read_kept(&self, file: &OwnedFd, offset: u64, buf: &mut IoBuf) -> usize {
-        if self.mapped.get().is_some_and(|mapped| mapped.read(offset, buf)) {
+        if self.mapped().is_some_and(|mapped| mapped.read(offset, buf)) {
             return buf.len();
         }
         let count = self.cached.read(file, offset, buf);
-        if self.may_map && count == buf.len() {
-            let new = || Mapped::new(self.file.pool.mappings(), self.file.mode.writable);
-            self.mapped.get_or_init(new).was_cached(file, offset, count);
+        let mappings = self.file.pool.mappings();
+        if count == buf.len() && self.kind == Kind::Regular && mappings.are_allowed() {
+            let new = || Mapped::new(mappings, self.file.mode.writable);
+            self.found().mapped.get_or_init(new).was_cached(file, offset, count);
         }
         count
+    }
+
+    /// Its mappings, if something cached was read.
+    pub(super) fn mapped(&self) -> Option<&Arc<Mapped>> {
+        self.found.get()?.mapped.get()
     }
 
     /// The descriptor of a file that may be changed.
@@ -152,7 +156,7 @@ impl FileStorage {
 
     /// Reads by system calls from now on: they show the errors that the file system has.
     pub(super) fn end_mappings(&self) {
-        if let Some(mapped) = self.mapped.get() {
+        if let Some(mapped) = self.mapped() {
             mapped.end();
         }
     }
@@ -241,7 +245,7 @@ impl FileStorage {
         if length >= self.length_of(&target.file)? {
             return sys::ftruncate(&target.file, length);
         }
-        let cut = self.mapped.get().map(|mapped| mapped.cut(length));
+        let cut = self.mapped().map(|mapped| mapped.cut(length));
         let landing = target.landing.clone();
         unblocked(&landing, move || {
             let _guards = (guard, cut);

@@ -387,11 +387,11 @@ pub(super) fn device_length(file: &OwnedFd) -> io::Result<u64> {
 }
 
 /// The logical block size of a block device in bytes.
-pub(super) fn device_block(file: &OwnedFd) -> io::Result<u64> {
+pub(super) fn device_block(file: &OwnedFd) -> io::Result<u32> {
     let mut block: libc::c_int = 0;
     // SAFETY: the kernel writes an int.
     done(unsafe { libc::ioctl(file.as_raw_fd(), BLKSSZGET, &raw mut block) })?;
-    u64::try_from(block).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))
+    u32::try_from(block).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))
 }
 
 /// Discards blocks of a block device.

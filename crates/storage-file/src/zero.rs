@@ -49,7 +49,9 @@ impl FileStorage {
         let target = &*self.kept()?;
         match self.kind {
             Kind::Regular => self.zero_file(target, start, end, mode).await,
-            Kind::Device { block } => self.zero_device(target, (start, end), mode, block).await,
+            Kind::Device { block } => {
+                self.zero_device(target, (start, end), mode, u64::from(block)).await
+            }
         }
     }
 
@@ -125,6 +127,7 @@ impl FileStorage {
         let Kind::Device { block } = self.kind else {
             return self.allocate(&target, PUNCH, start, end).await.map(drop);
         };
+        let block = u64::from(block);
         let end = end.min(self.length_of(&target.file)?);
         let (first, last) = (start.next_multiple_of(block), end / block * block);
         if first >= last {

@@ -399,7 +399,7 @@ fn an_index_that_takes_too_long_is_not_made() {
         assert_eq!(made(overlay(33, true)).await, (true, false));
         assert_eq!(made(overlay(33, false)).await, (false, false));
         // A header of 512 bytes with a long name has no room for an index, so that nobody can make one.
-        let long = "long".repeat(75);
+        let long = "long".repeat(85);
         host.insert(&long, &host.contents(name(32)).unwrap());
         let small = overlay(33, true).cluster_size(512).backing_file(long, "qcow2");
         assert_eq!(made(small).await, (false, false));
