@@ -35,6 +35,7 @@ pub async fn check<H: Host>(
     let mode = OpenMode { writable, direct, locking };
     if writable {
         let opening = OpenOptions::new().format(options.format).locking(options.locking);
+        let opening = OpenOptions { unbounded_repair: true, ..opening };
         bring_in(host, name, &opening).await?;
     }
     let storage = Arc::new(host.open(name, mode).await?);
@@ -83,7 +84,9 @@ pub async fn check<H: Host>(
 pub async fn bring_in<H: Host>(host: &H, name: &Path, options: &OpenOptions) -> Result<ShownLog> {
     let OpenOptions { format, locking, named, .. } = *options;
     let trust = options.trust.clone();
+    let (memory, unbounded_repair) = (options.memory.clone(), options.unbounded_repair);
     let options = OpenOptions::new().writable(true).locking(locking).trust(trust).named(named);
+    let options = OpenOptions { memory, unbounded_repair, ..options };
     let storage = host.open(name, options.mode(true)).await?;
     if named {
         options.trust.check_place(&storage).await?;

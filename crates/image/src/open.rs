@@ -1,6 +1,6 @@
 //! Opening one image.
 
-use crate::check::repair_dirty;
+use crate::check::{Amount, repair_dirty};
 use crate::encryption::{Key, Protection, unlock};
 use crate::index_area::{has_stamp, is_plain};
 use crate::l1_table::L1Table;
@@ -44,13 +44,17 @@ pub fn referenced_file<H: Host>(
                 ),
             });
         }
-        let real = host.canonical(&path)?;
-        if !directories.iter().any(|directory| real.starts_with(directory)) {
+        // Where nothing is allowed nothing is looked for: whether a file exists is nobody's business.
+        let real = if directories.is_empty() { None } else { Some(host.canonical(&path)?) };
+        let inside =
+            |real: PathBuf| directories.iter().any(|directory| real.starts_with(directory));
+        if !real.is_some_and(inside) {
             return Err(DiskError::Refused {
                 image: referrer.to_owned(),
                 reason: format!(
-                    "its {field} '{}' lies outside the directories allowed to an untrusted image",
-                    name.escape_debug()
+                    "its {field} '{}' lies outside the directories allowed to an untrusted image{}",
+                    name.escape_debug(),
+                    trust.way_out()
                 ),
             });
         }
@@ -319,7 +323,9 @@ pub(crate) async fn load_qcow2<H: Host>(
     }
     let unclean = found_log.as_ref().is_some_and(FoundLog::is_unclean);
     if writable && (unclean || header.incompatible.contains(IncompatibleFeatures::DIRTY)) {
-        repair_dirty(storage, name).await?;
+        let bounded = Amount::Bounded(options.memory.as_ref());
+        let amount = if options.unbounded_repair { Amount::Any } else { bounded };
+        repair_dirty(storage, name, amount).await?;
         length = storage.len().await?;
         let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
         header = read_header(&**storage, name, start, length).await?;

@@ -15,7 +15,14 @@ const WIDE: u16 = u16::MAX;
 pub(crate) struct Counts {
     pages: Vec<Option<Box<[u16; PAGE as usize]>>>,
     wide: HashMap<u64, u64>,
+    /// How many pages there are.
+    made: u64,
 }
+
+/// Bytes of a page.
+const PAGE_BYTES: u64 = 2 * PAGE;
+/// Bytes that a number in `wide` takes, or an entry in another map or set.
+pub(crate) const ENTRY_BYTES: u64 = 64;
 
 impl Counts {
     pub(crate) fn get(&self, cluster: u64) -> u64 {
@@ -31,6 +38,7 @@ impl Counts {
         if index >= self.pages.len() {
             self.pages.resize_with(index + 1, || None);
         }
+        self.made += u64::from(self.pages[index].is_none());
         let page = self.pages[index].get_or_insert_with(|| Box::new([0; PAGE as usize]));
         let slot = &mut page[(cluster % PAGE) as usize];
         if *slot == WIDE {
@@ -43,6 +51,12 @@ impl Counts {
                 WIDE
             }
         };
+    }
+
+    /// How many bytes of memory it takes.
+    pub(crate) fn bytes(&self) -> u64 {
+        let list = self.pages.capacity() * size_of::<Option<Box<[u16; PAGE as usize]>>>();
+        list as u64 + self.made * PAGE_BYTES + self.wide.len() as u64 * ENTRY_BYTES
     }
 
     /// Whether any cluster of the page that holds `cluster` was ever set.
@@ -92,5 +106,7 @@ mod tests {
         counts.set(100_000, 0);
         assert_eq!((counts.get(7), counts.highest(), counts.wide.len()), (2, Some(7), 1));
         assert!(counts.has_page(255) && !counts.has_page(256));
+        let pages = 2 * PAGE_BYTES + counts.pages.capacity() as u64 * 8;
+        assert_eq!(counts.bytes(), pages + ENTRY_BYTES);
     }
 }

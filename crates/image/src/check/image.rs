@@ -1,5 +1,6 @@
 //! The image under examination.
 
+use super::budget::Budget;
 use crate::layer::ImageFormat;
 use crate::probe::format_of;
 use crate::recovery::{Purpose, Recovered, recover};
@@ -27,6 +28,8 @@ pub(crate) struct Image<S> {
     pub(crate) length: u64,
     /// What a journal that is in use puts over what is read.
     view: Option<Replayed>,
+    /// What an examination may take.
+    pub(crate) budget: Budget,
 }
 
 impl<S: Storage> Image<S> {
@@ -61,7 +64,8 @@ impl<S: Storage> Image<S> {
         }
         let geometry = header.geometry().map_err(error)?;
         let (storage, name) = (Arc::clone(storage), name.to_owned());
-        let image = Self { storage, name, header, geometry, length, view };
+        let image =
+            Self { storage, name, header, geometry, length, view, budget: Budget::default() };
         if image.clusters() > MAX_CLUSTERS {
             return Err(image.refused(format!(
                 "the file has {} clusters; a check counts at most {MAX_CLUSTERS}",
@@ -100,6 +104,7 @@ impl<S: Storage> Image<S> {
     /// Reads at most `length` bytes: what the file has of them.
     pub(crate) async fn read_existing(&self, offset: u64, length: u64) -> Result<IoBuf> {
         let there = self.length.saturating_sub(offset).min(length);
+        self.budget.read(there)?;
         self.read(offset, there as usize).await
     }
 
@@ -137,6 +142,7 @@ impl<S: Storage> Image<S> {
             length: self.length,
             // Only what is opened to be viewed has one.
             view: None,
+            budget: Budget::default(),
         }
     }
 

@@ -1,0 +1,136 @@
+//! What the repair of an image that was not closed may take.
+//!
+//! Whoever opens an image for writing repairs it if it is dirty, and may not know who made it. A sparse file of a few
+//! KiB can have tables without end: thousands of snapshots whose L1 tables are one hole, or entries that lead to all
+//! corners of a file of many TiB. So what is read, and what is kept in memory, is bounded: by an amount that is harmless,
+//! and beyond that by the space that the file takes, which its author has had to fill. A check that an operator asks for
+//! has no such bounds.
+
+use crate::memory::{self, MemoryLimit, Reserved};
+use crate::{DiskError, Result};
+use isobath_storage::Storage;
+use std::cell::{Cell, RefCell};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Bytes of tables that may be read of any file. Beyond these, it must take as much space itself.
+const TABLES: u64 = 1 << 30;
+/// Bytes of memory for any file.
+const MEMORY: u64 = 256 << 20;
+/// Bytes of a file that bring one more byte of memory: a cluster of the smallest size has two bytes in each of three
+/// lists of counts.
+const BYTES_PER_BYTE: u64 = 64;
+/// How much is reserved of a limit at once.
+const STEP: u64 = 1 << 20;
+
+/// A bound on the tables that are read, and on the memory that what is known of them takes.
+#[derive(Default)]
+pub(crate) struct Budget(Option<Bounds>);
+
+struct Bounds {
+    image: PathBuf,
+    /// Bytes of space that the file takes.
+    filled: u64,
+    tables: u64,
+    memory: u64,
+    /// What the process's disks and frontends share.
+    limit: Option<Arc<MemoryLimit>>,
+    read: Cell<u64>,
+    reserved: RefCell<Vec<Reserved>>,
+}
+
+impl Budget {
+    /// The bounds for a file that nobody has vouched for.
+    ///
+    /// # Errors
+    /// If the storage does not say how much space the file takes.
+    pub(crate) async fn of_file<S: Storage>(
+        storage: &S,
+        image: &Path,
+        limit: Option<&Arc<MemoryLimit>>,
+    ) -> Result<Self> {
+        let filled = match storage.extensions().usage {
+            Some(usage) => usage.allocated().await?,
+            None => None,
+        };
+        // What a server of exports says of its files is not measured.
+        let filled = filled.unwrap_or(0).min(storage.len().await?);
+        Ok(Self(Some(Bounds {
+            image: image.to_owned(),
+            filled,
+            tables: TABLES.saturating_add(filled),
+            memory: MEMORY + filled / BYTES_PER_BYTE,
+            limit: limit.cloned(),
+            read: Cell::new(0),
+            reserved: RefCell::default(),
+        })))
+    }
+
+    /// Allows for so many more bytes of tables.
+    ///
+    /// # Errors
+    /// They are too many.
+    pub(crate) fn read(&self, bytes: u64) -> Result<()> {
+        let Some(bounds) = &self.0 else { return Ok(()) };
+        let read = bounds.read.get().saturating_add(bytes);
+        bounds.read.set(read);
+        if read > bounds.tables {
+            return Err(bounds.refuse("bytes of tables to read", read, bounds.tables));
+        }
+        Ok(())
+    }
+
+    /// Whether there are any bounds.
+    pub(crate) fn is_bounded(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Allows for as many bytes of tables again as until now.
+    ///
+    /// # Errors
+    /// They are too many.
+    pub(crate) fn read_again(&self) -> Result<()> {
+        self.read(self.0.as_ref().map_or(0, |bounds| bounds.read.get()))
+    }
+
+    /// Allows for so many bytes of memory in total.
+    ///
+    /// # Errors
+    /// They are too many, or of the limit less is left.
+    pub(crate) fn hold(&self, bytes: u64) -> Result<()> {
+        let Some(bounds) = &self.0 else { return Ok(()) };
+        if bytes > bounds.memory {
+            return Err(bounds.refuse("bytes of memory", bytes, bounds.memory));
+        }
+        let Some(limit) = &bounds.limit else { return Ok(()) };
+        let mut reserved = bounds.reserved.borrow_mut();
+        let held: u64 = reserved.iter().map(Reserved::bytes).sum();
+        let Some(more) = bytes.checked_sub(held).filter(|more| *more > 0) else { return Ok(()) };
+        let more = more.next_multiple_of(STEP);
+        let taken = limit.reserve("the repair of its refcounts", more);
+        reserved.push(taken.map_err(|source| memory::refused(&bounds.image, source))?);
+        Ok(())
+    }
+
+    /// What is to be done is within the bounds.
+    pub(crate) fn settle(&mut self) {
+        if let Some(bounds) = &mut self.0 {
+            bounds.tables = u64::MAX;
+            bounds.memory = u64::MAX;
+            bounds.limit = None;
+        }
+    }
+}
+
+impl Bounds {
+    fn refuse(&self, what: &str, needed: u64, most: u64) -> DiskError {
+        DiskError::Refused {
+            image: self.image.clone(),
+            reason: format!(
+                "it was not closed (dirty bit), and its repair takes {needed} {what} or more, of which a file that \
+                 fills {} bytes may take {most}; if you trust it, repair it with 'isobath check -r all'",
+                self.filled
+            ),
+        }
+    }
+}
