@@ -12,8 +12,8 @@ use isobath_luks::{CreateOptions, Secret, system_random};
 use isobath_qcow2::index::{BlockHash, IndexExtension};
 use isobath_qcow2::{CompressionType, FormatError, HostOffset, NewImage, Plan};
 use isobath_storage::{
-    FileId, Host, IoBuf, Layout, Locking, OpenMode, Storage, StorageError, StorageExt, ZeroMode,
-    shown,
+    FileId, Host, IoBuf, Layout, Locking, Made, OpenMode, Storage, StorageError, StorageExt,
+    ZeroMode, shown,
 };
 use std::io;
 use std::path::{Path, PathBuf};
@@ -217,6 +217,19 @@ pub async fn create_held<'a, H: Host>(
     name: &Path,
     new: &NewDisk,
 ) -> Result<Created<'a, H>> {
+    create_held_beside(host, name, new, &[]).await
+}
+
+/// As [`create_held`], for a copy of disks that have these files: none of them is replaced.
+///
+/// # Errors
+/// As [`create`], and if a file of the image is one of them.
+pub async fn create_held_beside<'a, H: Host>(
+    host: &'a H,
+    name: &Path,
+    new: &NewDisk,
+    sources: &[FileId],
+) -> Result<Created<'a, H>> {
     let refused =
         |reason: &str| DiskError::Refused { image: name.to_owned(), reason: reason.into() };
     let mut new = new.clone();
@@ -285,11 +298,20 @@ pub async fn create_held<'a, H: Host>(
         }
         None => Vec::new(),
     };
-    let mut created = Created { host, size, index_left, layout: new.layout, files: Vec::new() };
+    let layout = new.layout;
+    let mut created = Created {
+        host,
+        size,
+        index_left,
+        layout,
+        sources: sources.to_vec(),
+        chain: others,
+        files: Vec::new(),
+    };
     let result = match &plan {
         Some((plan, index)) => {
             let contents = Contents { plan, index, keys: &keys };
-            write_qcow2(&mut created, name, &new, contents, &others).await
+            write_qcow2(&mut created, name, &new, contents).await
         }
         None => write_plain(&mut created, name, size, new.preallocation, &keys).await,
     };
@@ -498,6 +520,10 @@ pub struct Created<'a, H: Host> {
     size: u64,
     index_left: bool,
     layout: Layout,
+    /// The files of the disks that are copied.
+    sources: Vec<FileId>,
+    /// The files of the backing chain.
+    chain: Vec<FileId>,
     files: Vec<Kept<H::File>>,
 }
 
@@ -557,24 +583,24 @@ impl<H: Host> Created<'_, H> {
         all
     }
 
-    /// Creates an empty file, unless one of that name is among `others`.
-    async fn file(&mut self, name: &Path, others: &[FileId]) -> Result<Arc<H::File>> {
-        let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
-        let found = self.host.open(name, look).await;
-        let is_new = match &found {
-            Ok(file) if others.contains(&file.id()) => {
-                return Err(DiskError::Refused {
-                    image: name.to_owned(),
-                    reason: "it is the backing file itself, or part of its chain".into(),
-                });
-            }
-            Ok(_) => false,
-            Err(error) => error.kind() == io::ErrorKind::NotFound,
+    /// Creates an empty file, unless it is one that the image is made from, or that it has already.
+    async fn file(&mut self, name: &Path) -> Result<Arc<H::File>> {
+        let refused =
+            |reason: &str| DiskError::Refused { image: name.to_owned(), reason: reason.into() };
+        let own = self.files.iter().map(|kept| kept.file.id());
+        let others: Vec<FileId> =
+            self.chain.iter().chain(&self.sources).copied().chain(own).collect();
+        let spared = |id| others.contains(&id);
+        let Some(made) = self.host.create_unlike(name, OpenMode::default(), &spared).await? else {
+            return Err(match self.host.find(name) {
+                Ok(Some(found)) if self.sources.contains(&found) => {
+                    refused("it is one of the images to copy, or in their backing chains")
+                }
+                _ => refused("it is the backing file itself, or part of its chain"),
+            });
         };
-        // A server may end with its last client.
-        let found = found.ok().filter(|_| self.host.protocol_name(&name.to_string_lossy()));
-        let file = Arc::new(self.host.create(name, OpenMode::default()).await?);
-        drop(found);
+        let Made { file, is_new } = made;
+        let file = Arc::new(file);
         file.lay_out(self.layout).await;
         // A link stays.
         let name = self.host.canonical(name)?;
@@ -596,16 +622,13 @@ async fn write_qcow2<H: Host>(
     name: &Path,
     new: &NewDisk,
     contents: Contents<'_>,
-    others: &[FileId],
 ) -> Result<()> {
     let Contents { plan, index, keys } = contents;
-    let file = created.file(name, others).await?;
-    let mut others = others.to_vec();
-    others.push(file.id());
+    let file = created.file(name).await?;
     let data = match (&new.data_file, plan.data_file_length()) {
         (Some(data), Some(length)) => {
             let path = created.host.resolve(name, data);
-            Some((created.file(&path, &others).await?, length))
+            Some((created.file(&path).await?, length))
         }
         _ => None,
     };
@@ -647,7 +670,7 @@ async fn write_plain<H: Host>(
     preallocation: Preallocation,
     keys: &[u8],
 ) -> Result<()> {
-    let file = created.file(name, &[]).await?;
+    let file = created.file(name).await?;
     let at = keys.len() as u64;
     let end = at.checked_add(size).ok_or_else(|| DiskError::Refused {
         image: name.to_owned(),
@@ -802,10 +825,12 @@ mod tests {
                 size: 1 << 20,
                 index_left: false,
                 layout: Layout::default(),
+                sources: Vec::new(),
+                chain: Vec::new(),
                 files,
             };
             let contents = Contents { plan: &plan, index: &[], keys };
-            block_on(Box::pin(write_qcow2(&mut created, name, &new, contents, &[])))
+            block_on(Box::pin(write_qcow2(&mut created, name, &new, contents)))
         };
         write(&[0; 1024]).unwrap();
         match write(&[0; 1023]) {

@@ -217,7 +217,7 @@ fn create_foreign(
     runtime::block_on(async || {
         let new = options.image().map_err(failure)?;
         let size = size.next_multiple_of(512);
-        let (writer, files) = new.create(&path, size, false).await.map_err(failure)?;
+        let (writer, files) = new.create(&path, size, false, &[]).await.map_err(failure)?;
         if let Err(error) = writer.finish().await {
             files.remove(true).await;
             return Err(Failure::new(error));

@@ -1,17 +1,18 @@
 //! `isobath dd`
 
-use super::convert::refuse_source;
+use super::convert::{files_of, refuse_source};
 use super::foreign;
 use crate::failure::{Failure, Outcome};
 use crate::host::{ImageHost, images};
 use crate::image_name::Naming;
 use crate::{messages, options, runtime, size};
-use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, create_held};
+use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, create_held_beside};
 use isobath_formats::{Format, PIECE};
 use isobath_storage::IoBuf;
 use std::io::Write;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
 /// Maximum bytes per read, whatever the block size.
 const CHUNK: u64 = 2 << 20;
@@ -106,7 +107,9 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
         }
         // Without a secret, for which `dd` has no option, a LUKS image is refused.
         let new = NewDisk::new(length.next_multiple_of(512)).format(args.output_format);
-        let created = create_held(images(), &target.path, &new).await.map_err(|error| {
+        let others = files_of(std::slice::from_ref(&source));
+        let created = create_held_beside(images(), &target.path, &new, &others).await;
+        let created = created.map_err(|error| {
             Failure::new(crate::image_name::reason(&error))
                 .context(format_args!("{output}: error while creating output image"))
         })?;
@@ -122,14 +125,16 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
 
 /// Copies a range to a new image in another program's format.
 async fn copy_to_foreign(
-    source: &Disk<ImageHost>,
+    source: &Arc<Disk<ImageHost>>,
     range: Range<u64>,
     format: Format,
     target: &Path,
 ) -> Result<(), Failure> {
     let length = range.end - range.start;
     let new = foreign::Options::parse(format, &[]).and_then(|options| options.image());
-    let made = new.map_err(Failure::new)?.create(target, length.next_multiple_of(512), false).await;
+    let (new, size) = (new.map_err(Failure::new)?, length.next_multiple_of(512));
+    let others = files_of(std::slice::from_ref(source));
+    let made = new.create(target, size, false, &others).await;
     let (mut writer, files) = made.map_err(Failure::new)?;
     let work = async {
         let mut at = 0;

@@ -21,7 +21,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 use target::Target;
-pub(super) use target::refuse_source;
+pub(super) use target::{files_of, refuse_source};
 
 /// Copy disks to a new or existing image
 ///
@@ -249,9 +249,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             return foreign::convert(args, &sources, &name.path, &new, &mut signals).await;
         }
         let target = if args.no_create {
-            Target::existing(name, args).await?
+            Target::existing(name, &sources, args).await?
         } else {
-            Target::create(name, size, args).await?
+            Target::create(name, size, &sources, args).await?
         };
         let result = copy(args, sources, &target, &mut signals, &interrupted).await;
         match (&result, interrupted.get()) {
