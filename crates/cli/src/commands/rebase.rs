@@ -189,7 +189,7 @@ async fn open_below(
         .locking(options::locking(args.force_share))
         .direct(args.source_cache.is_direct())
         .bring_in(true)
-        .trust(args.naming.trusting.of(path)?)
+        .trust(args.naming.trusting.trust()?)
         .secrets(args.naming.secrets().map_err(Failure::new)?);
     let below = Disk::open(images().clone(), path, &options).await;
     let below = below.map_err(|error| new_backing(name, crate::image_name::reason(&error)));

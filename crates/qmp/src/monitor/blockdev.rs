@@ -59,7 +59,7 @@ impl<H: Host + Clone> Monitor<H> {
             cache.and_then(|cache| flag(cache, "direct"))
         };
         let usual = &self.opening.options;
-        let trust = (self.opening.trust)(&protocol.path).map_err(QmpError::new)?;
+        let trust = (self.opening.trust)().map_err(QmpError::new)?;
         let options = usual
             .clone()
             .trust(trust)

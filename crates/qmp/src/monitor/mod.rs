@@ -44,7 +44,7 @@ use request::JobRequest;
 use serde_json::{Map, Value, json};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 use throttle::Filter;
@@ -60,14 +60,14 @@ pub struct Opening {
     pub trust: Box<TrustOf>,
 }
 
-/// Decides how far an image at a path is trusted, or says why it cannot be opened.
-pub type TrustOf = dyn Fn(&Path) -> std::result::Result<Trust, String>;
+/// Decides how far an image is trusted, when it is added, or says why it cannot be opened.
+pub type TrustOf = dyn Fn() -> std::result::Result<Trust, String>;
 
 impl From<OpenOptions> for Opening {
     /// Every image is trusted as in `options`.
     fn from(options: OpenOptions) -> Self {
         let trust = options.trust.clone();
-        Self { options, trust: Box::new(move |_| Ok(trust.clone())) }
+        Self { options, trust: Box::new(move || Ok(trust.clone())) }
     }
 }
 
