@@ -400,6 +400,7 @@ fn what_cannot_be_served_is_refused() {
     let image = path("near").join("image.qcow2");
     qemu::create_overlay(&image, &far.join("base.qcow2"), "qcow2", "");
     refused(args!["--untrusted", &image], "outside the directories allowed");
+    refused(args!["--sandbox-dir", "/", "--format", "raw", path("raw")], "root directory");
     let far = far.to_str().unwrap();
     let _ = Served::start(&[&image], &["--untrusted", "--backing-dir", far]).stop();
     let _ = Served::start(&[path("raw")], &["--format", "raw"]).stop();
