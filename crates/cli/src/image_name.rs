@@ -8,7 +8,7 @@ use crate::host::{self, ImageHost, images};
 use crate::null::{self, is_null};
 use crate::tls_objects::{self, TlsObject};
 use crate::trust::Trusting;
-use crate::{nbd_options, options, size};
+use crate::{cores, nbd_options, options, size};
 use isobath_disk::encryption::{FoundSecret, Secret, Secrets};
 use isobath_disk::{
     BackingFile, Below, Disk, DiskError, ImageFormat, InfoOptions, OpenOptions, Trust,
@@ -68,6 +68,7 @@ impl SecretFile {
 
     fn load(&self) -> Result<Secrets, String> {
         let Some(file) = &self.secret_file else { return Ok(Secrets::default()) };
+        cores::withhold();
         let source = Source::File(file.to_string_lossy().into_owned());
         let description = Description { id: String::new(), source, base64: false };
         description.load().map(Secrets::from)
@@ -95,6 +96,7 @@ impl Objects {
     fn find_secret(&self, id: &str) -> Option<FoundSecret> {
         let mut described = self.object.iter().filter_map(|text| describe(text).ok());
         let found = described.rfind(|description| description.id == id)?;
+        cores::withhold();
         Some(file_of(&found).and_then(|_| found.load()).map(Arc::new))
     }
 
@@ -241,7 +243,7 @@ impl Naming {
 
     /// The same image, trusted as far as the command says, and with its other files.
     fn as_told(&self, mut image: Image) -> Result<Image, String> {
-        image.trust = self.trusting.of(&image.path).map_err(|failure| failure.to_string())?;
+        image.trust = self.trusting.trust().map_err(|failure| failure.to_string())?;
         if self.data_file.is_some() {
             image.data_file.clone_from(&self.data_file);
         }

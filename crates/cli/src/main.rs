@@ -9,6 +9,7 @@ mod calendar;
 mod chain_files;
 mod commands;
 mod compressed;
+mod cores;
 mod descriptors;
 mod failure;
 mod full;
@@ -48,7 +49,8 @@ use tracing_subscriber::EnvFilter;
 #[command(name = "isobath", version, arg_required_else_help = true, args_override_self = true)]
 #[command(
     after_help = "ISOBATH_LOG sets the log level on stderr (error, warn, info, debug, trace). \
-                  ISOBATH_IO=threads does without io_uring."
+                  ISOBATH_IO=threads does without io_uring. ISOBATH_CORE_DUMPS=on lets servers, and commands that \
+                  read secrets, leave core dumps and be traced."
 )]
 pub(crate) struct Cli {
     #[command(subcommand)]

@@ -10,6 +10,7 @@ mod boot;
 mod chain_generate;
 mod chain_survey;
 mod checks_agree_with_qemu;
+mod cores;
 mod created_images_match_qemus;
 mod ctl;
 mod damage;

@@ -10,7 +10,7 @@ mod start;
 mod stats;
 
 use crate::failure::{Failure, Outcome};
-use crate::{json, options, screen, size};
+use crate::{cores, json, options, screen, size};
 use disk::{Chain, Events, Query, Resize, Snapshot};
 use isobath_qmp::client::{Address, Client, ClientError};
 use isobath_tls::ClientCredentials;
@@ -153,6 +153,7 @@ impl<'a> Session<'a> {
         let client = match &tls.tls_creds {
             None => Client::connect(&parsed),
             Some(directory) => {
+                cores::withhold();
                 let credentials = ClientCredentials::read(directory)
                     .map_err(|error| Failure::new(error).context("--tls-creds"))?;
                 let Some(host) = tls.tls_hostname.as_deref().or(parsed.host()) else {

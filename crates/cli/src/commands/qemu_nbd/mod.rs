@@ -13,11 +13,11 @@ use crate::server::endpoint::{Endpoint, PORT};
 use crate::server::handed_in::{self, HandedIn};
 use crate::server::tls::{Mode, SecuredEndpoint, Tls};
 use crate::server::{log_file, pid_file, signals, threads};
-use crate::{messages, options, runtime, size, temporary, tls_objects};
+use crate::{cores, messages, options, runtime, size, temporary, tls_objects};
 use isobath_disk::clock::SystemClock;
 use isobath_disk::{
     BlockDevice, ImageFormat, InfoOptions, LiveDisk, MetadataMode, OpenOptions, SnapshotChoice,
-    Trust, info, read_bitmap,
+    info, read_bitmap,
 };
 use isobath_export::nbd::wire::MAX_STRING;
 use isobath_export::nbd::{Export, ExportError, ExportedBitmap, Limits, Server, WhenFull};
@@ -186,6 +186,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
     };
     messages::detach();
+    cores::withhold();
     host::map_reads(None);
     let ready = WhenReady { daemon, log };
     runtime::block_on(async || Box::pin(args.serve(&image, &endpoint, &tls, ready)).await)?;
@@ -352,10 +353,7 @@ impl Args {
         let layers = disk.layers();
         // The temporary overlay's file no longer has a name.
         let named = || layers.iter().skip(usize::from(self.is_overlaid()));
-        let trust = match named().next() {
-            Some(first) => self.naming.trusting.of(first.name())?,
-            None => Trust::Full,
-        };
+        let trust = self.naming.trusting.trust()?;
         let is_below = |layer| named().next().is_none_or(|first| !Arc::ptr_eq(first, layer));
         // In qemu-nbd's order.
         for name in self.bitmap.iter().rev() {

@@ -9,7 +9,7 @@ use crate::options;
 use crate::server::daemon::{Daemon, WhenReady};
 use crate::server::signals::{self, either};
 use crate::server::{log_file, pid_file, threads};
-use crate::{messages, runtime};
+use crate::{cores, messages, runtime};
 use chardev::{Chardev, Controlling, Monitors};
 use isobath_disk::{MetadataMode, OpenOptions};
 use isobath_export::registry::{Frontends, Listeners};
@@ -100,6 +100,7 @@ pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
         }
     };
     messages::detach();
+    cores::withhold();
     host::map_reads(None);
     let ready = WhenReady { daemon, log };
     runtime::block_on(async || {

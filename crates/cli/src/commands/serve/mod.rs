@@ -21,7 +21,7 @@ use crate::server::sandbox::Confined;
 use crate::server::signals::either;
 use crate::server::tls::Tls;
 use crate::server::{handed_in, listen, log_file, pid_file, service_manager, signals, threads};
-use crate::{messages, runtime};
+use crate::{cores, messages, runtime};
 use announce::announce;
 use isobath_disk::encryption::Secrets;
 use isobath_disk::{LiveDisk, MemoryLimit};
@@ -49,7 +49,8 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     args.frontends.check_exports(&names, !args.qmp.is_empty())?;
     args.tls.check_qmp(&args.qmp, args.insecure)?;
     args.tls.check(args.frontends.addresses().chain(&args.qmp))?;
-    let log = args.log.as_deref().map(log_file::open).transpose()?;
+    let log =
+        args.log.as_deref().map(|log| log_file::open(log, args.sandbox.becomes())).transpose()?;
     let secrets = args.secret_file.secrets()?;
     let tls = args.tls.read()?;
     let confines = args.sandbox.is_on(args.frontends.mounts())?;
@@ -61,6 +62,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
     };
     args.sandbox.become_user()?;
+    cores::withhold();
     host::map_reads(args.map_reads);
     let memory = args.memory_limit.map(MemoryLimit::new);
     let confined =
