@@ -32,7 +32,7 @@ CAMPAIGNS := soak kills crash crash-small crash-files damage defects histories c
 	miri tsan
 $(CAMPAIGNS): export ISOBATH_EVIDENCE := $(CURDIR)/docs/results/campaigns.jsonl
 
-.PHONY: setup build style test tested demo scenarios $(CAMPAIGNS) evidence coverage bench papers papers-quick clean
+.PHONY: setup build style test tested advisories demo scenarios $(CAMPAIGNS) evidence coverage bench papers papers-quick clean
 
 setup:
 	@scripts/setup
@@ -50,6 +50,11 @@ test: setup $(TOOLS)
 tested:
 	@test "$$(cat target/tested 2>/dev/null)" = "$$(git rev-parse HEAD)" && test -z "$$(git status --porcelain)" || \
 		{ echo "make test has not passed for this tree" >&2; exit 1; }
+
+# Known vulnerabilities of dependencies. Not part of `make test`: the database is on the network. OFFLINE=1 uses the one
+# that is there, in $CARGO_HOME/advisory-dbs.
+advisories: target/tools/bin/cargo-deny
+	target/tools/bin/cargo-deny $(if $(OFFLINE),--offline) --locked check --hide-inclusion-graph advisories
 
 demo: setup
 	@scripts/demo
