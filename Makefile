@@ -32,7 +32,8 @@ CAMPAIGNS := soak kills crash crash-small crash-files damage defects histories c
 	miri tsan
 $(CAMPAIGNS): export ISOBATH_EVIDENCE := $(CURDIR)/docs/results/campaigns.jsonl
 
-.PHONY: setup build style test tested advisories demo scenarios $(CAMPAIGNS) evidence coverage bench papers papers-quick clean
+.PHONY: setup build style test tested advisories demo scenarios $(CAMPAIGNS) evidence coverage bench papers \
+	papers-quick clean
 
 setup:
 	@scripts/setup

@@ -600,6 +600,8 @@ impl<H: Host> Created<'_, H> {
             });
         };
         let Made { file, is_new } = made;
+        let is_other = !others.contains(&file.id());
+        invariant(is_other, name, "a file that an image is made from is not emptied for it")?;
         let file = Arc::new(file);
         file.lay_out(self.layout).await;
         // A link stays.
@@ -793,6 +795,55 @@ mod tests {
         ) -> isobath_storage::Result<bool> {
             self.exchange(name).await;
             self.0.remove_file(name, file).await
+        }
+    }
+
+    /// A host that empties whatever it is told to.
+    struct Heedless(MemoryHost);
+
+    impl Host for Heedless {
+        type File = MemoryFile;
+
+        async fn open(&self, name: &Path, mode: OpenMode) -> isobath_storage::Result<MemoryFile> {
+            self.0.open(name, mode).await
+        }
+
+        async fn create(&self, name: &Path, mode: OpenMode) -> isobath_storage::Result<MemoryFile> {
+            self.0.create(name, mode).await
+        }
+
+        async fn create_unlike(
+            &self,
+            name: &Path,
+            mode: OpenMode,
+            _: &dyn Fn(FileId) -> bool,
+        ) -> isobath_storage::Result<Option<Made<MemoryFile>>> {
+            Ok(Some(Made { file: self.0.create(name, mode).await?, is_new: false }))
+        }
+
+        async fn remove(&self, name: &Path) -> isobath_storage::Result<()> {
+            self.0.remove(name).await
+        }
+
+        async fn remove_file(
+            &self,
+            name: &Path,
+            file: &MemoryFile,
+        ) -> isobath_storage::Result<bool> {
+            self.0.remove_file(name, file).await
+        }
+    }
+
+    #[test]
+    fn a_host_that_empties_what_is_to_be_spared_is_noticed() {
+        let (host, name) = (Heedless(MemoryHost::new()), Path::new("image"));
+        let new = NewDisk::new(1 << 20);
+        let source = block_on(host.create(name, OpenMode::default())).unwrap().id();
+        match block_on(create_held_beside(&host, name, &new, &[source])) {
+            Err(DiskError::Internal { violated, .. }) => {
+                assert_eq!(violated, "a file that an image is made from is not emptied for it");
+            }
+            other => panic!("{:?}", other.map(|created| created.size())),
         }
     }
 

@@ -2,9 +2,9 @@
 //!
 //! Whoever opens an image for writing repairs it if it is dirty, and may not know who made it. A sparse file of a few
 //! KiB can have tables without end: thousands of snapshots whose L1 tables are one hole, or entries that lead to all
-//! corners of a file of many TiB. So what is read, and what is kept in memory, is bounded: by an amount that is harmless,
-//! and beyond that by the space that the file takes, which its author has had to fill. A check that an operator asks for
-//! has no such bounds.
+//! corners of a file of many TiB. So what is read, and what is kept in memory, is bounded: by an amount that is
+//! harmless, and beyond that by the space that the file takes, which its author has had to fill. A check that an
+//! operator asks for has no such bounds.
 
 use crate::memory::{self, MemoryLimit, Reserved};
 use crate::{DiskError, Result};
@@ -37,6 +37,8 @@ struct Bounds {
     limit: Option<Arc<MemoryLimit>>,
     read: Cell<u64>,
     reserved: RefCell<Vec<Reserved>>,
+    /// What is to be done is within the bounds.
+    settled: bool,
 }
 
 impl Budget {
@@ -63,6 +65,7 @@ impl Budget {
             limit: limit.cloned(),
             read: Cell::new(0),
             reserved: RefCell::default(),
+            settled: false,
         })))
     }
 
@@ -112,9 +115,15 @@ impl Budget {
         Ok(())
     }
 
+    /// Whether what is to be done is known to be within the bounds.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.0.as_ref().is_none_or(|bounds| bounds.settled)
+    }
+
     /// What is to be done is within the bounds.
     pub(crate) fn settle(&mut self) {
         if let Some(bounds) = &mut self.0 {
+            bounds.settled = true;
             bounds.tables = u64::MAX;
             bounds.memory = u64::MAX;
             bounds.limit = None;

@@ -1,5 +1,6 @@
 //! A number for each host cluster.
 
+use crate::violated;
 use std::collections::HashMap;
 
 /// Clusters in a page.
@@ -28,7 +29,10 @@ impl Counts {
     pub(crate) fn get(&self, cluster: u64) -> u64 {
         let page = self.pages.get((cluster / PAGE) as usize).and_then(Option::as_ref);
         match page.map_or(0, |page| page[(cluster % PAGE) as usize]) {
-            WIDE => self.wide.get(&cluster).copied().unwrap_or(0),
+            WIDE => match self.wide.get(&cluster) {
+                Some(wide) => *wide,
+                None => violated("a number that is too wide for its page is kept beside it"),
+            },
             narrow => u64::from(narrow),
         }
     }
@@ -91,6 +95,15 @@ impl Counts {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::broken::must_panic;
+
+    #[test]
+    fn a_wide_number_that_is_lost_is_noticed() {
+        let mut counts = Counts::default();
+        counts.set(7, u64::MAX);
+        counts.wide.clear();
+        must_panic(|| counts.get(7), "a number that is too wide for its page is kept beside it");
+    }
 
     #[test]
     fn numbers_of_any_width_are_kept() {

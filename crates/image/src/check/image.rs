@@ -109,6 +109,8 @@ impl<S: Storage> Image<S> {
     }
 
     pub(crate) async fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let settled = self.budget.is_settled();
+        invariant(settled, &self.name, "a repair within bounds writes once it is known to be")?;
         self.storage.write_at(offset, IoBuf::copy_of(bytes)).await?;
         Ok(())
     }
@@ -203,6 +205,22 @@ mod tests {
         let write = |at| block_on(image.write_fields([(at, vec![0; 8])]));
         write(SECTOR - 8).unwrap();
         must_violate(write(SECTOR - 7), "a header has its fields in its first sector");
+    }
+
+    #[test]
+    fn nothing_is_written_before_a_repair_is_known_to_be_within_its_bounds() {
+        let layer = layer();
+        let storage = Arc::clone(layer.storage());
+        block_on(async {
+            let opened = Image::open(&storage, Path::new(NAME), None, Purpose::Examine);
+            let mut image = Box::pin(opened).await.unwrap();
+            image.budget = Budget::of_file(&*storage, Path::new(NAME), None).await.unwrap();
+            let end = image.length;
+            let early = image.write(end, &[0; 512]).await;
+            must_violate(early, "a repair within bounds writes once it is known to be");
+            image.budget.settle();
+            image.write(end, &[0; 512]).await.unwrap();
+        });
     }
 
     #[test]
