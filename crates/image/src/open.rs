@@ -323,8 +323,13 @@ pub(crate) async fn load_qcow2<H: Host>(
     }
     let unclean = found_log.as_ref().is_some_and(FoundLog::is_unclean);
     if writable && (unclean || header.incompatible.contains(IncompatibleFeatures::DIRTY)) {
-        let bounded = Amount::Bounded(options.memory.as_ref());
-        let amount = if options.unbounded_repair { Amount::Any } else { bounded };
+        let memory = options.memory.as_ref();
+        let amount = match (&options.trust, memory) {
+            _ if options.unbounded_repair => Amount::Any,
+            (Trust::Within(_), memory) => Amount::Bounded(memory),
+            (Trust::Full, Some(memory)) => Amount::Within(memory),
+            (Trust::Full, None) => Amount::Any,
+        };
         repair_dirty(storage, name, amount).await?;
         length = storage.len().await?;
         let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;

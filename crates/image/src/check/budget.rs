@@ -2,9 +2,10 @@
 //!
 //! Whoever opens an image for writing repairs it if it is dirty, and may not know who made it. A sparse file of a few
 //! KiB can have tables without end: thousands of snapshots whose L1 tables are one hole, or entries that lead to all
-//! corners of a file of many TiB. So what is read, and what is kept in memory, is bounded: by an amount that is
-//! harmless, and beyond that by the space that the file takes, which its author has had to fill. A check that an
-//! operator asks for has no such bounds.
+//! corners of a file of many TiB. So what is read of an untrusted image, and what is kept of it in memory, is bounded:
+//! by an amount that is harmless, and beyond that by the space that the file takes, which its author has had to fill.
+//! The memory for any image is reserved of the process's limit, if it has one. A check that an operator asks for has
+//! neither.
 
 use crate::memory::{self, MemoryLimit, Reserved};
 use crate::{DiskError, Result};
@@ -13,10 +14,10 @@ use std::cell::{Cell, RefCell};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Bytes of tables that may be read of any file. Beyond these, it must take as much space itself.
+/// Bytes of tables that may be read of any untrusted file. Beyond these, it must take as much space itself.
 const TABLES: u64 = 1 << 30;
-/// Bytes of memory for any file.
-const MEMORY: u64 = 256 << 20;
+/// Bytes of memory for any untrusted file.
+const MEMORY: u64 = 512 << 20;
 /// Bytes of a file that bring one more byte of memory: a cluster of the smallest size has two bytes in each of three
 /// lists of counts.
 const BYTES_PER_BYTE: u64 = 64;
@@ -29,7 +30,7 @@ pub(crate) struct Budget(Option<Bounds>);
 
 struct Bounds {
     image: PathBuf,
-    /// Bytes of space that the file takes.
+    /// Bytes of space that the file takes, as far as that has been asked.
     filled: u64,
     tables: u64,
     memory: u64,
@@ -42,6 +43,11 @@ struct Bounds {
 }
 
 impl Budget {
+    /// No bounds, for an image that is trusted, but its memory is part of the limit.
+    pub(crate) fn of_trusted(image: &Path, limit: &Arc<MemoryLimit>) -> Self {
+        Self::new(image, 0, (u64::MAX, u64::MAX), Some(limit))
+    }
+
     /// The bounds for a file that nobody has vouched for.
     ///
     /// # Errors
@@ -51,22 +57,34 @@ impl Budget {
         image: &Path,
         limit: Option<&Arc<MemoryLimit>>,
     ) -> Result<Self> {
+        let length = storage.len().await?;
         let filled = match storage.extensions().usage {
-            Some(usage) => usage.allocated().await?,
-            None => None,
+            // A device's length is space that its author was given.
+            Some(_) if !storage.capabilities().extends_with_zeroes => length,
+            Some(usage) => usage.allocated().await?.unwrap_or(0).min(length),
+            // What a server of exports says of its files is not measured.
+            None => 0,
         };
-        // What a server of exports says of its files is not measured.
-        let filled = filled.unwrap_or(0).min(storage.len().await?);
-        Ok(Self(Some(Bounds {
+        let most = (TABLES.saturating_add(filled), MEMORY + filled / BYTES_PER_BYTE);
+        Ok(Self::new(image, filled, most, limit))
+    }
+
+    fn new(
+        image: &Path,
+        filled: u64,
+        (tables, memory): (u64, u64),
+        limit: Option<&Arc<MemoryLimit>>,
+    ) -> Self {
+        Self(Some(Bounds {
             image: image.to_owned(),
             filled,
-            tables: TABLES.saturating_add(filled),
-            memory: MEMORY + filled / BYTES_PER_BYTE,
+            tables,
+            memory,
             limit: limit.cloned(),
             read: Cell::new(0),
             reserved: RefCell::default(),
             settled: false,
-        })))
+        }))
     }
 
     /// Allows for so many more bytes of tables.
@@ -136,8 +154,9 @@ impl Bounds {
         DiskError::Refused {
             image: self.image.clone(),
             reason: format!(
-                "it was not closed (dirty bit), and its repair takes {needed} {what} or more, of which a file that \
-                 fills {} bytes may take {most}; if you trust it, repair it with 'isobath check -r all'",
+                "it was not closed (dirty bit), and its repair takes {needed} {what} or more; with --untrusted it may \
+                 take {most}, since {} bytes of space are known to be filled; if you trust it, repair it with 'isobath \
+                 check -r all', or open it without --untrusted",
                 self.filled
             ),
         }

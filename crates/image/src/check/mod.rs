@@ -61,8 +61,7 @@ pub struct CheckOptions {
 /// Corrects the refcounts of an image that was not closed (dirty bit), and clears the bit. The image has been
 /// recovered, except for a restart log: its journal, if in use, is empty and stays in use.
 ///
-/// Nobody may have looked at the image before, so this takes a [bounded](budget) amount of time and memory, and that as
-/// part of the limit, if there is one.
+/// Of an image that is not trusted this takes a [bounded](budget) amount of time and memory.
 ///
 /// # Errors
 /// If the file cannot be read or written, or errors remain; the bit is then still set. If it takes too much; nothing is
@@ -73,8 +72,12 @@ pub async fn repair_dirty<S: Storage>(
     amount: Amount<'_>,
 ) -> Result<()> {
     let mut image = Image::open(storage, name, Some(ImageFormat::Qcow2), Purpose::Examine).await?;
-    if let Amount::Bounded(memory) = amount {
-        image.budget = Budget::of_file(&**storage, name, memory).await?;
+    match amount {
+        Amount::Bounded(memory) => {
+            image.budget = Budget::of_file(&**storage, name, memory).await?;
+        }
+        Amount::Within(memory) => image.budget = Budget::of_trusted(name, memory),
+        Amount::Any => {}
     }
     let mut first = String::new();
     let mut events = |event: CheckEvent<'_>| {
@@ -106,6 +109,8 @@ pub async fn repair_dirty<S: Storage>(
 pub enum Amount<'a> {
     /// No more than any image of a file with so much space takes, and as part of this limit.
     Bounded(Option<&'a Arc<MemoryLimit>>),
+    /// As much memory as this limit has left.
+    Within(&'a Arc<MemoryLimit>),
     /// Whatever it takes.
     Any,
 }

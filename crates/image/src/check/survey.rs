@@ -119,7 +119,8 @@ impl Survey {
         if !survey.visit_snapshots(image, log).await? {
             return Ok(None);
         }
-        for (at, uses) in &survey.tables {
+        for (number, (at, uses)) in survey.tables.iter().enumerate() {
+            survey.afford(image, number, 0)?;
             let cluster = at >> image.geometry.cluster_bits();
             survey.own.claim(cluster..=cluster, uses.total);
             if uses.active > 1 {
@@ -158,6 +159,8 @@ impl Survey {
         }
         let table = image.read_existing(at, if at == 0 { 0 } else { bytes }).await?;
         for index in 0..table.len() / 8 {
+            let kept = structure.blocks.len() + structure.ranges.len();
+            self.afford(image, index, table.len() + kept * ENTRY_BYTES as usize)?;
             let entry = RefcountTableEntry::read(&table, index).unwrap_or_default();
             if entry.raw() == 0 {
                 continue;
@@ -282,9 +285,7 @@ impl Survey {
         let cluster_size = image.geometry.cluster_size();
         let used = l1.iter().enumerate().filter(|(_, entry)| entry.raw() != 0);
         for (number, (index, entry)) in used.enumerate() {
-            if number % ENTRIES_AT_ONCE == 0 {
-                image.budget.hold(self.bytes())?;
-            }
+            self.afford(image, number, size_of_val(l1))?;
             let reserved = entry.reserved_bits();
             if reserved != 0 {
                 log.corruption(format_args!(
@@ -326,6 +327,17 @@ impl Survey {
             }
         }
         image.budget.hold(self.bytes())
+    }
+
+    /// Every so many entries of a table, allows for the memory that this takes, and for so many bytes beside it.
+    ///
+    /// # Errors
+    /// They are too many.
+    fn afford<S: Storage>(&self, image: &Image<S>, entry: usize, beside: usize) -> Result<()> {
+        if entry.is_multiple_of(ENTRIES_AT_ONCE) {
+            image.budget.hold(self.bytes() + beside as u64)?;
+        }
+        Ok(())
     }
 
     /// How many bytes of memory it takes.
@@ -451,9 +463,7 @@ impl Survey {
         let geometry = &image.geometry;
         let mut contiguous = 0;
         for index in 0..geometry.l2_entries() as usize {
-            if index % ENTRIES_AT_ONCE == 0 {
-                image.budget.hold(self.bytes())?;
-            }
+            self.afford(image, index, 0)?;
             let entry = L2Entry::read(bytes, index, geometry).unwrap_or(L2Entry::unallocated());
             if entry == L2Entry::unallocated() {
                 continue;
@@ -552,9 +562,11 @@ impl Survey {
             }
             let (at, bytes) = (bitmap.table_offset.get(), u64::from(bitmap.table_size) * 8);
             self.refer_own(image, at, bytes, 1, log);
-            image.budget.hold(self.bytes())?;
+            image.budget.hold(self.bytes() + bytes)?;
             let table = image.read_existing(at, bytes).await?;
-            for raw in table.chunks_exact(8).filter_map(|raw| raw.first_chunk::<8>()) {
+            let entries = table.chunks_exact(8).filter_map(|raw| raw.first_chunk::<8>());
+            for (number, raw) in entries.enumerate() {
+                self.afford(image, number, table.len())?;
                 match BitmapCluster::from_raw(u64::from_be_bytes(*raw), &image.geometry) {
                     Ok(BitmapCluster::Data(offset)) => {
                         let size = image.geometry.cluster_size();

@@ -3,15 +3,16 @@
 use super::images::at;
 use super::memory;
 use isobath_disk::{
-    CheckOptions, Disk, DiskError, MemoryLimit, NewDisk, OpenOptions, Repair, check, create,
+    CheckOptions, Disk, DiskError, MemoryLimit, NewDisk, OpenOptions, Repair, Trust, check, create,
 };
 use isobath_ring::block_on;
 use isobath_storage::IoBuf;
 use isobath_storage_file::FileHost;
 use isobath_storage_test::any::ToAny;
+use isobath_testkit::loop_device::LoopDevice;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
 /// The incompatible feature.
@@ -83,12 +84,47 @@ impl Dirty {
         self.grow(first + count * 32 * MIB);
     }
 
+    /// Adds a bitmap in use, whose table leads to so many places of the file that are `apart` from each other.
+    fn scatter_bitmap(&self, entries: u64, apart: u64) {
+        let (directory, table) = (self.end(), self.end() + self.cluster);
+        let mut entry = Vec::new();
+        entry.extend(table.to_be_bytes());
+        entry.extend((entries as u32).to_be_bytes());
+        // In use; a bitmap of dirty clusters of 64 KiB, named "x".
+        entry.extend([0, 0, 0, 1, 1, 16, 0, 1, 0, 0, 0, 0, b'x', 0, 0, 0, 0, 0, 0, 0]);
+        self.file.write_all_at(&entry, directory).unwrap();
+        self.scatter_at(table, entries, apart);
+        let mut extension = Vec::new();
+        extension.extend(0x2385_2875_u32.to_be_bytes());
+        extension.extend(24_u32.to_be_bytes());
+        extension.extend([0, 0, 0, 1, 0, 0, 0, 0]);
+        extension.extend((entry.len() as u64).to_be_bytes());
+        extension.extend(directory.to_be_bytes());
+        extension.extend([0; 8]);
+        let header = self.get64(at::HEADER_LENGTH as u64) >> 32;
+        self.file.write_all_at(&extension, header).unwrap();
+        self.put64(at::AUTOCLEAR as u64, 1);
+    }
+
+    /// Gives it a refcount table that leads to so many places of the file that are `apart` from each other.
+    fn scatter_blocks(&self, entries: u64, apart: u64) {
+        let table = self.end();
+        self.scatter_at(table, entries, apart);
+        self.put64(at::REFCOUNT_TABLE as u64, table);
+        let clusters = (entries * 8).div_ceil(self.cluster) as u32;
+        self.file.write_all_at(&clusters.to_be_bytes(), at::REFCOUNT_CLUSTERS as u64).unwrap();
+    }
+
     /// Lets so many entries of the L1 table lead to places of the file that are `apart` from each other.
     fn scatter(&self, entries: u64, apart: u64) {
-        let first = self.end().next_multiple_of(apart);
-        let l1 = self.get64(at::L1_OFFSET as u64);
-        let table: Vec<u8> = (0..entries).flat_map(|n| (first + n * apart).to_be_bytes()).collect();
-        self.file.write_all_at(&table, l1).unwrap();
+        self.scatter_at(self.get64(at::L1_OFFSET as u64), entries, apart);
+    }
+
+    /// Makes a table of so many entries, which lead to places that are `apart` from each other.
+    fn scatter_at(&self, table: u64, entries: u64, apart: u64) {
+        let first = self.end().max(table + entries * 8).next_multiple_of(apart);
+        let all: Vec<u8> = (0..entries).flat_map(|n| (first + n * apart).to_be_bytes()).collect();
+        self.file.write_all_at(&all, table).unwrap();
         self.grow(first + entries * apart);
     }
 
@@ -103,16 +139,16 @@ impl Dirty {
 
     /// Opens it for writing.
     fn open(&self, options: OpenOptions) -> Result<(), DiskError> {
-        block_on(Disk::open(FileHost.any(), &self.path(), &options.writable(true))).map(drop)
+        open(&self.path(), options)
     }
 
-    /// Opens it for writing, which must be refused, with the way out, and change nothing.
+    /// Opens it for writing, untrusted, which must be refused, with the way out, and change nothing.
     fn is_refused(&self, what: &str) {
         let before = self.state();
         memory::restart();
-        let message = self.open(OpenOptions::new()).unwrap_err().to_string();
+        let message = self.open(untrusted()).unwrap_err().to_string();
         assert!(memory::peak() < 600 << 20, "{} bytes", memory::peak());
-        for part in ["image", "dirty bit", what, "isobath check -r all"] {
+        for part in ["image", "dirty bit", what, "--untrusted", "isobath check -r all"] {
             assert!(message.contains(part), "{message}");
         }
         assert!(self.state() == before);
@@ -125,6 +161,14 @@ impl Dirty {
     }
 }
 
+fn untrusted() -> OpenOptions {
+    OpenOptions::new().trust(Trust::Within(Vec::new()))
+}
+
+fn open(path: &Path, options: OpenOptions) -> Result<(), DiskError> {
+    block_on(Disk::open(FileHost.any(), path, &options.writable(true))).map(drop)
+}
+
 #[test]
 fn snapshots_with_more_tables_than_the_file_has_bytes_are_not_read_at_open() {
     let image = Dirty::new(MIB, 64 * 1024);
@@ -134,14 +178,32 @@ fn snapshots_with_more_tables_than_the_file_has_bytes_are_not_read_at_open() {
     let options = CheckOptions { repair: Repair::All, ..CheckOptions::default() };
     let report = block_on(check(&FileHost.any(), &image.path(), &options, &mut |_| ())).unwrap();
     assert!(report.is_clean(), "{report:?}");
+    image.open(untrusted()).unwrap();
+}
+
+#[test]
+fn a_trusted_image_is_repaired_at_open_whatever_it_takes() {
+    let image = Dirty::new(MIB, 64 * 1024);
+    image.add_snapshots(33);
     image.open(OpenOptions::new()).unwrap();
+    assert_eq!(image.get64(at::INCOMPATIBLE as u64), 0);
+}
+
+#[test]
+fn a_device_counts_as_filled_to_its_length() {
+    let image = Dirty::new(MIB, 64 * 1024);
+    image.add_snapshots(33);
+    let device = LoopDevice::new(&image.path());
+    open(device.path(), untrusted()).unwrap();
+    device.write_back();
+    assert_eq!(image.get64(at::INCOMPATIBLE as u64), 0);
 }
 
 #[test]
 fn a_file_with_as_many_tables_as_it_has_bytes_is_repaired_at_open() {
     let image = Dirty::new(MIB, 64 * 1024);
     image.add_snapshots(2);
-    image.open(OpenOptions::new()).unwrap();
+    image.open(untrusted()).unwrap();
     assert_eq!(image.get64(at::INCOMPATIBLE as u64), 0);
 }
 
@@ -164,7 +226,7 @@ fn one_table_that_is_referred_to_thousands_of_times_is_read_once() {
     let before = image.state();
     memory::restart();
     // Each entry is another part of the disk, so that the table is wrong.
-    let message = image.open(OpenOptions::new()).unwrap_err().to_string();
+    let message = image.open(untrusted()).unwrap_err().to_string();
     assert!(message.contains("could not be repaired"), "{message}");
     assert!(memory::peak() < 600 << 20, "{} bytes", memory::peak());
     assert!(image.get64(at::INCOMPATIBLE as u64) == DIRTY && image.state().1 <= before.1 + 64);
@@ -185,4 +247,28 @@ fn a_repair_takes_part_of_the_limit_on_memory_and_gives_it_back() {
     let limit = MemoryLimit::new(1 << 30);
     image.open(OpenOptions::new().memory(Some(limit.clone()))).unwrap();
     assert_eq!(limit.reserved(), 0);
+}
+
+#[test]
+fn what_a_repair_keeps_is_reserved_before_it_is_kept() {
+    type Scatter = fn(&Dirty, u64, u64);
+    let tables: [(&str, u64, Scatter); 3] = [
+        ("L2 tables", 100_000, Dirty::scatter),
+        ("a bitmap's clusters", 200_000, Dirty::scatter_bitmap),
+        ("refcount blocks", 200_000, Dirty::scatter_blocks),
+    ];
+    for (what, entries, scatter) in tables {
+        let image = Dirty::new(100_000 * 64 * 512, 512);
+        scatter(&image, entries, 256 * 512);
+        let before = image.state();
+        let limit = MemoryLimit::new(64 << 20);
+        memory::restart();
+        let opened = image.open(OpenOptions::new().memory(Some(limit.clone())));
+        let peak = memory::peak();
+        let message = opened.unwrap_err().to_string();
+        assert!(message.contains("the repair of its refcounts"), "{what}: {message}");
+        assert!(peak < 80 << 20, "{what}: {peak} bytes");
+        assert!(image.state() == before, "{what}");
+        assert_eq!(limit.reserved(), 0);
+    }
 }
