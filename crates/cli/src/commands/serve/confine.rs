@@ -80,7 +80,12 @@ impl Found {
                 let found = found.into_iter().map(|held| Ok((identity_of(&held)?, held)));
                 found.collect::<io::Result<Vec<_>>>()
             });
-            for (id, held) in found.map_err(Failure::new)? {
+            let found = found.map_err(|error| {
+                let name = isobath_storage::shown(name);
+                let text = format!("cannot confine the server to the directory of '{name}'");
+                Failure::new(error).context(text)
+            });
+            for (id, held) in found? {
                 if self.known.insert(id) {
                     self.held.push(held);
                 }

@@ -72,14 +72,15 @@ impl Held {
     /// # Errors
     /// The name, or that of a directory on its path, has come to mean another file.
     pub(crate) fn of_image(name: &Path, id: FileId) -> io::Result<Vec<Self>> {
-        let exchanged = || {
-            let text = format!(
-                "'{}' has come to mean another file since it was opened",
-                isobath_storage::shown(name)
-            );
-            io::Error::other(text)
-        };
-        let real = fs::canonicalize(name)?;
+        let exchanged =
+            || io::Error::other("its name has come to mean another file since it was opened");
+        let real = fs::canonicalize(name).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => {
+                let text = "the file has no name; give it one (ln), or do without (--sandbox off)";
+                io::Error::new(error.kind(), text)
+            }
+            _ => error,
+        })?;
         let own = open(&real, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
         let found = fstat(&own)?;
         if identity(&found) != id {
