@@ -94,7 +94,9 @@ impl<H: Host> Mirror<H> {
         if self.options.sync == MirrorSync::Full {
             let size = target.size();
             let status = target.block_status(0, size, 1).await?;
-            if status.first().is_none_or(|run| !run.zero || run.length < size) {
+            // Zeroes of its backing file would not stay if it got another one.
+            if target.depth() > 1 || status.first().is_none_or(|run| !run.zero || run.length < size)
+            {
                 let flags = ZeroFlags { may_unmap: true, only_fast: false };
                 target.write_zeroes(0, size, flags).await?;
             }

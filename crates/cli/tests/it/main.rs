@@ -64,3 +64,4 @@ mod untrusted;
 #[path = "../../../export/tests/common/vhost_raw.rs"]
 mod vhost_raw;
 mod without_io_uring;
+mod zeroes_stay;
