@@ -137,7 +137,8 @@ async fn copy_to_foreign(
             // A multiple of the size of a write.
             let (from, size) = (range.start + at, CHUNK.min(length - at));
             let status = source.block_status(from, size, usize::MAX).await?;
-            if status.iter().any(|run| !run.zero) {
+            let zero: u64 = status.iter().filter(|run| run.zero).map(|run| run.length).sum();
+            if zero < size {
                 let bytes = source.read(from, IoBuf::zeroed(size as usize)).await?;
                 let pieces = (at..).step_by(PIECE).zip(bytes.chunks(PIECE));
                 let pieces = pieces.filter_map(|(at, piece)| writer.prepare(at, piece)).collect();

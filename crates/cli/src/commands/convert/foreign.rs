@@ -127,7 +127,8 @@ async fn read(
         if from < to {
             let mut part = rest.split_to((to - from) as usize);
             let runs = source.block_status(from - start, to - from, usize::MAX).await?;
-            if runs.iter().any(|run| !run.zero) {
+            let zero: u64 = runs.iter().filter(|run| run.zero).map(|run| run.length).sum();
+            if zero < to - from {
                 has_data = true;
                 part = source.read(from - start, part).await?;
             }
