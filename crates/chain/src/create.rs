@@ -591,6 +591,27 @@ struct Contents<'a> {
     keys: &'a [u8],
 }
 
+/// Checks that QEMU, which looks for a data file with a relative name in the directory that it runs in, does not find
+/// another one there than that beside the image.
+fn check_new_data_file<H: Host>(host: &H, image: &Path, data: &str) -> Result<()> {
+    let here = Path::new(data);
+    let path = host.resolve(image, data);
+    match host.find(here) {
+        Ok(Some(other)) if here.is_relative() && host.find(&path).ok().flatten() != Some(other) => {
+            Err(DiskError::Refused {
+                image: image.to_owned(),
+                reason: format!(
+                    "its data file '{}' would be '{}', in the image's directory, but QEMU takes the file of that name \
+                     in the current directory; give the absolute path",
+                    data.escape_debug(),
+                    isobath_storage::shown(&path),
+                ),
+            })
+        }
+        _ => Ok(()),
+    }
+}
+
 async fn write_qcow2<H: Host>(
     created: &mut Created<'_, H>,
     name: &Path,
@@ -599,6 +620,9 @@ async fn write_qcow2<H: Host>(
     others: &[FileId],
 ) -> Result<()> {
     let Contents { plan, index, keys } = contents;
+    if let Some(data) = &new.data_file {
+        check_new_data_file(created.host, name, data)?;
+    }
     let file = created.file(name, others).await?;
     let mut others = others.to_vec();
     others.push(file.id());

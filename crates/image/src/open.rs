@@ -58,6 +58,39 @@ pub fn referenced_file<H: Host>(
     Ok(path)
 }
 
+/// Checks that a data file with a relative name, which is found in the directory of the image `referrer`, is the one
+/// that QEMU takes, which looks in the directory that it runs in.
+///
+/// # Errors
+/// If that directory has another file by the name.
+pub fn check_data_file<H: Host>(
+    host: &H,
+    referrer: &Path,
+    name: &str,
+    path: &Path,
+    data: &H::File,
+) -> Result<()> {
+    let here = name_in_header(host, referrer, DATA_FILE, name, &Trust::Full)?;
+    let here = Path::new(&*here);
+    // What cannot be found there is no file that a program may take for this one.
+    match host.find(here) {
+        Ok(Some(other)) if here.is_relative() && other != data.id() => Err(DiskError::Refused {
+            image: referrer.to_owned(),
+            reason: format!(
+                "its {DATA_FILE} is '{}', which Isobath takes for '{}', in the image's directory, but QEMU for \
+                 another file of that name, in the current directory; name the right one with --data-file FILE, or once \
+                 and for all by its absolute path: 'isobath amend --data-file FILE -o data_file=PATH'",
+                name.escape_debug(),
+                isobath_storage::shown(path),
+            ),
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// The field that names an external data file.
+pub const DATA_FILE: &str = "data file";
+
 /// How one image of a chain is opened.
 #[derive(Clone, Copy, Debug)]
 pub struct Opening<'a> {
@@ -348,7 +381,7 @@ pub(crate) async fn load_qcow2<H: Host>(
                     ),
                 });
             }
-            (None, Some(file)) => referenced_file(host, name, "data file", file, &options.trust)?,
+            (None, Some(file)) => referenced_file(host, name, DATA_FILE, file, &options.trust)?,
             (None, None) => {
                 return Err(DiskError::Refused {
                     image: name.to_owned(),
@@ -360,6 +393,9 @@ pub(crate) async fn load_qcow2<H: Host>(
             }
         };
         let data = host.open(&path, options.mode(writable)).await?;
+        if let (None, Some(file)) = (&options.data_file, header.data_file()) {
+            check_data_file(host, name, file, &path, &data)?;
+        }
         if data.id() == storage.id() {
             return Err(DiskError::Refused {
                 image: name.to_owned(),
