@@ -283,7 +283,7 @@ async fn look<H: Host>(
     let bytes = file.read_at(0, IoBuf::zeroed(head)).await?;
     let header = Header::parse_for(&bytes, ParseMode::Check).map_err(error)?;
     let geometry = header.geometry().map_err(error)?;
-    header.validate(ParseMode::Open).map_err(error)?;
+    header.validate(ParseMode::Read).map_err(error)?;
     let snapshots = read_snapshots(&file, name, &header, length).await?;
     let encryption = encryption::read_header(&file, &header).await?;
     let bitmaps = read_bitmaps(&file, name, &header, length).await?;

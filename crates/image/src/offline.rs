@@ -11,7 +11,7 @@ use crate::restart_log::{FoundLog, LogUse};
 use crate::snapshots::complete_open_snapshots;
 use crate::writer::Writer;
 use crate::{DiskError, Result};
-use isobath_qcow2::IncompatibleFeatures;
+use isobath_qcow2::{IncompatibleFeatures, ParseMode};
 use isobath_storage::{Host, IoBuf, OpenMode, Storage};
 use std::path::Path;
 use std::sync::Arc;
@@ -91,7 +91,7 @@ pub async fn bring_in<H: Host>(host: &H, name: &Path, options: &OpenOptions) -> 
     let length = storage.len().await?;
     let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
     // Without a usable header there is no log either.
-    let header = read_header(&storage, name, start, length).await.ok();
+    let header = read_header(&storage, name, start, length, ParseMode::Open).await.ok();
     let header =
         header.filter(|header| header.incompatible.contains(IncompatibleFeatures::JOURNAL));
     let left = match &header {

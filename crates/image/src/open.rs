@@ -20,7 +20,7 @@ use isobath_formats::{Format, Image};
 use isobath_qcow2::head::MAX_HEAD_L1_ENTRIES;
 use isobath_qcow2::index::LayerStamp;
 use isobath_qcow2::l1::L1_ENTRY_SIZE;
-use isobath_qcow2::{Extension, Head, Header, IncompatibleFeatures, L1Entry};
+use isobath_qcow2::{Extension, Head, Header, IncompatibleFeatures, L1Entry, ParseMode};
 use isobath_storage::{Access, Host, IoBuf, Storage, StorageExt, is_descriptor_set};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -180,12 +180,12 @@ pub async fn is_as_its_file<S: Storage>(layer: &Layer<S>) -> Result<bool> {
     let (storage, name) = (&**layer.storage(), layer.name());
     let length = storage.len().await?;
     let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
-    let mut header = read_header(storage, name, start, length).await?;
+    let mut header = read_header(storage, name, start, length, ParseMode::Read).await?;
     drop_unneeded(&mut header);
     if header != known {
         return Ok(false);
     }
-    let l1 = read_l1(storage, name, &header, length, None).await?;
+    let l1 = read_l1(storage, name, &header, (length, false), None).await?;
     let known = qcow2.l1.read();
     Ok(l1.allocated().eq(known.allocated()))
 }
@@ -196,7 +196,7 @@ fn of_head(Known { stamp, head }: Known<'_>) -> Option<Qcow2> {
     if header.l1_size as usize > MAX_HEAD_L1_ENTRIES {
         return None;
     }
-    check_l1(Path::new(""), &header, stamp.length).ok()?;
+    check_l1(Path::new(""), &header, stamp.length, true).ok()?;
     let geometry = header.geometry().ok()?;
     let mut l1 = L1Table::default();
     l1.grow(header.l1_size as usize);
@@ -322,7 +322,8 @@ pub(crate) async fn load_qcow2<H: Host>(
     (mut length, start): (u64, IoBuf),
 ) -> Result<Layer<H::File>> {
     let Opening { writable, options, key, .. } = opening;
-    let mut header = read_header(&**storage, name, start, length).await?;
+    let mode = if writable { ParseMode::Open } else { ParseMode::Read };
+    let mut header = read_header(&**storage, name, start, length, mode).await?;
     let corrupt = header.incompatible.contains(IncompatibleFeatures::CORRUPT);
     if writable && corrupt && !options.repairing {
         return Err(DiskError::Corrupt {
@@ -348,14 +349,14 @@ pub(crate) async fn load_qcow2<H: Host>(
             length = length.max(replayed.end());
             replayed.put_over(0, &mut start);
         }
-        header = read_header(&**storage, name, start, length).await?;
+        header = read_header(&**storage, name, start, length, mode).await?;
     }
     let unclean = found_log.as_ref().is_some_and(FoundLog::is_unclean);
     if writable && (unclean || header.incompatible.contains(IncompatibleFeatures::DIRTY)) {
         repair_dirty(storage, name).await?;
         length = storage.len().await?;
         let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
-        header = read_header(&**storage, name, start, length).await?;
+        header = read_header(&**storage, name, start, length, mode).await?;
     }
     if !writable {
         drop_unneeded(&mut header);
@@ -366,7 +367,7 @@ pub(crate) async fn load_qcow2<H: Host>(
         show_snapshot(&**storage, name, &mut header, (length, writable), choice).await?;
     }
     let memory = reserve(options, name, &header)?;
-    let l1 = read_l1(&**storage, name, &header, length, replayed.as_ref()).await?;
+    let l1 = read_l1(&**storage, name, &header, (length, writable), replayed.as_ref()).await?;
     let data = if header.incompatible.contains(IncompatibleFeatures::DATA_FILE) {
         let path = match (&options.data_file, header.data_file()) {
             (Some(path), _) => path.clone(),
@@ -479,29 +480,38 @@ async fn show_snapshot<S: Storage>(
     Ok(())
 }
 
-/// Reads the header cluster, of which `start` is the beginning.
+/// Reads the header cluster, of which `start` is the beginning, as strictly as `mode` says.
 pub async fn read_header<S: Storage>(
     storage: &S,
     name: &Path,
     start: IoBuf,
     file_length: u64,
+    mode: ParseMode,
 ) -> Result<Header> {
     let error = |source| DiskError::Format { image: name.to_owned(), source };
     let head = Header::probe_length(&start).map_err(error)?.min(file_length as usize);
     let enough = head <= start.len() || Header::ends_in(&start);
     let bytes = if enough { start } else { storage.read_at(0, IoBuf::zeroed(head)).await? };
-    Header::parse(bytes.get(..head).unwrap_or(&bytes)).map_err(error)
+    Header::parse_for(bytes.get(..head).unwrap_or(&bytes), mode).map_err(error)
 }
 
 /// Bytes of an L1 table that are read at once.
 const L1_PIECE: u64 = 1 << 20;
 
-/// Checks that the active L1 table is in the file.
-fn check_l1(name: &Path, header: &Header, file_length: u64) -> Result<()> {
-    let bytes = u64::from(header.l1_size) * 8;
+/// Stands for an entry that is past the end of the file: no L2 table is at its offset, the largest.
+const MISSING: L1Entry = L1Entry::from_raw(0x00ff_ffff_ffff_fe00);
+
+/// The entries of the active L1 table that are in the file: all of them, or for reading at least those of the disk.
+/// Those of a virtual machine's state come after them.
+fn check_l1(name: &Path, header: &Header, file_length: u64, writable: bool) -> Result<u64> {
     let offset = header.l1_table_offset;
-    if offset.get().checked_add(bytes).is_some_and(|end| end <= file_length) {
-        return Ok(());
+    let all = u64::from(header.l1_size);
+    let there = all.min(file_length.saturating_sub(offset.get()) / L1_ENTRY_SIZE as u64);
+    let geometry =
+        header.geometry().map_err(|source| DiskError::Format { image: name.to_owned(), source })?;
+    let needed = if writable { all } else { geometry.l1_size_for(header.disk_size()) };
+    if there >= needed {
+        return Ok(there);
     }
     Err(DiskError::Refused {
         image: name.to_owned(),
@@ -518,11 +528,10 @@ async fn read_l1<S: Storage>(
     storage: &S,
     name: &Path,
     header: &Header,
-    file_length: u64,
+    (file_length, writable): (u64, bool),
     replayed: Option<&Replayed>,
 ) -> Result<L1Table> {
-    check_l1(name, header, file_length)?;
-    let bytes = u64::from(header.l1_size) * 8;
+    let bytes = check_l1(name, header, file_length, writable)? * L1_ENTRY_SIZE as u64;
     let offset = header.l1_table_offset;
     let mut table = L1Table::default();
     let mut at = 0;
@@ -536,6 +545,10 @@ async fn read_l1<S: Storage>(
         let entries: Vec<_> = entries.map(Option::unwrap_or_default).collect();
         table.extend(&entries);
         at += length as u64;
+    }
+    // Whoever reads there gets an error.
+    while let left @ 1.. = header.l1_size as usize - table.len() {
+        table.extend(&vec![MISSING; left.min(L1_PIECE as usize / L1_ENTRY_SIZE)]);
     }
     Ok(table)
 }

@@ -10,6 +10,7 @@ use crate::features::{AutoclearFeatures, IncompatibleFeatures};
 use crate::geometry::{Geometry, HOST_OFFSET_LIMIT, MAX_L1_BYTES, MAX_REFCOUNT_TABLE_BYTES};
 use crate::journal::{self, JournalExtension};
 use crate::offset::HostOffset;
+use std::ops::Range;
 
 /// Bytes of the smallest snapshot table entry.
 const SNAPSHOT_ENTRY_MIN: u64 = 40;
@@ -45,9 +46,12 @@ impl Header {
         self.validate_encryption(&geometry)?;
         self.validate_journal(&geometry)?;
         self.validate_strings()?;
-        if mode == ParseMode::Open {
+        if mode != ParseMode::Check {
             self.validate_pointers(&geometry)?;
         }
+        // A journal is replayed in memory, and what is in it may be anywhere.
+        let replays = self.incompatible.contains(IncompatibleFeatures::JOURNAL);
+        let mode = if mode == ParseMode::Read && replays { ParseMode::Open } else { mode };
         self.validate_tables(&geometry, mode)
     }
 
@@ -243,40 +247,18 @@ impl Header {
         }
         let l1 = table("l1_table_offset", self.l1_table_offset, l1_bytes, geometry)?;
 
-        let clusters = u64::from(self.refcount_table_clusters);
-        if clusters > MAX_REFCOUNT_TABLE_BYTES >> self.cluster_bits {
-            return Err(FormatError::too_large(
-                "refcount_table_clusters",
-                clusters,
-                format!(
-                    "must not exceed {} (8 MiB)",
-                    MAX_REFCOUNT_TABLE_BYTES >> self.cluster_bits
-                ),
-            ));
-        }
-        let bytes = clusters << self.cluster_bits;
-        let refcounts =
-            table("refcount_table_offset", self.refcount_table_offset, bytes, geometry)?;
-        geometry.check_offset("snapshots_offset", self.snapshots_offset)?;
-        if mode == ParseMode::Check {
-            return Ok(());
-        }
-        if clusters == 0 {
-            return Err(FormatError::invalid(
-                "refcount_table_clusters",
-                0,
-                "the image has no refcount table; repair it with check -r all",
-            ));
-        }
-        if self.nb_snapshots > MAX_SNAPSHOTS {
-            return Err(FormatError::too_large(
-                "nb_snapshots",
-                self.nb_snapshots,
-                format!("must not exceed {MAX_SNAPSHOTS}"),
-            ));
-        }
-        let bytes = u64::from(self.nb_snapshots) * SNAPSHOT_ENTRY_MIN;
-        let snapshots = table("snapshots_offset", self.snapshots_offset, bytes, geometry)?;
+        let (refcounts, snapshots) = match mode {
+            ParseMode::Check => {
+                self.refcount_area(geometry)?;
+                geometry.check_offset("snapshots_offset", self.snapshots_offset)?;
+                return Ok(());
+            }
+            ParseMode::Open => (self.refcount_table(geometry)?, self.snapshot_table(geometry)?),
+            ParseMode::Read => (
+                self.refcount_table(geometry).unwrap_or_default(),
+                self.snapshot_table(geometry).unwrap_or_default(),
+            ),
+        };
         let encryption =
             self.encryption().map_or(0..0, |(offset, length)| offset.get()..offset.get() + length);
         let tables = [
@@ -285,7 +267,9 @@ impl Header {
             ("refcount_table_offset", refcounts),
             ("snapshots_offset", snapshots),
         ];
-        for (i, (field, a)) in tables.iter().enumerate() {
+        // What is not needed to read the disk comes last.
+        let needed = if mode == ParseMode::Read { 2 } else { tables.len() };
+        for (i, (field, a)) in tables.iter().enumerate().take(needed) {
             for (other, b) in tables.iter().skip(i + 1) {
                 if a.start < b.end && b.start < a.end {
                     return Err(FormatError::invalid(
@@ -303,13 +287,60 @@ impl Header {
     }
 }
 
+impl Header {
+    /// The bytes of the file that the refcount table takes.
+    ///
+    /// # Errors
+    /// If there is none, or it cannot be where the header says.
+    pub fn refcount_table(&self, geometry: &Geometry) -> Result<Range<u64>, FormatError> {
+        let area = self.refcount_area(geometry)?;
+        if area.is_empty() {
+            return Err(FormatError::invalid(
+                "refcount_table_clusters",
+                0,
+                "the image has no refcount table; repair it with check -r all",
+            ));
+        }
+        Ok(area)
+    }
+
+    /// As [`refcount_table`](Self::refcount_table), but it may be empty.
+    fn refcount_area(&self, geometry: &Geometry) -> Result<Range<u64>, FormatError> {
+        let clusters = u64::from(self.refcount_table_clusters);
+        let most = MAX_REFCOUNT_TABLE_BYTES >> self.cluster_bits;
+        if clusters > most {
+            let why = format!("must not exceed {most} (8 MiB)");
+            return Err(FormatError::too_large("refcount_table_clusters", clusters, why));
+        }
+        let bytes = clusters << self.cluster_bits;
+        table("refcount_table_offset", self.refcount_table_offset, bytes, geometry)
+    }
+
+    /// The bytes of the file that the snapshot table takes at least.
+    ///
+    /// # Errors
+    /// If it cannot be where the header says.
+    pub fn snapshot_table(&self, geometry: &Geometry) -> Result<Range<u64>, FormatError> {
+        geometry.check_offset("snapshots_offset", self.snapshots_offset)?;
+        if self.nb_snapshots > MAX_SNAPSHOTS {
+            return Err(FormatError::too_large(
+                "nb_snapshots",
+                self.nb_snapshots,
+                format!("must not exceed {MAX_SNAPSHOTS}"),
+            ));
+        }
+        let bytes = u64::from(self.nb_snapshots) * SNAPSHOT_ENTRY_MIN;
+        table("snapshots_offset", self.snapshots_offset, bytes, geometry)
+    }
+}
+
 /// Checks a table's offset; returns the bytes that it covers.
 fn table(
     field: &'static str,
     offset: HostOffset,
     bytes: u64,
     geometry: &Geometry,
-) -> Result<std::ops::Range<u64>, FormatError> {
+) -> Result<Range<u64>, FormatError> {
     geometry.check_offset(field, offset)?;
     if bytes == 0 {
         return Ok(0..0);
@@ -375,6 +406,37 @@ mod tests {
         header.snapshots_offset = HostOffset::new(7);
         let error = header.validate(ParseMode::Check).unwrap_err();
         assert_eq!(error.field(), "snapshots_offset");
+    }
+
+    #[test]
+    fn reading_needs_neither_refcounts_nor_snapshots() {
+        let damage: &[(&str, fn(&mut Header))] = &[
+            ("refcount_table_offset", |h| h.refcount_table_offset = HostOffset::new(0)),
+            ("refcount_table_offset", |h| h.refcount_table_offset = HostOffset::new(1 << 60)),
+            ("refcount_table_offset", |h| h.refcount_table_offset = HostOffset::new(513)),
+            ("refcount_table_clusters", |h| h.refcount_table_clusters = 0),
+            ("refcount_table_clusters", |h| h.refcount_table_clusters = u32::MAX),
+            ("snapshots_offset", |h| h.snapshots_offset = HostOffset::new(1 << 60)),
+            ("snapshots_offset", |h| {
+                (h.nb_snapshots, h.snapshots_offset) = (1, HostOffset::new(0))
+            }),
+            ("nb_snapshots", |h| h.nb_snapshots = u32::MAX),
+            ("refcount_table_offset", |h| {
+                (h.nb_snapshots, h.snapshots_offset) = (1, h.refcount_table_offset);
+            }),
+        ];
+        for (field, damage) in damage {
+            assert_eq!(refusal(damage).field(), *field);
+            let mut header = sample();
+            damage(&mut header);
+            assert_eq!(header.validate(ParseMode::Read), Ok(()), "{field}");
+        }
+        let mut header = sample();
+        header.refcount_table_offset = header.l1_table_offset;
+        assert_eq!(header.validate(ParseMode::Read).unwrap_err().field(), "l1_table_offset");
+        header = sample();
+        header.l1_table_offset = HostOffset::new(0);
+        assert_eq!(header.validate(ParseMode::Read).unwrap_err().field(), "l1_table_offset");
     }
 
     #[test]
