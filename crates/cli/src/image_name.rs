@@ -489,8 +489,9 @@ impl Image {
 
     /// How to look at it.
     pub(crate) fn look(&self, locking: Locking) -> InfoOptions {
-        let OpenOptions { locking, format, trust, .. } = self.options(false, locking);
-        InfoOptions { locking, format, trust, ..InfoOptions::default() }
+        let options = self.options(false, locking);
+        let OpenOptions { locking, format, trust, backing_files, .. } = options;
+        InfoOptions { locking, format, trust, backing_files, ..InfoOptions::default() }
     }
 
     /// Sets the secret of the image, which was just created with it.

@@ -73,13 +73,14 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
             "Cannot use both compression and unsafe mode (-u): nothing is copied in that mode",
         ));
     }
+    let image = args.naming.image(&args.image, args.format)?;
     let name = args.backing_file.as_deref().unwrap_or_default();
     let backing = match (name, &args.backing_format) {
         ("", _) => None,
         (name, Some(format)) => Some((name, format.as_str())),
         // Guessing the format would let the guest of a raw disk choose what is opened.
         (name, None) => {
-            let path = images().resolve(&args.image, name);
+            let path = images().resolve(&image.path, name);
             if !is_export(&path)
                 && let Err(error) = std::fs::metadata(&path)
             {
@@ -93,16 +94,16 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
         }
     };
     if let Some((name, format)) = backing {
-        described_format(&args.image, name, Some(format))?;
+        described_format(&image.path, name, Some(format))?;
     }
-    let below = backing.map(|(name, format)| file_of(args, name).map(|file| (file, format)));
+    let below = backing.map(|(name, format)| file_of(&image.path, name).map(|file| (file, format)));
     let below = below.transpose()?;
     if let (Some((file, driver)), false) = (&below, args.unsafe_mode) {
         let file = file.to_string_lossy();
         is_of_kind(driver, &file).map_err(|error| new_backing(&file, error))?;
     }
-    let image = args.naming.image(&args.image, args.format)?;
-    let options = image.writable(args.cache.is_direct())?.backing(!args.unsafe_mode);
+    let with_backing = image.has_backing() && !args.unsafe_mode;
+    let options = image.writable(args.cache.is_direct())?.backing(with_backing);
     runtime::block_on(async || {
         let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
         let disk = image.open(&options).await?;
@@ -142,10 +143,10 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
 }
 
 /// The file that the new backing file's name, as stored in the header, refers to.
-fn file_of(args: &Args, name: &str) -> Result<PathBuf, Failure> {
+fn file_of(image: &Path, name: &str) -> Result<PathBuf, Failure> {
     let field = "new backing file";
-    let named = name_in_header(images(), &args.image, field, name, &Trust::Full);
-    Ok(images().resolve(&args.image, &named?))
+    let named = name_in_header(images(), image, field, name, &Trust::Full);
+    Ok(images().resolve(image, &named?))
 }
 
 /// The format of the new backing file.
