@@ -61,6 +61,7 @@ mod tls;
 mod two_programs;
 mod unheard;
 mod untrusted;
+mod unusual_images;
 #[path = "../../../export/tests/common/vhost_raw.rs"]
 mod vhost_raw;
 mod without_io_uring;
