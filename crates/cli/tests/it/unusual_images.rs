@@ -195,7 +195,7 @@ fn a_salvage_copies_what_can_be_read() {
     ];
     for image in &images {
         for sources in [vec![image], vec![image, &good], vec![&good, image]] {
-            for way in ways {
+            for way in ways.iter().step_by(if sources.len() > 1 { 4 } else { 1 }) {
                 let (ours, theirs) = (at("ours"), at("theirs"));
                 let command = |target: &Path| {
                     let _ = fs::remove_file(target);

