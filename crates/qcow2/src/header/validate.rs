@@ -410,7 +410,8 @@ mod tests {
 
     #[test]
     fn reading_needs_neither_refcounts_nor_snapshots() {
-        let damage: &[(&str, fn(&mut Header))] = &[
+        type Damage = (&'static str, fn(&mut Header));
+        let damage: &[Damage] = &[
             ("refcount_table_offset", |h| h.refcount_table_offset = HostOffset::new(0)),
             ("refcount_table_offset", |h| h.refcount_table_offset = HostOffset::new(1 << 60)),
             ("refcount_table_offset", |h| h.refcount_table_offset = HostOffset::new(513)),
@@ -418,7 +419,7 @@ mod tests {
             ("refcount_table_clusters", |h| h.refcount_table_clusters = u32::MAX),
             ("snapshots_offset", |h| h.snapshots_offset = HostOffset::new(1 << 60)),
             ("snapshots_offset", |h| {
-                (h.nb_snapshots, h.snapshots_offset) = (1, HostOffset::new(0))
+                (h.nb_snapshots, h.snapshots_offset) = (1, HostOffset::new(0));
             }),
             ("nb_snapshots", |h| h.nb_snapshots = u32::MAX),
             ("refcount_table_offset", |h| {
