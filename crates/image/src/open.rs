@@ -78,8 +78,8 @@ pub fn check_data_file<H: Host>(
             image: referrer.to_owned(),
             reason: format!(
                 "its {DATA_FILE} is '{}', which Isobath takes for '{}', in the image's directory, but QEMU for \
-                 another file of that name, in the current directory; name the right one with --data-file FILE, or once \
-                 and for all by its absolute path: 'isobath amend --data-file FILE -o data_file=PATH'",
+                 another file of that name, in the current directory; name the right one with --data-file FILE, or \
+                 once and for all by its absolute path: 'isobath amend --data-file FILE -o data_file=PATH'",
                 name.escape_debug(),
                 isobath_storage::shown(path),
             ),
