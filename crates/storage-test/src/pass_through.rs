@@ -41,6 +41,8 @@ pub enum Call<'a> {
         offset: u64,
         /// How much.
         length: u64,
+        /// How.
+        mode: ZeroMode,
     },
     /// [`Storage::discard`].
     Discard {
@@ -261,7 +263,7 @@ impl<S: Storage, K: Hooks> Storage for PassThroughFile<S, K> {
     }
 
     async fn write_zeroes(&self, offset: u64, length: u64, mode: ZeroMode) -> Result<()> {
-        let request = Call::WriteZeroes { offset, length };
+        let request = Call::WriteZeroes { offset, length, mode };
         self.around(request, self.inner.write_zeroes(offset, length, mode)).await
     }
 
