@@ -84,7 +84,7 @@ impl<H: Host> Disk<H> {
     /// Makes a part of a granule zero: by its entry, if the active layer has no data there and the rest is known to be
     /// zero, else as data.
     async fn zero_part(&self, part: Range<u64>, flags: ZeroFlags) -> Result<()> {
-        if part.is_empty() || self.zero_whole_granule(&part).await? {
+        if part.is_empty() || self.zero_whole_granule(&part, flags).await? {
             return Ok(());
         }
         self.zero_as_data(part, flags).await
@@ -92,7 +92,7 @@ impl<H: Host> Disk<H> {
 
     /// Marks the granule with this part as zero: the active layer has zeroes then, whatever is below. Returns `false`,
     /// without changes, if the layer has data there, or the rest may not be zero.
-    async fn zero_whole_granule(&self, part: &Range<u64>) -> Result<bool> {
+    async fn zero_whole_granule(&self, part: &Range<u64>, flags: ZeroFlags) -> Result<bool> {
         let writer = self.writer()?;
         let qcow2 = writer.qcow2().ok_or(DiskError::ReadOnly)?;
         let geometry = qcow2.geometry();
@@ -101,20 +101,19 @@ impl<H: Host> Disk<H> {
         let within = part.end <= start + granule;
         invariant(within, self.name(), "a part of a granule lies in it")?;
         let cluster = start / size;
+        {
+            // A write in place is in nobody's way: the cluster is not locked for it.
+            let _pass = self.readers.epoch.enter();
+            if self.has_data(qcow2, start).await? {
+                return Ok(false);
+            }
+        }
         writer.commit_if_much(&self.readers).await?;
         let _range = writer.ranges.lock(cluster * size..(cluster + 1) * size).await;
         let _pass = self.readers.epoch.enter();
         self.check_visible(part.clone())?;
         let end = self.chain.active().visible().min(start + granule);
-        let has_data = match qcow2.entry(ClusterIndex::new(cluster)).await?.kind(&geometry) {
-            Ok(ClusterKind::Data { .. } | ClusterKind::Compressed(_)) => true,
-            Ok(ClusterKind::Subclusters { allocated, .. }) => {
-                allocated >> (start % size / granule) & 1 == 1
-            }
-            Ok(_) => false,
-            Err(error) => return Err(qcow2.metadata.layer.format_error(error)),
-        };
-        if has_data {
+        if self.has_data(qcow2, start).await? {
             return Ok(false);
         }
         for rest in [start..part.start, part.end..end] {
@@ -126,11 +125,26 @@ impl<H: Host> Disk<H> {
             }
         }
         if qcow2.data_file_raw() {
-            let mode = ZeroMode { may_unmap: false, only_fast: false };
+            let mode = ZeroMode { may_unmap: false, only_fast: flags.only_fast };
             self.chain.active().data().write_zeroes(start, end - start, mode).await?;
         }
         self.zero_clusters(qcow2, start..start + granule, false).await?;
         Ok(true)
+    }
+
+    /// Whether the active layer has data in the granule at `start`. The caller is inside the epoch.
+    async fn has_data(&self, qcow2: &Qcow2Writer<H::File>, start: u64) -> Result<bool> {
+        let geometry = qcow2.geometry();
+        let size = geometry.cluster_size();
+        let entry = qcow2.entry(ClusterIndex::new(start / size)).await?;
+        match entry.kind(&geometry) {
+            Ok(ClusterKind::Data { .. } | ClusterKind::Compressed(_)) => Ok(true),
+            Ok(ClusterKind::Subclusters { allocated, .. }) => {
+                Ok(allocated >> (start % size / geometry.subcluster_size()) & 1 == 1)
+            }
+            Ok(_) => Ok(false),
+            Err(error) => Err(qcow2.metadata.layer.format_error(error)),
+        }
     }
 
     /// Marks whole granules as zero in the tables. `end` is the end of the part to be zeroed; the range may extend to
@@ -265,6 +279,7 @@ mod tests {
     use super::*;
     use crate::testing::{CLUSTER, disk, must_panic, must_violate, old_overlay, writers};
     use futures_executor::block_on;
+    use futures_util::FutureExt;
     use isobath_qcow2::HostOffset;
 
     const PLACE: HostOffset = HostOffset::new(5 << 16);
@@ -287,9 +302,23 @@ mod tests {
     #[test]
     fn a_part_lies_in_one_granule() {
         let disk = disk();
-        let zero = |part: Range<u64>| block_on(Box::pin(disk.zero_whole_granule(&part)));
+        let flags = ZeroFlags { may_unmap: true, only_fast: false };
+        let zero = |part: Range<u64>| block_on(Box::pin(disk.zero_whole_granule(&part, flags)));
         assert!(zero(512..CLUSTER).unwrap());
         must_violate(zero(512..CLUSTER + 512), "a part of a granule lies in it");
+    }
+
+    #[test]
+    fn zeroes_over_data_wait_for_their_own_bytes_only() {
+        let disk = disk();
+        let (writer, _) = writers(&disk);
+        let data = IoBuf::copy_of(&[1; CLUSTER as usize]);
+        let _ = block_on(Box::pin(disk.write_range(0, data))).unwrap();
+        let _held = block_on(writer.ranges.lock(0..512));
+        let flags = ZeroFlags { may_unmap: true, only_fast: false };
+        let zero = |offset| Box::pin(disk.zero_range(offset, 4096, flags)).now_or_never();
+        zero(4096).expect("others have no part in these bytes").unwrap();
+        assert!(zero(0).is_none(), "another has a part in these bytes");
     }
 
     #[test]
