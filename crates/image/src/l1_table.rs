@@ -1,39 +1,56 @@
 //! An L1 table in memory.
 
+use crate::error::violated;
 use isobath_qcow2::L1Entry;
 use std::iter::repeat_n;
 
 /// Entries of a page.
 const PAGE: usize = 512;
 
-/// The entries of an L1 table. Pages of unallocated entries take no memory: a table may have 32 MiB, there may be
-/// thousands of layers, and who makes such a chain must not fill the memory with what a sparse file holds.
+/// Stands for an entry that is past the end of the file: no L2 table is at its offset, the largest.
+const MISSING: L1Entry = L1Entry::from_raw(0x00ff_ffff_ffff_fe00);
+
+/// The entries of an L1 table. Pages of unallocated entries take no memory, nor do entries past the end of the file: a
+/// table may have 32 MiB, there may be thousands of layers, and who makes such a chain must not fill the memory with
+/// what a sparse file holds, or a file does not.
 #[derive(Clone, Debug, Default)]
 pub struct L1Table {
     /// The pages; shorter ones, and those that are missing, end with unallocated entries.
     pages: Vec<Option<Box<[L1Entry]>>>,
+    /// The number of entries in the pages.
     length: usize,
+    /// The number of entries after them, which are past the end of the file. Only what is read has any.
+    missing: usize,
 }
 
 impl L1Table {
     /// The number of entries.
     pub const fn len(&self) -> usize {
-        self.length
+        self.length + self.missing
     }
 
     /// Whether there are none.
     pub const fn is_empty(&self) -> bool {
-        self.length == 0
+        self.len() == 0
+    }
+
+    /// The number of entries, at the end of the table, that are past the end of the file. Their L2 tables, whose
+    /// offsets are unknown, are errors to whoever looks them up.
+    pub const fn missing(&self) -> usize {
+        self.missing
     }
 
     /// An entry; `None` past the end.
     pub fn get(&self, index: usize) -> Option<L1Entry> {
+        if (self.length..self.len()).contains(&index) {
+            return Some(MISSING);
+        }
         let page = self.pages.get(index / PAGE).filter(|_| index < self.length)?;
         let entry = page.as_ref().and_then(|page| page.get(index % PAGE)).copied();
         Some(entry.unwrap_or(L1Entry::unallocated()))
     }
 
-    /// Changes an entry; `None` past the end.
+    /// Changes an entry; `None` past the end, and past that of the file.
     pub fn set(&mut self, index: usize, entry: L1Entry) -> Option<()> {
         let length = self.page_length(index / PAGE);
         let page = self.pages.get_mut(index / PAGE).filter(|_| index < self.length)?;
@@ -54,20 +71,32 @@ impl L1Table {
 
     /// All entries, in order.
     pub fn iter(&self) -> impl Iterator<Item = L1Entry> {
-        self.pages.iter().enumerate().flat_map(|(number, page)| {
+        let in_pages = self.pages.iter().enumerate().flat_map(|(number, page)| {
             let entries = page.as_deref().unwrap_or_default();
             let missing = self.page_length(number).saturating_sub(entries.len());
             entries.iter().copied().chain(repeat_n(L1Entry::unallocated(), missing))
-        })
+        });
+        in_pages.chain(repeat_n(MISSING, self.missing))
     }
 
-    /// The entries that are not unallocated, with their indices.
+    /// The entries in the file that are not unallocated, with their indices.
     pub fn allocated(&self) -> impl Iterator<Item = (usize, L1Entry)> {
         self.pages.iter().enumerate().flat_map(|(number, page)| {
             let entries = page.as_deref().unwrap_or_default().iter().copied();
             let entries = (number * PAGE..).zip(entries);
             entries.filter(|(_, entry)| *entry != L1Entry::unallocated())
         })
+    }
+
+    /// Whether both have the same entries, of which the same are in the file.
+    pub fn is_same(&self, other: &Self) -> bool {
+        (self.length, self.missing) == (other.length, other.missing)
+            && self.allocated().eq(other.allocated())
+    }
+
+    /// Adds entries that are past the end of the file, up to so many entries in total. A table ends with them.
+    pub fn end_missing(&mut self, length: usize) {
+        self.missing = length.saturating_sub(self.length);
     }
 
     /// Adds entries at the end.
@@ -92,6 +121,9 @@ impl L1Table {
 
     /// Adds unallocated entries, up to so many in total.
     pub fn grow(&mut self, length: usize) {
+        if self.missing > 0 {
+            violated("a table ends with the entries that are past the end of the file");
+        }
         self.length = self.length.max(length);
         self.pages.resize(self.length.div_ceil(PAGE), None);
     }
@@ -113,6 +145,7 @@ impl FromIterator<L1Entry> for L1Table {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::broken::must_panic;
     use proptest::prelude::*;
 
     fn entry(raw: u64) -> L1Entry {
@@ -128,6 +161,44 @@ mod tests {
         table.set(5 * PAGE + 7, entry(1)).unwrap();
         assert_eq!(table.pages.iter().flatten().count(), 1);
         assert!(table.allocated().eq([(5 * PAGE + 7, entry(1))]));
+    }
+
+    #[test]
+    fn entries_past_the_end_of_the_file_take_no_memory() {
+        let mut table: L1Table = [entry(1), entry(0)].into_iter().collect();
+        table.end_missing(4 << 20);
+        assert_eq!((table.len(), table.missing()), (4 << 20, (4 << 20) - 2));
+        assert_eq!(table.pages.len(), 1);
+        assert_eq!(table.pages.iter().flatten().map(|page| page.len()).sum::<usize>(), 2);
+        for index in [2, PAGE - 1, PAGE, (4 << 20) - 1] {
+            assert_eq!(table.get(index), Some(MISSING), "{index}");
+            assert_eq!(table.set(index, entry(1)), None, "{index}");
+        }
+        assert_eq!((table.get(1), table.get(4 << 20)), (Some(entry(0)), None));
+        assert!(table.allocated().eq([(0, entry(1))]));
+        assert_eq!(table.iter().filter(|entry| *entry == MISSING).count(), (4 << 20) - 2);
+    }
+
+    #[test]
+    fn tables_are_the_same_if_the_same_of_them_is_in_the_file() {
+        let table: L1Table = [entry(1), entry(0), entry(0)].into_iter().collect();
+        let mut shorter: L1Table = [entry(1), entry(0)].into_iter().collect();
+        assert!(!table.is_same(&shorter));
+        let mut grown = shorter.clone();
+        grown.grow(3);
+        assert!(table.is_same(&grown));
+        shorter.end_missing(3);
+        assert!(!table.is_same(&shorter) && shorter.is_same(&shorter.clone()));
+    }
+
+    #[test]
+    fn a_table_ends_with_the_entries_past_the_end_of_the_file() {
+        let mut table = L1Table::default();
+        table.end_missing(3);
+        must_panic(
+            || table.grow(4),
+            "a table ends with the entries that are past the end of the file",
+        );
     }
 
     #[derive(Clone, Debug)]

@@ -78,10 +78,12 @@ pub fn check_data_file<H: Host>(
             image: referrer.to_owned(),
             reason: format!(
                 "its {DATA_FILE} is '{}', which Isobath takes for '{}', in the image's directory, but QEMU for \
-                 another file of that name, in the current directory; name the right one with --data-file FILE, or \
-                 once and for all by its absolute path: 'isobath amend --data-file FILE -o data_file=PATH'",
+                 another file of that name, in the current directory; give the image the absolute path of the right \
+                 one with 'isobath amend --data-file FILE -o data_file=PATH {}', or, for a command that opens it as \
+                 its active image, name that one with --data-file FILE",
                 name.escape_debug(),
                 isobath_storage::shown(path),
+                isobath_storage::shown(referrer),
             ),
         }),
         _ => Ok(()),
@@ -187,7 +189,7 @@ pub async fn is_as_its_file<S: Storage>(layer: &Layer<S>) -> Result<bool> {
     }
     let l1 = read_l1(storage, name, &header, (length, false), None).await?;
     let known = qcow2.l1.read();
-    Ok(l1.allocated().eq(known.allocated()))
+    Ok(l1.is_same(&known))
 }
 
 /// The image that a head is of; `None` if an image like that is refused, or has no head.
@@ -498,18 +500,15 @@ pub async fn read_header<S: Storage>(
 /// Bytes of an L1 table that are read at once.
 const L1_PIECE: u64 = 1 << 20;
 
-/// Stands for an entry that is past the end of the file: no L2 table is at its offset, the largest.
-const MISSING: L1Entry = L1Entry::from_raw(0x00ff_ffff_ffff_fe00);
-
 /// The entries of the active L1 table that are in the file: all of them, or for reading at least those of the disk.
-/// Those of a virtual machine's state come after them.
+/// Those of a virtual machine's state come after them. A snapshot's table may have fewer, if the disk has grown since.
 fn check_l1(name: &Path, header: &Header, file_length: u64, writable: bool) -> Result<u64> {
     let offset = header.l1_table_offset;
     let all = u64::from(header.l1_size);
     let there = all.min(file_length.saturating_sub(offset.get()) / L1_ENTRY_SIZE as u64);
     let geometry =
         header.geometry().map_err(|source| DiskError::Format { image: name.to_owned(), source })?;
-    let needed = if writable { all } else { geometry.l1_size_for(header.disk_size()) };
+    let needed = if writable { all } else { geometry.l1_size_for(header.disk_size()).min(all) };
     if there >= needed {
         return Ok(there);
     }
@@ -547,9 +546,7 @@ async fn read_l1<S: Storage>(
         at += length as u64;
     }
     // Whoever reads there gets an error.
-    while let left @ 1.. = header.l1_size as usize - table.len() {
-        table.extend(&vec![MISSING; left.min(L1_PIECE as usize / L1_ENTRY_SIZE)]);
-    }
+    table.end_missing(header.l1_size as usize);
     Ok(table)
 }
 

@@ -153,6 +153,9 @@ fn spoil(image: &Path, cluster: u64) {
     put(image, entry & ((1 << 54) - 1), u64::MAX);
 }
 
+/// Bytes of a target that is there before.
+const TARGET: usize = 4 << 20;
+
 #[test]
 fn a_salvage_copies_what_can_be_read() {
     let directory = tempfile::tempdir().unwrap();
@@ -193,30 +196,111 @@ fn a_salvage_copies_what_can_be_read() {
         &["-O", "qcow2", "-c", "-o", "cluster_size=512"],
         &["-O", "qcow2", "-c", "-o", "cluster_size=2M"],
     ];
+    let target = at("target");
     for image in &images {
         for sources in [vec![image], vec![image, &good], vec![&good, image]] {
+            let salvage = |way: &[&str]| {
+                let _ = fs::remove_file(&target);
+                if way.contains(&"-n") {
+                    fs::write(&target, vec![1; TARGET]).unwrap();
+                }
+                let mut arguments = args!["convert", "--salvage"];
+                arguments.extend(way.iter().map(OsString::from));
+                arguments.extend(sources.iter().map(OsString::from));
+                arguments.push(target.as_path().into());
+                arguments
+            };
+            // What QEMU copies is the same in each way.
+            let _ = qemu::img(salvage(&["-O", "raw"])).ok();
+            let expected = fs::read(&target).unwrap();
             for way in ways.iter().step_by(if sources.len() > 1 { 4 } else { 1 }) {
-                let (ours, theirs) = (at("ours"), at("theirs"));
-                let command = |target: &Path| {
-                    let _ = fs::remove_file(target);
-                    if way.contains(&"-n") {
-                        fs::write(target, vec![1; 4 << 20]).unwrap();
-                    }
-                    let mut arguments = args!["convert", "--salvage"];
-                    arguments.extend(way.iter().map(OsString::from));
-                    arguments.extend(sources.iter().map(OsString::from));
-                    arguments.push(target.into());
-                    arguments
-                };
-                let done = isobath(command(&ours)).ok();
-                let _ = qemu::img(command(&theirs)).ok();
+                let done = isobath(salvage(way)).ok();
                 let warned = done.stderr.matches("cannot be read, and is copied as zeroes").count();
                 assert!(warned > 0, "{}", done.report());
-                let read = |image: &Path| qemu::read_disk(image, way[1]);
-                assert!(read(&ours) == read(&theirs), "{}", done.report());
+                let copied = match way[1] {
+                    "raw" => fs::read(&target).unwrap(),
+                    format => qemu::read_disk(&target, format),
+                };
+                let (copied, rest) = copied.split_at(expected.len());
+                assert!(copied == expected, "{}", done.report());
+                let more = if way.contains(&"-n") { TARGET - expected.len() } else { 0 };
+                assert!(*rest == vec![1; more], "{}", done.report());
             }
         }
     }
+}
+
+/// Has the header of an image say that it has the largest L1 table, of which the file, then one cluster longer, has the
+/// first entry.
+fn give_the_largest_table(image: &Path) {
+    let mut bytes = fs::read(image).unwrap();
+    let end = (bytes.len() as u64).next_multiple_of(CLUSTER);
+    bytes.resize(end as usize + 8, 0);
+    bytes[36..40].copy_from_slice(&(4_u32 << 20).to_be_bytes());
+    bytes[40..48].copy_from_slice(&end.to_be_bytes());
+    fs::write(image, bytes).unwrap();
+}
+
+#[test]
+fn a_table_past_the_end_of_the_file_takes_no_memory() {
+    const LAYERS: usize = 30;
+    let directory = tempfile::tempdir().unwrap();
+    let at = |number: usize| directory.path().join(number.to_string());
+    qemu::create(&at(0), "qcow2", 512, "");
+    for number in 1..LAYERS {
+        qemu::create_overlay(&at(number), &at(number - 1), "qcow2", "");
+    }
+    for number in 0..LAYERS {
+        give_the_largest_table(&at(number));
+    }
+    let top = at(LAYERS - 1);
+    // The tables of all layers would take 960 MiB.
+    let limited = "ulimit -v 921600; exec \"$@\"";
+    for arguments in [
+        args!["io", "-r", "-f", "qcow2", "-c", "read -P 0 0 512", &top],
+        args!["map", &top],
+        args!["convert", "-O", "raw", &top, directory.path().join("copy")],
+    ] {
+        let mut command = Command::new("sh");
+        let _ = run(command.args(args!["-c", limited, "sh", ISOBATH]).args(arguments)).ok();
+    }
+    assert!(fs::read(directory.path().join("copy")).unwrap() == vec![0; 512]);
+}
+
+/// Removes the extra data of an image's only snapshot, as programs before QEMU 1.1 wrote it: that has the disk's size.
+fn without_extra_data(image: &Path) {
+    let mut bytes = fs::read(image).unwrap();
+    let entry = number(&bytes, 64) as usize;
+    let two = |at: usize| usize::from(u16::from_be_bytes(bytes[at..at + 2].try_into().unwrap()));
+    let strings = two(entry + 12) + two(entry + 14);
+    let extra = u32::from_be_bytes(bytes[entry + 36..entry + 40].try_into().unwrap()) as usize;
+    assert!(extra >= 16, "the entry has the disk's size");
+    let start = entry + 40;
+    bytes.copy_within(start + extra..start + extra + strings, start);
+    bytes[start + strings..start + extra + strings].fill(0);
+    bytes[entry + 36..start].fill(0);
+    fs::write(image, bytes).unwrap();
+}
+
+#[test]
+fn a_snapshot_that_does_not_say_its_size_is_read_after_the_disk_has_grown() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    let (image, ours, theirs) = (at("image"), at("ours"), at("theirs"));
+    // With clusters of 512 bytes a table describes 32 KiB.
+    qemu::create(&image, "qcow2", 128 << 10, "cluster_size=512");
+    let write = ["write -P 7 0 5k", "write -P 9 120k 8k"];
+    let _ = qemu::io(&image, "qcow2", &write).ok();
+    let _ = qemu::img(args!["snapshot", "-c", "snap", &image]).ok();
+    let _ = qemu::img(args!["resize", "-q", &image, "16M"]).ok();
+    let _ = qemu::io(&image, "qcow2", &["write -P 5 0 16M"]).ok();
+    without_extra_data(&image);
+    let convert = |target: &Path| args!["convert", "-l", "snap", "-O", "raw", &image, target];
+    let _ = isobath(convert(&ours)).ok();
+    let _ = qemu::img(convert(&theirs)).ok();
+    let (ours, theirs) = (fs::read(ours).unwrap(), fs::read(theirs).unwrap());
+    assert_eq!((ours.len(), theirs.len()), (16 << 20, 16 << 20));
+    assert!(ours == theirs && ours[..5 << 10] == [7; 5 << 10]);
 }
 
 /// What is wrong with a table, the size of the disk, and how it comes to be.
@@ -315,14 +399,27 @@ fn a_data_file_that_qemu_takes_elsewhere_is_refused() {
     }
     assert!(fs::read(at("sub/data")).unwrap() == data && fs::read(at("data")).unwrap() == other);
     assert!(!at("sub/new").exists());
+    // The option is no way out for the data file of an image below.
+    let make = args!["create", "-q", "-f", "qcow2", "-b", "image", "-F", "qcow2", "overlay"];
+    let _ = isobath_in(&at("sub"), &make).ok();
+    for option in [args![], args!["--data-file", "sub/data"]] {
+        let below =
+            isobath_in(here, &[args!["map"], option, args!["sub/overlay"]].concat()).exits(1);
+        let amend = "'isobath amend --data-file FILE -o data_file=PATH sub/image'";
+        assert!(below.stderr.contains(amend), "{}", below.report());
+        assert!(below.stderr.contains("as its active image"), "{}", below.report());
+    }
     let named = args!["convert", "--data-file", "sub/data", "-O", "raw", "sub/image", "copy"];
     let _ = isobath_in(here, &named).ok();
     assert!(fs::read(at("copy")).unwrap() == expected);
     let path = format!("data_file={}", at("sub/data").display());
     let amend = args!["amend", "--data-file", "sub/data", "-o", path, "sub/image"];
     let _ = isobath_in(here, &amend).ok();
-    let _ = isobath_in(here, &convert).ok();
-    assert!(fs::read(at("copy")).unwrap() == expected);
+    for name in ["sub/image", "sub/overlay"] {
+        let named = args!["convert", "-O", "raw", name, "copy"];
+        let _ = isobath_in(here, &named).ok();
+        assert!(fs::read(at("copy")).unwrap() == expected, "{name}");
+    }
     assert!(qemu::read_disk(&at("sub/image"), "qcow2") == expected);
 }
 
