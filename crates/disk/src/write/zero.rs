@@ -312,7 +312,7 @@ mod tests {
     fn zeroes_over_data_wait_for_their_own_bytes_only() {
         let disk = disk();
         let (writer, _) = writers(&disk);
-        let data = IoBuf::copy_of(&[1; CLUSTER as usize]);
+        let data = IoBuf::copy_of(&vec![1; CLUSTER as usize]);
         let _ = block_on(Box::pin(disk.write_range(0, data))).unwrap();
         let _held = block_on(writer.ranges.lock(0..512));
         let flags = ZeroFlags { may_unmap: true, only_fast: false };
