@@ -226,7 +226,7 @@ fn a_mirror_overwrites_a_target_that_is_damaged() {
         Box::pin(async { join!(work, complete(&job)) }).await;
         assert!(job.error().is_none(), "{:?}", job.error());
         let bytes = target.read(0, IoBuf::zeroed(2 * CLUSTER)).await.unwrap();
-        assert!(bytes[..CLUSTER] == [9; CLUSTER] && bytes[CLUSTER..] == [0; CLUSTER]);
+        assert!(bytes[..CLUSTER] == vec![9; CLUSTER] && bytes[CLUSTER..] == vec![0; CLUSTER]);
         source.close().await.unwrap();
     });
 }
