@@ -107,6 +107,8 @@ pub struct Layer<S> {
     file_length: AtomicU64,
     /// The end of the space that the writer has allocated, which may be past the end of the file.
     given_out: AtomicU64,
+    /// The end of the guest's highest write so far.
+    highest_write: AtomicU64,
     qcow2: Option<Arc<Qcow2>>,
     /// The format is raw because nothing else was detected.
     detected_raw: bool,
@@ -242,6 +244,7 @@ impl<S: Storage> Layer<S> {
             visible: AtomicU64::new(size),
             file_length: AtomicU64::new(length),
             given_out: AtomicU64::new(0),
+            highest_write: AtomicU64::new(0),
             qcow2: None,
             detected_raw: false,
             replayed: None,
@@ -308,6 +311,7 @@ impl<S: Storage> Layer<S> {
             visible: AtomicU64::new(size),
             file_length: AtomicU64::new(file_length),
             given_out: AtomicU64::new(0),
+            highest_write: AtomicU64::new(0),
             qcow2: Some(Arc::new(qcow2)),
             detected_raw: false,
             replayed: replayed.map(Arc::new),
@@ -330,6 +334,7 @@ impl<S: Storage> Layer<S> {
             visible: AtomicU64::new(self.size()),
             file_length: AtomicU64::new(self.file_length()),
             given_out: AtomicU64::new(0),
+            highest_write: AtomicU64::new(0),
             qcow2: self.qcow2.clone(),
             detected_raw: self.detected_raw,
             replayed: self.replayed.clone(),
@@ -667,6 +672,20 @@ impl<S: Storage> Layer<S> {
         let owned = backing.map(|(name, format)| (name.to_owned(), Some(format.to_owned())));
         qcow2.header.write().set_backing(owned);
         Ok(())
+    }
+
+    /// Notes a write by the guest that ends there.
+    pub fn note_guest_write(&self, end: u64) {
+        // Most writes are below: they leave the cache line shared.
+        if end > self.highest_guest_write() {
+            self.highest_write.fetch_max(end, Ordering::Relaxed);
+        }
+    }
+
+    /// The end of the guest's highest write to this layer while it was open, in guest bytes; zeroes count, discards do
+    /// not.
+    pub fn highest_guest_write(&self) -> u64 {
+        self.highest_write.load(Ordering::Relaxed)
     }
 
     /// What a qcow2 layer adds to a raw one.
