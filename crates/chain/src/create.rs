@@ -94,6 +94,8 @@ pub struct NewDisk {
     pub encryption: Option<NewEncryption>,
     /// How the host lays out the files.
     pub layout: Layout,
+    /// The image's file is a device that there is already; nothing else is created or overwritten in its place.
+    pub on_device: bool,
     /// Write the direct-access index of the layers below. It needs an open backing file, and is omitted if the chain is
     /// not suited.
     pub index: bool,
@@ -120,6 +122,7 @@ impl Default for NewDisk {
             open_backing: true,
             encryption: None,
             layout: Layout::default(),
+            on_device: false,
             index: true,
             index_limits: IndexLimits::default(),
         }
@@ -193,6 +196,7 @@ setters! {
     open_backing: bool,
     encryption: Option<NewEncryption>,
     layout: Layout,
+    on_device: bool,
     index: bool,
     index_limits: IndexLimits,
 }
@@ -285,7 +289,14 @@ pub async fn create_held<'a, H: Host>(
         }
         None => Vec::new(),
     };
-    let mut created = Created { host, size, index_left, layout: new.layout, files: Vec::new() };
+    let mut created = Created {
+        host,
+        size,
+        index_left,
+        layout: new.layout,
+        on_device: new.on_device,
+        files: Vec::new(),
+    };
     let result = match &plan {
         Some((plan, index)) => {
             let contents = Contents { plan, index, keys: &keys };
@@ -498,6 +509,8 @@ pub struct Created<'a, H: Host> {
     size: u64,
     index_left: bool,
     layout: Layout,
+    /// The image's own file, the first, is a device.
+    on_device: bool,
     files: Vec<Kept<H::File>>,
 }
 
@@ -573,7 +586,21 @@ impl<H: Host> Created<'_, H> {
         };
         // A server may end with its last client.
         let found = found.ok().filter(|_| self.host.protocol_name(&name.to_string_lossy()));
-        let file = Arc::new(self.host.create(name, OpenMode::default()).await?);
+        let file = if self.on_device && self.files.is_empty() {
+            // Opening creates nothing, and what was opened is judged before it is written to.
+            let mode = OpenMode { writable: true, ..OpenMode::default() };
+            let file = self.host.open(name, mode).await?;
+            if !file.capabilities().is_device {
+                return Err(DiskError::Refused {
+                    image: name.to_owned(),
+                    reason: "it is not a device, as its driver requires".into(),
+                });
+            }
+            file
+        } else {
+            self.host.create(name, OpenMode::default()).await?
+        };
+        let file = Arc::new(file);
         drop(found);
         file.lay_out(self.layout).await;
         // A link stays.
@@ -802,6 +829,7 @@ mod tests {
                 size: 1 << 20,
                 index_left: false,
                 layout: Layout::default(),
+                on_device: false,
                 files,
             };
             let contents = Contents { plan: &plan, index: &[], keys };

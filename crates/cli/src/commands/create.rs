@@ -127,7 +127,8 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
         new.size = Some(size::parse(text).map_err(Failure::new)?);
     }
-    let path = Naming::target(image)?;
+    let target = Naming::target(image)?;
+    new.on_device = target.device.is_some();
     if args.format.is_none() && !args.quiet {
         messages::note_raw(image, "-f");
     }
@@ -141,7 +142,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if let (Some(name), Some(driver), true) =
         (&new.backing_file, &new.backing_format, new.open_backing)
     {
-        let below = images().resolve(&path, name);
+        let below = images().resolve(&target.path, name);
         is_of_kind(driver, &below.to_string_lossy())
             .map_err(|error| failure(&format_args!("{error}\nCould not open backing image.")))?;
     }
@@ -151,9 +152,11 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if let Some(size) = early {
         announce(size)?;
     }
+    target.check().map_err(|error| failure(&error))?;
+    let path = &target.path;
     let new = new.clone().encryption(keys.map_err(|error| failure(&error))?);
     let (made, index_left) = runtime::block_on(async || {
-        let made = create_held(images(), &path, &new).await;
+        let made = create_held(images(), path, &new).await;
         let made = made.map(|created| (created.size(), created.is_index_left()));
         made.map_err(|error| {
             let text = match &error {
@@ -213,11 +216,13 @@ fn create_foreign(
         let name = options::printable(&image.display().to_string());
         writeln!(out, "Formatting '{name}', {}", options.describe(size))?;
     }
-    let path = Naming::target(image)?;
+    let target = Naming::target(image)?;
+    target.check_file().map_err(failure)?;
     runtime::block_on(async || {
         let new = options.image().map_err(failure)?;
         let size = size.next_multiple_of(512);
-        let (writer, files) = new.create(&path, size, false).await.map_err(failure)?;
+        let (layout, path) = (options.layout(), &target.path);
+        let (writer, files) = new.create(path, size, false, layout).await.map_err(failure)?;
         if let Err(error) = writer.finish().await {
             files.remove(true).await;
             return Err(Failure::new(error));

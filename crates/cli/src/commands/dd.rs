@@ -8,7 +8,7 @@ use crate::image_name::Naming;
 use crate::{messages, options, runtime, size};
 use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, create_held};
 use isobath_formats::{Format, PIECE};
-use isobath_storage::IoBuf;
+use isobath_storage::{IoBuf, Layout};
 use std::io::Write;
 use std::ops::Range;
 use std::path::Path;
@@ -84,6 +84,14 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     let block = operands.block.unwrap_or(512);
     let image = args.naming.image(Path::new(input), args.format)?;
     Naming::can_create(Path::new(output)).map_err(Failure::new)?;
+    let place = Naming::target(Path::new(output))?;
+    let checked = match args.output_format {
+        ImageFormat::Foreign(_) => place.check_file(),
+        _ => place.check(),
+    };
+    checked.map_err(|reason| {
+        Failure::new(reason).context(format_args!("{output}: error while creating output image"))
+    })?;
     let target = Naming::default().image(Path::new(output), Some(args.output_format))?;
     runtime::block_on(async || {
         let locking = options::locking(args.force_share);
@@ -105,7 +113,8 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
             );
         }
         // Without a secret, for which `dd` has no option, a LUKS image is refused.
-        let new = NewDisk::new(length.next_multiple_of(512)).format(args.output_format);
+        let mut new = NewDisk::new(length.next_multiple_of(512)).format(args.output_format);
+        new.on_device = place.device.is_some();
         let created = create_held(images(), &target.path, &new).await.map_err(|error| {
             Failure::new(crate::image_name::reason(&error))
                 .context(format_args!("{output}: error while creating output image"))
@@ -129,7 +138,10 @@ async fn copy_to_foreign(
 ) -> Result<(), Failure> {
     let length = range.end - range.start;
     let new = foreign::Options::parse(format, &[]).and_then(|options| options.image());
-    let made = new.map_err(Failure::new)?.create(target, length.next_multiple_of(512), false).await;
+    let made = new
+        .map_err(Failure::new)?
+        .create(target, length.next_multiple_of(512), false, Layout::default())
+        .await;
     let (mut writer, files) = made.map_err(Failure::new)?;
     let work = async {
         let mut at = 0;

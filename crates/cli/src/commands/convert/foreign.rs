@@ -69,7 +69,7 @@ pub(super) async fn convert(
         refuse_source(&extent, sources).await?;
     }
     let (mut writer, files) =
-        image.create(name, total, args.cache.is_direct()).await.map_err(failed)?;
+        image.create(name, total, args.cache.is_direct(), new.layout()).await.map_err(failed)?;
     let done = Rc::new(Cell::new(0));
     let interrupted = Cell::new(None);
     let progress = Progress::show(args.progress && !args.quiet, {

@@ -21,8 +21,13 @@ pub(super) struct Target {
 }
 
 impl Target {
-    /// Creates the target for a disk of `size` bytes.
-    pub(super) async fn create(name: &Image, size: u64, args: &Args) -> Result<Self, Failure> {
+    /// Creates the target for a disk of `size` bytes; on a device that there is, if so told.
+    pub(super) async fn create(
+        name: &Image,
+        size: u64,
+        on_device: bool,
+        args: &Args,
+    ) -> Result<Self, Failure> {
         let (mut image, name) = (name.clone(), name.path.as_path());
         let mut new = NewDisk::default().format(args.output_format());
         let given = options::parse(&args.options);
@@ -43,6 +48,7 @@ impl Target {
             image.set_secret(Arc::clone(&encryption.secret));
         }
         new.size = Some(size);
+        new.on_device = on_device;
         new.backing_file = args.backing_file.clone().or(new.backing_file);
         new.backing_format = args.backing_format.clone().or(new.backing_format);
         if args.compress && new.preallocation != isobath_disk::Preallocation::Off {

@@ -6,7 +6,7 @@ use crate::failure::Failure;
 use crate::host;
 use isobath_disk::DiskError;
 use isobath_formats::{Error, Writer};
-use isobath_storage::{Host, Locking, OpenMode};
+use isobath_storage::{Host, Layout, Locking, OpenMode, StorageExt};
 use isobath_storage_file::{FileHost, FileStorage};
 pub(crate) use options::{NewImage, Options, help, no_backing};
 use std::io;
@@ -14,8 +14,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The files of a new image. While this is there, no other program can write to them.
-#[derive(Default)]
-pub(crate) struct Files(Vec<Kept>);
+pub(crate) struct Files {
+    kept: Vec<Kept>,
+    /// How the host lays them out.
+    layout: Layout,
+}
 
 struct Kept {
     name: PathBuf,
@@ -64,14 +67,16 @@ impl Files {
         let file = Arc::new(FileHost.create(name, mode).await.map_err(failed)?);
         // A symbolic link stays, whatever happens to the file.
         let name = FileHost.canonical(name).map_err(failed)?;
-        self.0.push(Kept { name, file: Arc::clone(&file), is_new });
+        // While it is empty: later there is no way to change it.
+        file.lay_out(self.layout).await;
+        self.kept.push(Kept { name, file: Arc::clone(&file), is_new });
         Ok(file)
     }
 
     /// Deletes them, or only those that are new, if they still have their names. Returns whether it did.
     pub(crate) async fn remove(&self, only_new: bool) -> bool {
         let mut all = true;
-        for Kept { name, file, .. } in self.0.iter().filter(|kept| kept.is_new || !only_new) {
+        for Kept { name, file, .. } in self.kept.iter().filter(|kept| kept.is_new || !only_new) {
             match FileHost.remove_file(name, file).await {
                 Ok(true) => continue,
                 Ok(false) => {
@@ -110,8 +115,9 @@ impl NewImage {
         name: &Path,
         size: u64,
         direct: bool,
+        layout: Layout,
     ) -> Result<(Writer<FileStorage>, Files), String> {
-        let mut files = Files::default();
+        let mut files = Files { kept: Vec::new(), layout };
         match self.begin(name, size, direct, &mut files).await {
             Ok(writer) => Ok((writer, files)),
             Err(reason) => {
