@@ -19,6 +19,49 @@ use std::sync::Arc;
 /// Tasks that compare and copy at once.
 const TASKS: usize = 8;
 
+/// The most bytes of a backing file's name in a header.
+const MOST_NAME: usize = 1023;
+/// QEMU's drivers, which it accepts as the format of a backing file, besides the formats that Isobath has.
+const DRIVERS: &[&str] = &[
+    "blkdebug",
+    "blklogwrites",
+    "blkverify",
+    "bochs",
+    "cloop",
+    "compress",
+    "copy-before-write",
+    "copy-on-read",
+    "dmg",
+    "ftp",
+    "ftps",
+    "gluster",
+    "host_cdrom",
+    "http",
+    "https",
+    "io_uring",
+    "iscsi",
+    "iser",
+    "nbd",
+    "nfs",
+    "null-aio",
+    "null-co",
+    "nvme",
+    "nvme-io_uring",
+    "parallels",
+    "preallocate",
+    "qcow",
+    "quorum",
+    "rbd",
+    "replication",
+    "snapshot-access",
+    "ssh",
+    "throttle",
+    "virtio-blk-vfio-pci",
+    "virtio-blk-vhost-user",
+    "virtio-blk-vhost-vdpa",
+    "vvfat",
+];
+
 /// Change an image's backing file
 ///
 /// The disk's contents do not change: data that differs between the old and the new backing file is first copied to the
@@ -80,24 +123,29 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
         // Guessing the format would let the guest of a raw disk choose what is opened.
         (name, None) => {
             let path = images().resolve(&args.image, name);
-            if !is_export(&path)
+            if !args.unsafe_mode
+                && !is_export(&path)
                 && let Err(error) = std::fs::metadata(&path)
             {
                 let error = isobath_storage::cause(&error);
                 return Err(new_backing(name, format_args!("Could not open '{name}': {error}")));
             }
-            return Err(Failure::new(format_args!(
-                "Could not change the backing file to '{}': backing format must be specified",
-                options::printable(name)
-            )));
+            return Err(cannot_change(name, "backing format must be specified"));
         }
     };
-    if let Some((name, format)) = backing {
+    if name.len() > MOST_NAME {
+        let reason = format_args!("the name has {} bytes; at most {MOST_NAME} fit", name.len());
+        return Err(cannot_change(name, reason));
+    }
+    // In unsafe mode the name is only written, whatever it means to whoever opens it: it may be one that this program
+    // refuses, that of a file that is not there yet, or of one that is about to be replaced.
+    let known = backing.filter(|_| !args.unsafe_mode);
+    if let Some((name, format)) = known {
         described_format(&args.image, name, Some(format))?;
     }
-    let below = backing.map(|(name, format)| file_of(args, name).map(|file| (file, format)));
+    let below = known.map(|(name, format)| file_of(args, name).map(|file| (file, format)));
     let below = below.transpose()?;
-    if let (Some((file, driver)), false) = (&below, args.unsafe_mode) {
+    if let Some((file, driver)) = &below {
         let file = file.to_string_lossy();
         is_of_kind(driver, &file).map_err(|error| new_backing(&file, error))?;
     }
@@ -111,6 +159,10 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
                 "The format of '{}' does not support backing files",
                 args.image.display()
             )));
+        }
+        if let Some(format) = args.backing_format.as_deref().filter(|name| !is_driver(name)) {
+            let format = options::printable(format);
+            return Err(Failure::new(format_args!("Invalid format name: '{format}'")));
         }
         if let Some((file, format)) = &below
             && !sabotage::is(Sabotage::UnseenLoop)
@@ -141,6 +193,11 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     Ok(0)
 }
 
+/// Whether QEMU has a driver of this name: it accepts no other as a format.
+fn is_driver(name: &str) -> bool {
+    DRIVERS.contains(&name) || backing_format(name).is_ok()
+}
+
 /// The file that the new backing file's name, as stored in the header, refers to.
 fn file_of(args: &Args, name: &str) -> Result<PathBuf, Failure> {
     let field = "new backing file";
@@ -169,6 +226,11 @@ async fn refuse_loop(disk: &Disk<ImageHost>, below: &Path, format: &str) -> Resu
         ));
     }
     Ok(())
+}
+
+fn cannot_change(name: &str, reason: impl std::fmt::Display) -> Failure {
+    let name = options::printable(name);
+    Failure::new(format_args!("Could not change the backing file to '{name}': {reason}"))
 }
 
 fn new_backing(name: &str, reason: impl std::fmt::Display) -> Failure {

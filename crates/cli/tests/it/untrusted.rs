@@ -277,8 +277,7 @@ fn a_description_of_a_backing_file_is_judged_as_the_name_in_it() {
     overlay("part", &described(&own.join("base"), r#","offset":"512""#));
     let part = isobath(&own, args!["convert", "-O", "raw", "part", "copy"]).exits(1);
     assert!(part.stderr.contains("'offset' is not supported"), "{}", part.report());
-    let other =
-        args!["rebase", "-u", "-F", "qcow2", "-b", described(&own.join("base"), ""), "near"];
+    let other = args!["rebase", "-F", "qcow2", "-b", described(&own.join("base"), ""), "near"];
     let other = isobath(&own, &other).exits(1);
     assert!(other.stderr.contains("another format"), "{}", other.report());
     let same = args!["rebase", "-F", "raw", "-b", described(&own.join("base"), ""), "inside"];
