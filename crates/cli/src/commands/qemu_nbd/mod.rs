@@ -410,9 +410,8 @@ impl Args {
     ) -> Result<(), Failure> {
         let mut image = image.clone();
         let compress = image.take_compress();
-        let mut signals = signals::receive()?;
-        let disk = match Box::pin(signals::unless_signalled(&mut signals, self.open(&image))).await
-        {
+        let end = signals::Order::receive()?;
+        let disk = match Box::pin(end.unless_given(self.open(&image))).await {
             Some(disk) => disk?,
             None => return Err(Failure::new("interrupted by a signal during startup")),
         };
@@ -420,11 +419,10 @@ impl Args {
         let active = layers.first().map(|layer| &**layer);
         let compressed = if compress { Compressed::of(active).map(Some) } else { Ok(None) };
         let served = match compressed {
-            Ok(compressed) => {
-                self.serve_disk(&disk, compressed, endpoint, tls, ready, signals).await
-            }
+            Ok(compressed) => self.serve_disk(&disk, compressed, endpoint, tls, ready, &end).await,
             Err(reason) => Err(self.cannot_open(reason)),
         };
+        end.closes();
         let closed = disk.close().await.map_err(Failure::from);
         served.and(closed)
     }
@@ -436,7 +434,7 @@ impl Args {
         endpoint: &SecuredEndpoint,
         tls: &Tls,
         ready: WhenReady,
-        mut signals: isobath_ring::Signals,
+        end: &signals::Order,
     ) -> Result<(), Failure> {
         let size = BlockDevice::size(&**disk);
         if self.offset > size {
@@ -479,10 +477,10 @@ impl Args {
                 tracing::warn!(%error, "background upkeep ended");
             }
         });
-        let stopped = Arc::clone(&server);
+        let (stopped, end) = (Arc::clone(&server), end.clone());
         spawn(async move {
-            let signal = signals::wait(&mut signals).await;
-            signals::end_at_the_second(signals, Some(signal));
+            end.given().await;
+            end.ends("requests in flight, and a client that has not received its replies");
             stopped.stop();
         });
         if !self.persistent {
