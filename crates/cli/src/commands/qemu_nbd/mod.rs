@@ -28,7 +28,11 @@ use isobath_tls::Channel;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 use view::{DetectZeroes, View};
+
+/// Longer than any server runs.
+const NO_LIMIT: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// Serve an image over NBD, with qemu-nbd's options
 ///
@@ -114,9 +118,15 @@ pub(crate) struct Args {
     /// With --list: the name that the server's certificate is for [default: the host]
     #[arg(long, value_name = "NAME", requires = "list")]
     tls_hostname: Option<String>,
+    /// Seconds that a client's handshake may take, 0 for no limit
+    #[arg(long, value_name = "SECONDS", default_value = "10")]
+    handshake_limit: u32,
     /// Accepted for compatibility; has no effect
     #[arg(short, long)]
     verbose: bool,
+    /// Accepted for compatibility; has no effect
+    #[arg(short = 'T', long, value_name = "OPTIONS")]
+    trace: Vec<String>,
     #[command(flatten)]
     naming: Naming,
     #[command(flatten)]
@@ -462,7 +472,12 @@ impl Args {
             device: Arc::new(view),
         };
         let connections = if self.shared == 0 { usize::MAX } else { self.shared };
-        let limits = Limits { connections, when_full: WhenFull::Wait, ..Limits::default() };
+        let handshake = match self.handshake_limit {
+            0 => NO_LIMIT,
+            seconds => Duration::from_secs(seconds.into()),
+        };
+        let limits =
+            Limits { connections, when_full: WhenFull::Wait, handshake, ..Limits::default() };
         let server = Arc::new(Server::new(vec![export], limits).map_err(Failure::new)?);
         let endpoints = std::slice::from_ref(endpoint);
         let mut entrances = tls.listen(endpoints, "--port", Access::default())?;
