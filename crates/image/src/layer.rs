@@ -122,8 +122,8 @@ pub struct Layer<S> {
     protection: Protection,
     /// The header of a file that is encrypted as a whole, which `storage` decrypts.
     luks: Option<Arc<Info>>,
-    /// See [`given_data_file`](Self::given_data_file).
-    given_data_file: Option<Box<Path>>,
+    /// See [`given_data_file`](Self::given_data_file). Of thousands of layers hardly any has one.
+    given_data_file: Option<Box<PathBuf>>,
 }
 
 /// What was made of a killed process's restart log when its image was opened.
@@ -512,13 +512,13 @@ impl<S: Storage> Layer<S> {
 
     /// The external data file that was given in place of the one that the header names.
     pub fn given_data_file(&self) -> Option<&Path> {
-        self.given_data_file.as_deref()
+        self.given_data_file.as_ref().map(|path| path.as_path())
     }
 
     /// Notes that this external data file was given.
     #[must_use]
     pub(crate) fn with_data_file(self, given: Option<PathBuf>) -> Self {
-        Self { given_data_file: given.map(PathBuf::into_boxed_path), ..self }
+        Self { given_data_file: given.map(Box::new), ..self }
     }
 
     /// The image's file, and the others that it consists of: an external data file, or extents.
