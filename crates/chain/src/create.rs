@@ -493,6 +493,8 @@ fn check_plain(name: &Path, new: &NewDisk) -> Result<()> {
         format: new.format,
         preallocation: new.preallocation,
         open_backing: new.open_backing,
+        layout: new.layout,
+        on_device: new.on_device,
         index: new.index,
         index_limits: new.index_limits,
         ..NewDisk::default()
@@ -627,6 +629,7 @@ async fn write_qcow2<H: Host>(
 ) -> Result<()> {
     let Contents { plan, index, keys } = contents;
     let file = created.file(name, others).await?;
+    invariant(created.files.len() == 1, name, "the first file of a new image is its own")?;
     let mut others = others.to_vec();
     others.push(file.id());
     let data = match (&new.data_file, plan.data_file_length()) {
@@ -842,5 +845,40 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn a_new_images_own_file_comes_before_its_data_file() {
+        let (host, name, new) = (MemoryHost::new(), Path::new("image"), NewDisk::new(1 << 20));
+        let plan = NewImage::new(1 << 20).plan().unwrap();
+        let mut created = Created {
+            host: &host,
+            size: 1 << 20,
+            index_left: false,
+            layout: Layout::default(),
+            on_device: false,
+            files: Vec::new(),
+        };
+        block_on(created.file(Path::new("data"), &[])).unwrap();
+        let contents = Contents { plan: &plan, index: &[], keys: &[] };
+        match block_on(Box::pin(write_qcow2(&mut created, name, &new, contents, &[]))) {
+            Err(DiskError::Internal { violated, .. }) => {
+                assert_eq!(violated, "the first file of a new image is its own");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn no_file_is_made_or_written_in_place_of_a_device() {
+        let (host, name) = (MemoryHost::new(), Path::new("image"));
+        let mut new = NewDisk::new(1 << 20);
+        new.on_device = true;
+        assert!(block_on(create(&host, name, &new)).is_err());
+        assert_eq!(host.names(), [] as [PathBuf; 0]);
+        block_on(create(&host, name, &NewDisk::new(1 << 20))).unwrap();
+        let before = host.contents(name).unwrap();
+        assert!(block_on(create(&host, name, &new)).is_err());
+        assert_eq!(host.contents(name).unwrap(), before);
     }
 }
