@@ -629,7 +629,8 @@ async fn write_qcow2<H: Host>(
 ) -> Result<()> {
     let Contents { plan, index, keys } = contents;
     let file = created.file(name, others).await?;
-    invariant(created.files.len() == 1, name, "the first file of a new image is its own")?;
+    let first = created.files.first().map(|kept| kept.file.id());
+    invariant(first == Some(file.id()), name, "the first file of a new image is its own")?;
     let mut others = others.to_vec();
     others.push(file.id());
     let data = match (&new.data_file, plan.data_file_length()) {
