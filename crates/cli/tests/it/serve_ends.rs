@@ -4,8 +4,8 @@ use crate::serving::{ISOBATH, QemuIo, Served};
 use isobath_testkit::process::{Finished, PATIENCE, Ready, Server, run, run_program};
 use isobath_testkit::{args, qemu, tools, until, until_some};
 use std::fs;
-use std::io::{Read, Write};
-use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::ptr;
@@ -218,6 +218,120 @@ fn signals_that_come_together_lose_no_answered_write() {
         let read = qemu::io(&image, "qcow2", &read).ok();
         assert!(!read.text().contains("Pattern verification failed"), "{line}: {}", read.report());
     }
+}
+
+/// A QMP client that has negotiated.
+struct Control(BufReader<UnixStream>);
+
+impl Control {
+    fn connect(socket: &Path) -> Self {
+        let stream = UnixStream::connect(socket).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut control = Self(BufReader::new(stream));
+        assert!(control.line().contains("QMP"));
+        control.send(r#"{"execute": "qmp_capabilities"}"#);
+        assert!(control.line().contains("return"));
+        control
+    }
+
+    fn send(&mut self, command: &str) {
+        self.0.get_mut().write_all(command.as_bytes()).unwrap();
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.0.read_line(&mut line).unwrap();
+        line
+    }
+
+    /// The reply to a command, after events.
+    fn reply(&mut self) -> String {
+        loop {
+            let line = self.line();
+            if !line.contains("\"event\"") {
+                return line;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_qmp_command_that_hangs_does_not_keep_the_server() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    let image = overlay(directory.path());
+    // An image whose header names an export of a server that accepts, and says nothing.
+    let silent = UnixListener::bind(path("silent")).unwrap();
+    let backing = format!("nbd+unix:///?socket={}", path("silent").display());
+    let made = args![
+        "create",
+        "-q",
+        "-u",
+        "-f",
+        "qcow2",
+        "-b",
+        backing,
+        "-F",
+        "raw",
+        path("hostile"),
+        "1M"
+    ];
+    let _ = run_program(qemu::program("qemu-img"), made).ok();
+    let qmp = format!("unix:{}", path("qmp").display());
+    let served = Served::start(&[&image], &["--metadata", "journal", "--qmp", &qmp]);
+    let mut client = QemuIo::open("raw", served.uri(""));
+    client.ok("write -P 7 0 1M");
+    let add = |name: &str| {
+        let file = path("hostile");
+        let file = format!(r#"{{"driver": "file", "filename": "{}"}}"#, file.display());
+        format!(
+            r#"{{"execute": "blockdev-add", "arguments": {{"driver": "qcow2", "node-name": "{name}", "file": {file}}}}}"#
+        )
+    };
+    let mut control = Control::connect(&path("qmp"));
+    control.send(&add("n"));
+    let _waits = silent.accept().unwrap();
+    // One that waits for the first one, and would hang as well.
+    let mut other = Control::connect(&path("qmp"));
+    other.send(&add("o"));
+    served.server.signal(libc::SIGTERM);
+    let done = served.server.wait().exits(0);
+    for control in [&mut control, &mut other] {
+        let reply = control.reply();
+        assert!(reply.contains("the server is shutting down"), "{reply}: {}", done.report());
+    }
+    drop(client);
+    qemu::assert_clean(&image);
+    let _ = qemu::io(&image, "qcow2", &["read -P 7 0 1M"]).ok();
+}
+
+#[test]
+fn a_job_that_hangs_does_not_keep_the_server() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    qemu::create(&path("base"), "raw", 64 * MIB, "");
+    let base = qemu::nbd(&path("base"), "raw", &path("base.sock"), &["-r"]);
+    let backing = format!("nbd+unix:///?socket={}", path("base.sock").display());
+    let image = path("image.qcow2");
+    let made = args!["create", "-q", "-f", "qcow2", "-b", backing, "-F", "raw", &image];
+    let _ = run_program(qemu::program("qemu-img"), made).ok();
+    let qmp = format!("unix:{}", path("qmp").display());
+    let served = Served::start(&[&image], &["--metadata", "journal", "--qmp", &qmp]);
+    let mut client = QemuIo::open("raw", served.uri(""));
+    client.ok("write -P 7 0 1M");
+    let mut control = Control::connect(&path("qmp"));
+    base.signal(libc::SIGSTOP);
+    control.send(r#"{"execute": "block-stream", "arguments": {"job-id": "j", "device": "image"}}"#);
+    let reply = control.reply();
+    assert!(reply.contains("return"), "{reply}");
+    served.server.signal(libc::SIGTERM);
+    let done = served.server.wait().exits(0);
+    assert!(done.stderr.contains("a cancelled job does not end"), "{}", done.report());
+    base.signal(libc::SIGCONT);
+    drop(client);
+    qemu::assert_clean(&image);
+    let _ = qemu::io(&image, "qcow2", &["read -P 7 0 1M"]).ok();
+    drop(base);
 }
 
 #[test]

@@ -73,8 +73,10 @@ impl<H: Host + Clone> Monitor<H> {
             .format(format)
             .backing(backing)
             .secrets(self.secrets_for(&arguments)?);
-        let disk = LiveDisk::open(self.host.clone(), &protocol.path, &options).await;
-        let drive = Drive::added(disk.map_err(QmpError::new)?);
+        // A file that its header names may be an export of a server that never answers.
+        let opening = LiveDisk::open(self.host.clone(), &protocol.path, &options);
+        let opening = async { opening.await.map_err(QmpError::new) };
+        let drive = Drive::added(self.unless_ending(opening).await?);
         if let Some(file) = drive.root() {
             self.names.borrow_mut().give(file, &name);
         }

@@ -137,9 +137,10 @@ impl Args {
         let control = qmp::Server::new(monitor, events, limits);
         let listening = frontends.serve();
         let mut controlling = None;
-        let mut result = match Box::pin(self.begin(&control)).await {
-            Ok(()) => self.run(&control, monitors, ready, &end, &mut controlling).await,
-            failed => failed,
+        let mut result = match end.unless_given(Box::pin(self.begin(&control))).await {
+            Some(Ok(())) => self.run(&control, monitors, ready, &end, &mut controlling).await,
+            Some(failed) => failed,
+            None => Err(Failure::new("interrupted by a signal during startup")),
         };
         end.ends("requests in flight, and clients that have not received their replies");
         control.service().let_pass();
