@@ -21,6 +21,8 @@ pub(crate) struct Qed {
     /// The end of the last whole cluster in the file.
     pub(crate) end: u64,
     features: u64,
+    /// Features that a writer clears if it does not know them; none is known.
+    autoclear: u64,
 }
 
 /// Reads the header. Returns the tables and the disk's size in bytes.
@@ -71,6 +73,7 @@ pub(crate) async fn open<S: Storage>(file: &File<S>) -> Result<(Qed, u64)> {
         header: header_clusters * cluster,
         end,
         features,
+        autoclear: le64(&header, 32),
     };
     if !qed.holds(l1, table * cluster) {
         let reason = format!(
@@ -93,8 +96,16 @@ impl Qed {
         self.features & NEED_CHECK != 0
     }
 
+    /// Whether the image has features that are to be cleared before anything is changed.
+    pub(crate) const fn is_to_be_cleared(&self) -> bool {
+        self.autoclear != 0
+    }
+
     /// Where the header has the features.
     pub(crate) const FEATURES: u64 = 16;
+
+    /// Where it has those that are cleared.
+    pub(crate) const AUTOCLEAR_FEATURES: u64 = 32;
 
     /// The features of the image once it is closed.
     pub(crate) const fn features_when_closed(&self) -> u64 {

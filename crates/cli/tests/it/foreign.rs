@@ -7,6 +7,8 @@ use isobath_testkit::{args, qemu, until};
 use rand::RngExt;
 use rand::rngs::StdRng;
 use std::fs;
+use std::io;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use tempfile::TempDir;
@@ -241,12 +243,22 @@ fn vdis_are_checked_as_by_qemu_and_blocks_are_in_the_file() {
     both_check("a block too many", "vdi", &more, "");
     check("a wrong count", &[(388, &[3, 0, 0, 0])]);
     check("everything at once", &[(at(0), &[3, 0, 0, 0]), (at(1), &[99, 0, 0, 0]), (388, &[9])]);
-    let cut = changed(&image, &[], length - (1 << 20));
-    let says = "block index 3 at offset";
     let directory = directory.path();
-    fs::write(directory.join("image"), cut).unwrap();
-    let done = isobath(directory, args!["check", "image"]).exits(2);
-    assert!(done.stderr.contains(says), "{}", done.report());
+    for (cut, says) in
+        [(1 << 20, "points after end of file"), (1 << 19, "ends at"), (512, "ends at")]
+    {
+        fs::write(directory.join("image"), changed(&image, &[], length - cut)).unwrap();
+        let done = isobath(directory, args!["check", "image"]).exits(2);
+        let told = done.stderr.contains("block index 3 at offset") && done.stderr.contains(says);
+        assert!(told, "{}", done.report());
+    }
+    // A disk of 3.5 blocks needs half of its last one.
+    let size = (7_u64 << 19).to_le_bytes();
+    for (cut, code) in [(1 << 19, 0), ((1 << 19) + 512, 2)] {
+        let bytes = changed(&image, &[(368, &size)], length - cut);
+        fs::write(directory.join("image"), bytes).unwrap();
+        let _ = isobath(directory, args!["check", "image"]).exits(code);
+    }
 }
 
 #[test]
@@ -330,14 +342,17 @@ fn qeds_are_checked_and_repaired_as_by_qemu() {
     check("a cluster twice", &[(l2 + 8, &first)], length);
     check("a table that is data", &[(l1 + 8, &first)], length);
     // These are errors that a repair clears; -r leaks leaves them as they are here.
-    let bad: [(&str, usize, u64); 4] = [
+    let bad: [(&str, usize, u64); 5] = [
         ("a cluster past the end", l2 + 8, 1 << 40),
         ("a cluster that is not aligned", l2 + 8, 77_777),
         ("a table past the end", l1 + 8, 1 << 40),
         ("a cluster in the header", l2 + 8, 4096),
+        ("a feature that a writer clears", 32, 1 << 7),
     ];
     for (what, at, offset) in bad {
-        let bytes = changed(&image, &[(at, &offset.to_le_bytes()), (16, &[2])], length);
+        let wrong = (l2 + 8, &77_777_u64.to_le_bytes()[..]);
+        let places = [wrong, (at, &offset.to_le_bytes()), (16, &[2])];
+        let bytes = changed(&image, &places[usize::from(at != 32)..], length);
         let roots = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
         for options in [&["check"][..], &["check", "-r", "all"], &["check"]] {
             let done = [0, 1].map(|side| {
@@ -360,6 +375,58 @@ fn qeds_are_checked_and_repaired_as_by_qemu() {
         fs::write(root.join("image"), &bytes).unwrap();
         let _ = isobath(root, args!["check", "-r", "leaks", "image"]).exits(2);
         assert!(fs::read(root.join("image")).unwrap() == bytes, "{what}");
+    }
+}
+
+/// A QED of which all entries of both levels are wrong: 2 Mi entries each.
+#[test]
+fn a_check_of_a_qed_takes_no_memory_for_what_is_wrong() {
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let options = "cluster_size=1M,table_size=16";
+    let _ =
+        qemu_img(directory, args!["create", "-q", "-f", "qed", "-o", options, "image", "8M"]).ok();
+    let image = directory.join("image");
+    let _ = qemu::io(&image, "qed", &["write -P 7 0 1M"]).ok();
+    let mut bytes = fs::read(&image).unwrap();
+    let table = 16 << 20;
+    let l1 = number_at(&bytes, 40, 8) as usize;
+    let l2 = number_at(&bytes, l1, 8) as usize;
+    for at in [l1 + 8..l1 + table, l2 + 8..l2 + table] {
+        bytes[at].fill(0x77);
+    }
+    fs::write(&image, &bytes).unwrap();
+    let wrong = 2 * ((table as u64 >> 3) - 1);
+    let check = |options: &[&str], code: i32| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_isobath"));
+        command.args(["check", "--output", "json"]).args(options).arg(&image);
+        // SAFETY: between fork and exec it makes one system call.
+        unsafe { command.pre_exec(limit_memory) };
+        isobath_testkit::process::run(&mut command).exits(code)
+    };
+    let done = check(&[], 2);
+    assert_eq!(done.json()["corruptions"], wrong, "{}", done.report());
+    let told = done.stderr.lines().filter(|line| line.contains("refers to offset")).count();
+    assert_eq!(told, 1000);
+    assert!(done.stderr.contains("only counted"), "{}", done.stderr);
+    let done = check(&["-r", "all"], 0);
+    assert_eq!(done.json()["corruptions-fixed"], wrong, "{}", done.report());
+    let _ = check(&[], 0);
+    let after = fs::read(&image).unwrap();
+    for at in [l1 + 8..l1 + table, l2 + 8..l2 + table] {
+        bytes[at].fill(0);
+    }
+    assert!(after == bytes);
+}
+
+/// Limits a command's address space to less than what the wrong entries of the test above would take.
+fn limit_memory() -> io::Result<()> {
+    let limit = libc::rlimit { rlim_cur: 300 << 20, rlim_max: 300 << 20 };
+    // SAFETY: the limit is read during the call only; setrlimit may be called after a fork.
+    if unsafe { libc::setrlimit(libc::RLIMIT_AS, &raw const limit) } == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
     }
 }
 

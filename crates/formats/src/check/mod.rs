@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::image::{Format, Image, Tables};
 use isobath_qcow2::FormatErrorKind;
 use isobath_storage::{IoBuf, Storage};
+use std::fmt;
 
 /// Bytes of a table that are read at a time.
 const PIECE: u64 = 1 << 20;
@@ -42,14 +43,27 @@ struct Findings<'a> {
 }
 
 impl Findings<'_> {
-    fn corruption(&mut self, text: &str) {
-        self.found.corruptions += 1;
-        if self.found.corruptions <= MOST_TOLD {
-            (self.tell)(text);
+    /// An error; its text is made only if it is told.
+    fn corruption(&mut self, text: fmt::Arguments<'_>) {
+        if self.tells() {
+            self.found.corruptions += 1;
+            (self.tell)(&text.to_string());
+        } else {
+            self.only_counted(1);
         }
-        if self.found.corruptions == MOST_TOLD + 1 {
+    }
+
+    /// Whether the next error is told.
+    const fn tells(&self) -> bool {
+        self.found.corruptions < MOST_TOLD
+    }
+
+    /// Errors after the [`MOST_TOLD`].
+    fn only_counted(&mut self, errors: u64) {
+        if errors > 0 && self.found.corruptions == MOST_TOLD {
             (self.tell)("ERROR: there are more errors, which are only counted");
         }
+        self.found.corruptions += errors;
     }
 }
 
@@ -68,7 +82,7 @@ impl<S: Storage> Image<S> {
         match &self.tables {
             Tables::Vpc(_) => return Ok(None),
             Tables::Vmdk(_) => self.check_runs(&mut findings).await?,
-            Tables::Vdi(vdi) => vdi.check(file, &mut findings).await?,
+            Tables::Vdi(vdi) => vdi.check(file, self.size, &mut findings).await?,
             Tables::Vhdx(vhdx) => vhdx.check(file, &mut findings).await?,
             Tables::Qed(qed) => qed.check(file, self.size, repair, &mut findings).await?,
         }
@@ -83,14 +97,14 @@ impl<S: Storage> Image<S> {
                 Ok(run) => at += run.length,
                 Err(Error::Format { source, .. }) => {
                     let sector = at / 512;
-                    findings.corruption(&match source.kind() {
-                        FormatErrorKind::Truncated => {
-                            format!("ERROR: cluster offset for sector {sector} points after EOF")
-                        }
-                        _ => format!(
+                    match source.kind() {
+                        FormatErrorKind::Truncated => findings.corruption(format_args!(
+                            "ERROR: cluster offset for sector {sector} points after EOF"
+                        )),
+                        _ => findings.corruption(format_args!(
                             "ERROR: could not get cluster_offset for sector {sector}: {source}"
-                        ),
-                    });
+                        )),
+                    }
                     findings.found.ended_early = true;
                     return Ok(());
                 }
@@ -120,17 +134,27 @@ async fn entries<S: Storage, const N: usize>(
     count: u64,
     mut each: impl FnMut(u64, [u8; N]) -> Result<()>,
 ) -> Result<()> {
-    let size = N as u64;
     let mut first = 0;
     while first < count {
-        let here = (PIECE / size).min(count - first);
-        let bytes = IoBuf::zeroed((here * size) as usize);
-        let bytes = storage.read_at(offset + first * size, bytes).await?;
+        let bytes = piece::<S, N>(storage, offset, first, count).await?;
         let (all, _) = bytes.as_chunks::<N>();
         for (number, entry) in (first..).zip(all) {
             each(number, *entry)?;
         }
-        first += here;
+        first += all.len() as u64;
     }
     Ok(())
+}
+
+/// Entries of a table from `first` on, at least one and at most a [`PIECE`] of them.
+async fn piece<S: Storage, const N: usize>(
+    storage: &S,
+    offset: u64,
+    first: u64,
+    count: u64,
+) -> Result<IoBuf> {
+    let size = N as u64;
+    let here = (PIECE / size).min(count - first);
+    let bytes = IoBuf::zeroed((here * size) as usize);
+    Ok(storage.read_at(offset + first * size, bytes).await?)
 }

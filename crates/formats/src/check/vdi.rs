@@ -12,6 +12,7 @@ impl Vdi {
     pub(super) async fn check<S: Storage>(
         &self,
         file: &File<S>,
+        size: u64,
         findings: &mut Findings<'_>,
     ) -> Result<()> {
         // The number of blocks has a limit.
@@ -24,19 +25,28 @@ impl Vdi {
             }
             let Some(word) = used.get_mut((entry / 64) as usize).filter(|_| entry < self.blocks)
             else {
-                findings.corruption(&format!("ERROR: block index {block} too large, is {entry}"));
+                findings.corruption(format_args!("ERROR: block index {block} too large, is {entry}"));
                 return Ok(());
             };
             allocated += 1;
             let bit = 1 << (entry % 64);
             if *word & bit != 0 {
-                findings.corruption(&format!("ERROR: block index {entry} also used by {entry}"));
+                findings.corruption(format_args!("ERROR: block index {entry} also used by {entry}"));
             }
             *word |= bit;
             let offset = self.data + entry * BLOCK;
             if offset >= file.length {
-                findings.corruption(&format!(
+                findings.corruption(format_args!(
                     "ERROR: block index {block} at offset {offset} points after end of file ({})",
+                    file.length
+                ));
+                return Ok(());
+            }
+            // The disk may end within its last block.
+            let end = offset + BLOCK.min(size.saturating_sub(block * BLOCK));
+            if end > file.length {
+                findings.corruption(format_args!(
+                    "ERROR: block index {block} at offset {offset} ends at {end}, after end of file ({})",
                     file.length
                 ));
             }
@@ -44,7 +54,7 @@ impl Vdi {
         })
         .await?;
         if allocated != self.allocated {
-            findings.corruption(&format!(
+            findings.corruption(format_args!(
                 "ERROR: allocated blocks mismatch, is {allocated}, should be {}",
                 self.allocated
             ));

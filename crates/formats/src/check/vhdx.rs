@@ -24,12 +24,13 @@ impl Vhdx {
             for (other, size) in
                 others.filter(|(other, size)| *other < end && *start < other.saturating_add(*size))
             {
-                findings.corruption(&format!(
+                findings.corruption(format_args!(
                     "VHDX region {start}-{end} overlaps with region {other}-{}",
                     other.saturating_add(*size)
                 ));
             }
         }
+        let taken = self.taken();
         let mut present = Vec::new();
         let check = |number: u64, entry: [u8; 8]| {
             let entry = u64::from_le_bytes(entry);
@@ -37,7 +38,7 @@ impl Vhdx {
             let is_bitmap = number % (self.chunk + 1) == self.chunk;
             if state != PRESENT {
                 if !is_bitmap && matches!(state, 4 | 7) {
-                    findings.corruption(&format!(
+                    findings.corruption(format_args!(
                         "VHDX BAT entry {number} has state {state}, which only an image with a parent may have"
                     ));
                 }
@@ -45,10 +46,10 @@ impl Vhdx {
             }
             let end = offset.checked_add(block);
             if end.is_none() {
-                findings.corruption(&format!("VHDX BAT entry {number} offset overflow."));
+                findings.corruption(format_args!("VHDX BAT entry {number} offset overflow."));
             }
             let mut past = |what: &str, at: u64| {
-                findings.corruption(&format!(
+                findings.corruption(format_args!(
                     "VHDX BAT entry {number} {what} offset {at} points after end of file ({length}). Image has \
                      probably been truncated."
                 ));
@@ -63,19 +64,25 @@ impl Vhdx {
                 return Ok(());
             }
             if offset < MIB {
-                findings.corruption(&format!(
+                findings.corruption(format_args!(
                     "VHDX BAT entry {number} offset {offset} is that of the image's headers"
                 ));
             }
-            let overlapped = self
-                .regions
-                .iter()
-                .find(|(start, size)| offset < start.saturating_add(*size) && *start < end);
-            if let Some((start, size)) = overlapped {
-                findings.corruption(&format!(
-                    "VHDX region {offset}-{end} overlaps with region {start}-{}",
-                    start.saturating_add(*size)
-                ));
+            // Up to the first range that ends after its start.
+            let before = taken.partition_point(|(_, to)| *to <= offset);
+            if taken.get(before).is_some_and(|(from, _)| *from < end) {
+                let overlapped = |region: &&(u64, u64)| {
+                    offset < region.0.saturating_add(region.1) && region.0 < end
+                };
+                // An image may have 2,047 regions, and in each of many blocks the last one.
+                if !findings.tells() {
+                    findings.only_counted(1);
+                } else if let Some((start, size)) = self.regions.iter().find(overlapped) {
+                    findings.corruption(format_args!(
+                        "VHDX region {offset}-{end} overlaps with region {start}-{}",
+                        start.saturating_add(*size)
+                    ));
+                }
             }
             present.push(offset);
             Ok(())
@@ -86,11 +93,27 @@ impl Vhdx {
             if let [one, other] = *pair
                 && other - one < block
             {
-                findings.corruption(&format!(
+                findings.corruption(format_args!(
                     "VHDX blocks at offsets {one} and {other} have {block} bytes each, and overlap"
                 ));
             }
         }
         Ok(())
+    }
+
+    /// What the regions take of the file: ranges in order that do not touch.
+    fn taken(&self) -> Vec<(u64, u64)> {
+        let ranges = self.regions.iter().filter(|(_, size)| *size > 0);
+        let mut ranges: Vec<_> =
+            ranges.map(|(start, size)| (*start, start.saturating_add(*size))).collect();
+        ranges.sort_unstable();
+        ranges.dedup_by(|next, last| {
+            let touches = next.0 <= last.1;
+            if touches {
+                last.1 = last.1.max(next.1);
+            }
+            touches
+        });
+        ranges
     }
 }
