@@ -363,8 +363,12 @@ impl Naming {
 
     /// Refuses a name under which no image is created, in QEMU's words.
     pub(crate) fn can_create(name: &Path) -> Result<(), &'static str> {
-        if name.as_os_str().as_encoded_bytes().starts_with(b"blkdebug:") {
+        let bytes = name.as_os_str().as_encoded_bytes();
+        if bytes.starts_with(b"blkdebug:") {
             return Err("Protocol driver 'blkdebug' does not support image creation");
+        }
+        if bytes.starts_with(b"json:") {
+            return Err("Unknown protocol 'json'");
         }
         Ok(())
     }

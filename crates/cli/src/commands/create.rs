@@ -212,11 +212,11 @@ fn create_foreign(
         (None, Some(size)) => size,
         (None, None) => return Err(failure("Image creation needs a size parameter".into())),
     };
+    let target = Naming::target(image)?;
     if !args.quiet {
         let name = options::printable(&image.display().to_string());
         writeln!(out, "Formatting '{name}', {}", options.describe(size))?;
     }
-    let target = Naming::target(image)?;
     target.check_file().map_err(failure)?;
     runtime::block_on(async || {
         let new = options.image().map_err(failure)?;
@@ -446,12 +446,13 @@ fn describe(new: &NewDisk, size: u64, given: &[(String, String)]) -> String {
                 put(option, &options::printable(value));
             }
         }
-        if typed("preallocation").is_some() {
-            put("preallocation", new.preallocation.name());
-        }
     }
     if let Some(nocow) = typed("nocow") {
         put("nocow", nocow);
+    }
+    // That of an image without tables is its file's.
+    if new.format != ImageFormat::Qcow2 && typed("preallocation").is_some() {
+        put("preallocation", new.preallocation.name());
     }
     if let Some(size) = new.layout.extent_size {
         put("extent_size_hint", &size.to_string());
