@@ -4,7 +4,7 @@ use crate::serving::{ISOBATH, QemuIo, Served};
 use isobath_testkit::process::{Finished, PATIENCE, Ready, Server, run, run_program};
 use isobath_testkit::{args, qemu, tools, until, until_some};
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -137,45 +137,38 @@ fn sigkill_under_load_leaves_what_recovers_everything() {
     }
 }
 
+/// An image is closed for as long as the storage below it does not answer.
 #[test]
 fn further_signals_are_answered_by_what_is_waited_for() {
     let directory = tempfile::tempdir().unwrap();
-    let image = overlay(directory.path());
-    let served = Served::start(&[&image], &["--metadata", "journal"]);
-    let mut other = QemuIo::open("raw", served.uri(""));
-    other.ok("write -P 7 0 1M");
-    // A client that asks for more than the socket holds, and receives nothing.
-    let mut client = UnixStream::connect(&served.socket).unwrap();
-    client.set_read_timeout(Some(PATIENCE)).unwrap();
-    client.set_write_timeout(Some(PATIENCE)).unwrap();
-    client.read_exact(&mut [0; 18]).unwrap();
-    client.write_all(&3_u32.to_be_bytes()).unwrap();
-    client.write_all(b"IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
-    client.read_exact(&mut [0; 10]).unwrap();
-    for _ in 0..4 {
-        let mut request = 0x2560_9513_u32.to_be_bytes().to_vec();
-        request.extend([0; 20]);
-        request.extend((8_u32 << 20).to_be_bytes());
-        client.write_all(&request).unwrap();
-    }
-    // A byte of a reply: the requests are under way.
-    client.read_exact(&mut [0]).unwrap();
+    let (image, socket) = (directory.path().join("image"), directory.path().join("image.sock"));
+    qemu::create(&image, "raw", MIB, "");
+    let below = qemu::nbd(&image, "raw", &socket, &[]);
+    let uri = format!("nbd+unix:///?socket={}", socket.display());
+    let served = Served::start(&[&uri], &["--format", "raw"]);
+    let mut client = QemuIo::open("raw", served.uri(""));
+    client.ok("write -P 7 0 1M");
+    below.signal(libc::SIGSTOP);
     served.server.signal(libc::SIGTERM);
     // The listener is closed when the first signal has been heard.
     until("the listener's end", || !served.socket.exists());
-    for (count, signal) in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP].into_iter().enumerate() {
-        served.server.signal(signal);
+    let (mut count, mut closing) = (0, 0);
+    let mut signals = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP].into_iter().cycle();
+    while closing < 3 {
+        served.server.signal(signals.next().unwrap());
         until("an answer to a further signal", || {
             let answers = served.server.log().matches("still ending: waiting for ").count();
             assert!(answers <= count + 1, "{}", served.server.log());
             answers == count + 1
         });
+        count += 1;
+        closing = served.server.log().matches("waiting for the images to be flushed").count();
     }
-    drop((client, other));
+    below.signal(libc::SIGCONT);
     let done = served.server.wait().exits(0);
     assert!(done.stderr.contains("SIGKILL"), "{}", done.report());
-    qemu::assert_clean(&image);
-    let _ = qemu::io(&image, "qcow2", &["read -P 7 0 1M"]).ok();
+    drop((client, below));
+    let _ = qemu::io(&image, "raw", &["read -P 7 0 1M"]).ok();
 }
 
 /// Each program that serves, with writes that were answered and not flushed, gets all signals in one moment: the second
@@ -284,9 +277,8 @@ fn a_qmp_command_that_hangs_does_not_keep_the_server() {
     let add = |name: &str| {
         let file = path("hostile");
         let file = format!(r#"{{"driver": "file", "filename": "{}"}}"#, file.display());
-        format!(
-            r#"{{"execute": "blockdev-add", "arguments": {{"driver": "qcow2", "node-name": "{name}", "file": {file}}}}}"#
-        )
+        let node = format!(r#"{{"driver": "qcow2", "node-name": "{name}", "file": {file}}}"#);
+        format!(r#"{{"execute": "blockdev-add", "arguments": {node}}}"#)
     };
     let mut control = Control::connect(&path("qmp"));
     control.send(&add("n"));

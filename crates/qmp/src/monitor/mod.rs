@@ -51,8 +51,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use throttle::Filter;
 
-/// How long the end of the server waits for a command, or for a cancelled job, before it is given up. One that waits for
-/// a slow disk is to end by itself: an image that is given up in the middle of a change has to be recovered.
+/// How long the end of the server waits for a command, or for a cancelled job, before it is given up. One that waits
+/// for a slow disk is to end by itself: an image that is given up in the middle of a change has to be recovered.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The result of a command.
