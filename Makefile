@@ -2,6 +2,7 @@
 # make test: sets the machine up and runs every check that CI runs, with one seed for all random tests; ISOBATH_SEED is
 # another, or `random`. Clippy compiles the examples; they are not built as well.
 # make tested: whether it has passed for this commit.
+# make install: builds the program and installs it, below PREFIX; see README.md.
 
 SOAK_SECONDS ?= 3600
 SOAK_OPERATIONS ?= 10000000
@@ -32,13 +33,68 @@ CAMPAIGNS := soak kills crash crash-small crash-files damage defects histories c
 	miri tsan
 $(CAMPAIGNS): export ISOBATH_EVIDENCE := $(CURDIR)/docs/results/campaigns.jsonl
 
-.PHONY: setup build style test tested demo scenarios $(CAMPAIGNS) evidence coverage bench papers papers-quick clean
+.PHONY: setup build program install install-links uninstall style test tested demo scenarios $(CAMPAIGNS) evidence coverage bench papers papers-quick clean
 
 setup:
 	@scripts/setup
 
 build: setup
 	cargo build --locked --release --workspace
+
+# Where the program is installed, below DESTDIR.
+PREFIX ?= /usr/local
+BINDIR ?= $(PREFIX)/bin
+DATADIR ?= $(PREFIX)/share
+MANDIR ?= $(DATADIR)/man
+DOCDIR ?= $(DATADIR)/doc/isobath
+UNITDIR ?= $(PREFIX)/lib/systemd/system
+STRIP ?= strip
+COMPLETIONS := $(DATADIR)/bash-completion/completions/isobath $(DATADIR)/zsh/site-functions/_isobath \
+	$(DATADIR)/fish/vendor_completions.d/isobath.fish
+# What QEMU's programs are called, to which `install-links` makes links.
+LINKS := qemu-img qemu-io qemu-nbd qemu-storage-daemon
+# BINARY names a program that is already built, and is installed as it is but for its symbols.
+ifeq ($(origin BINARY),undefined)
+BINARY := $(if $(CARGO_TARGET_DIR),$(CARGO_TARGET_DIR),target)/release/isobath
+install: program
+endif
+
+# The program alone, which needs nothing of what `setup` installs.
+program:
+	cargo build --locked --release -p isobath-cli
+
+install:
+	install -D -m 755 $(BINARY) $(DESTDIR)$(BINDIR)/isobath
+	$(STRIP) $(DESTDIR)$(BINDIR)/isobath
+	umask 022 && scripts/man $(BINARY) $(DESTDIR)$(MANDIR) $(DOCDIR)
+	install -d $(dir $(addprefix $(DESTDIR),$(COMPLETIONS)))
+	umask 022 && $(BINARY) completions bash > $(DESTDIR)$(word 1,$(COMPLETIONS))
+	umask 022 && $(BINARY) completions zsh > $(DESTDIR)$(word 2,$(COMPLETIONS))
+	umask 022 && $(BINARY) completions fish > $(DESTDIR)$(word 3,$(COMPLETIONS))
+	install -d $(DESTDIR)$(UNITDIR)
+	umask 022 && sed 's|@BINDIR@|$(BINDIR)|' scripts/isobath@.service > $(DESTDIR)$(UNITDIR)/isobath@.service
+	install -D -m 644 -t $(DESTDIR)$(DOCDIR) LICENSE-APACHE LICENSE-MIT README.md SECURITY.md ARCHITECTURE.md
+	install -D -m 644 -t $(DESTDIR)$(DOCDIR)/docs docs/*.md
+	install -D -m 644 -t $(DESTDIR)$(DOCDIR)/docs/commands docs/commands/*.md
+	install -D -m 644 -t $(DESTDIR)$(DOCDIR)/docs/decisions docs/decisions/*.md
+
+# Links under the names of QEMU's programs, beside the installed program; a file of such a name is left alone, and
+# is an error before anything is made.
+install-links:
+	@cd $(DESTDIR)$(BINDIR) && for link in $(LINKS); do \
+		test ! -e $$link -a ! -L $$link || test "$$(readlink $$link)" = isobath || \
+			{ echo "$(DESTDIR)$(BINDIR)/$$link: there is a file already; choose another BINDIR" >&2; exit 1; }; \
+	done
+	cd $(DESTDIR)$(BINDIR) && for link in $(LINKS); do ln -sfn isobath $$link; done
+
+uninstall:
+	@for link in $(LINKS); do \
+		test "$$(readlink $(DESTDIR)$(BINDIR)/$$link)" != isobath || rm -f $(DESTDIR)$(BINDIR)/$$link; \
+	done
+	rm -f $(DESTDIR)$(BINDIR)/isobath $(DESTDIR)$(UNITDIR)/isobath@.service
+	rm -f $(addprefix $(DESTDIR),$(COMPLETIONS))
+	rm -f $(addprefix $(DESTDIR)$(MANDIR)/,man1/isobath.1 man1/isobath-*.1 man7/isobath-*.7)
+	rm -rf $(DESTDIR)$(DOCDIR)
 
 # What needs no compiled engine: `make test` begins with it.
 style: setup $(TOOLS)

@@ -38,6 +38,7 @@ mod live_killed;
 mod live_snapshots;
 mod luks;
 mod manners;
+mod manual;
 mod mapped;
 mod memory_limit;
 mod messages;
