@@ -225,7 +225,7 @@ pub(super) async fn attach(
                 {
                     (None, None)
                 }
-                Err(error) => return Err(users::named(error, &file).into()),
+                Err(error) => return Err(users::named_at_open(error, &file).into()),
             }
         }
     };

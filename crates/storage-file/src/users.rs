@@ -18,13 +18,37 @@ pub(super) fn named(error: StorageError, file: &OwnedFd) -> StorageError {
     if error.kind() != io::ErrorKind::ResourceBusy {
         return error;
     }
-    let users = holders(file);
+    said(error, &holders(file))
+}
+
+/// Like [`named`], for a file that was just opened and holds no locks: this program itself may hold them by another
+/// descriptor.
+pub(super) fn named_at_open(error: StorageError, file: &OwnedFd) -> StorageError {
+    if error.kind() != io::ErrorKind::ResourceBusy {
+        return error;
+    }
+    let mut users = holders(file);
+    if users.is_empty() && held_here(file) {
+        users.push("this program itself".into());
+    }
+    said(error, &users)
+}
+
+/// The error with who has the file open, if that is known.
+fn said(error: StorageError, users: &[String]) -> StorageError {
     if users.is_empty() {
         return error;
     }
     let text = format!("{} (it is open in {})", error.source, users.join(", "));
     let source = io::Error::new(io::ErrorKind::ResourceBusy, text);
     StorageError { source, ..error }
+}
+
+/// Whether this process holds locks of the file.
+fn held_here(file: &OwnedFd) -> bool {
+    let own = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    let (Some(name), Ok(stat)) = (name_of(&own), fs::metadata(&own)) else { return false };
+    holds(std::process::id(), &name, stat.ino())
 }
 
 /// Other processes that hold locks of the file, by name and number.

@@ -158,6 +158,21 @@ fn a_chain_whose_index_cannot_be_written_is_removed() {
 }
 
 #[test]
+fn on_a_terminal_there_is_progress_unless_it_is_not_wanted() {
+    let directory = tempfile::tempdir().unwrap();
+    let on_a_terminal = |options: &str, chain: &str| {
+        let command = format!("'{ISOBATH}' chain generate --layers 2 --size 1M {options} {chain}");
+        let mut script = Command::new("script");
+        script.current_dir(directory.path()).args(["-qec", &command, "/dev/null"]);
+        run(&mut script).ok().text()
+    };
+    assert!(on_a_terminal("", "a").contains("(100.00/100%)"));
+    assert!(!on_a_terminal("-q", "b").contains("/100%"));
+    let elsewhere = generate(directory.path(), "--layers 2 --size 1M c").ok().text();
+    assert_eq!(elsewhere, "c/layer-00001.qcow2\n");
+}
+
+#[test]
 fn the_index_has_progress_of_its_own() {
     let directory = tempfile::tempdir().unwrap();
     for (options, lines) in [("-p", 1), ("-p --indexed", 2), ("--indexed", 0)] {

@@ -1,6 +1,7 @@
 //! `isobath ctl SOCKET jobs`
 
 use super::follow::state;
+use super::pace::{Pace, bar, short};
 use super::plot::{plot_html, plot_svg};
 use super::{Session, entries, number, refuse_watch, table, text, watch};
 use crate::failure::{Failure, Outcome};
@@ -8,9 +9,10 @@ use crate::options::OutputFormat;
 use crate::size;
 use isobath_jobs::record::JobRecord;
 use serde_json::{Value, json};
+use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// List jobs, including those interrupted when an earlier server ended
 #[derive(clap::Args)]
@@ -42,9 +44,13 @@ impl Jobs {
             return Ok(0);
         }
         if self.watch {
-            return watch(session, Duration::from_secs(1), list);
+            let begin = Instant::now();
+            let mut paces = HashMap::new();
+            return watch(session, Duration::from_secs(1), |session| {
+                list(session, Some((begin.elapsed(), &mut paces)))
+            });
         }
-        let shown = list(session)?;
+        let shown = list(session, None)?;
         session.out.write_all(shown.as_bytes())?;
         Ok(0)
     }
@@ -90,40 +96,52 @@ pub(super) fn names(session: &mut Session<'_>) -> Result<Vec<String>, Failure> {
     Ok(entries(&jobs).map(|job| text(job, "job").to_owned()).collect())
 }
 
-fn list(session: &mut Session<'_>) -> Result<String, Failure> {
+/// The jobs as a table; with the paces of those that were seen before, and the time, also how fast they get on.
+fn list(
+    session: &mut Session<'_>,
+    mut paces: Option<(Duration, &mut HashMap<String, Pace>)>,
+) -> Result<String, Failure> {
     let jobs = session.ask("query-block-jobs", json!({}))?;
     let more = session.ask_isobath("x-isobath-query-jobs", json!({}))?.unwrap_or_default();
-    let mut rows =
-        vec![["JOB", "KIND", "DONE", "OF", "COPIED", "SPEED", "STATE"].map(String::from).to_vec()];
+    let heads: &[&str] = match paces {
+        Some(_) => &["JOB", "KIND", "DONE", "OF", "COPIED", "RATE", "LEFT", "LIMIT", "STATE"],
+        None => &["JOB", "KIND", "DONE", "OF", "COPIED", "LIMIT", "STATE"],
+    };
+    let mut rows = vec![heads.iter().map(ToString::to_string).collect::<Vec<_>>()];
     for job in entries(&jobs) {
         let id = text(job, "device");
         let more = entries(&more).find(|more| text(more, "id") == id);
         let (offset, total) = (number(job, "offset"), number(job, "len"));
         let share = if total == 0 { 0.0 } else { offset as f64 * 100.0 / total as f64 };
         let limit = match number(job, "speed") {
-            0 => "any".to_owned(),
+            0 => "none".to_owned(),
             speed => format!("{}/s", size::human(speed)),
         };
         let mut words = state(job, more);
         if !text(job, "error").is_empty() {
             words.extend([": ", text(job, "error")]);
         }
-        rows.push(vec![
-            id.to_owned(),
-            text(job, "type").to_owned(),
-            format!("{share:.0}%"),
-            size::human(total),
-            size::human(more.map_or(0, |more| number(more, "copied"))),
-            limit,
-            words,
-        ]);
+        let copied = more.map_or(0, |more| number(more, "copied"));
+        let mut row = vec![id.to_owned(), text(job, "type").to_owned(), format!("{share:.0}%")];
+        row.extend([size::human(total), size::human(copied)]);
+        if let Some((now, paces)) = &mut paces {
+            let pace = paces.entry(id.to_owned()).or_default();
+            pace.look(*now, offset, copied);
+            let rate = pace.rate().map(|rate| format!("{}/s", size::human(rate)));
+            row.extend([rate.unwrap_or_else(|| "-".into()), short(pace.left(total))]);
+            if let Some(done) = row.get_mut(2) {
+                *done = format!("{} {done:>4}", bar(share / 100.0));
+            }
+        }
+        row.extend([limit, words]);
+        rows.push(row);
     }
     let address = session.address.clone();
     for job in interrupted_jobs(&more) {
         let id = text(job, "id");
         let kind = text(job, "command").trim_start_matches("block-").to_owned();
         let mut row = vec![id.to_owned(), kind];
-        row.extend(["-"; 4].map(String::from));
+        row.extend(vec!["-".to_owned(); heads.len() - 3]);
         row.push(format!("interrupted; to restart it: 'isobath ctl {address} resume {id}'"));
         rows.push(row);
     }

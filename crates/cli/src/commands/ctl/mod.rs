@@ -4,6 +4,7 @@ mod disk;
 mod follow;
 mod job;
 mod list;
+mod pace;
 mod pauses;
 mod plot;
 mod start;
@@ -307,7 +308,7 @@ fn refuse_watch(watch: bool) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Shows something repeatedly until Ctrl-C, in place on a terminal.
+/// Shows something repeatedly until Ctrl-C: in place on a terminal, elsewhere only what differs from the last time.
 fn watch(
     session: &mut Session<'_>,
     every: std::time::Duration,
@@ -316,14 +317,16 @@ fn watch(
     use std::io::IsTerminal;
     let stop = interrupted()?;
     let terminal = std::io::stdout().is_terminal();
+    let mut last = None;
     while !stop.load(Ordering::Relaxed) {
         let shown = show(session)?;
         if terminal {
             session.out.flush()?;
             write!(screen::raw(), "\x1b[H\x1b[2J")?;
             write!(session.out, "{shown}")?;
-        } else {
+        } else if last.as_ref() != Some(&shown) {
             writeln!(session.out, "{shown}")?;
+            last = Some(shown);
         }
         session.out.flush()?;
         let until = std::time::Instant::now() + every;
