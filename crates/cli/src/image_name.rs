@@ -593,7 +593,7 @@ pub(crate) fn is_too_big(error: &FormatError) -> bool {
 }
 
 /// Whether a file does not begin as a qcow2 image does, although it is said to be one.
-fn is_not_qcow2(error: &FormatError) -> bool {
+pub(crate) fn is_not_qcow2(error: &FormatError) -> bool {
     error.field() == "magic" && error.kind() == FormatErrorKind::NotQcow2
 }
 

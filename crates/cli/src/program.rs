@@ -151,6 +151,10 @@ pub(crate) fn usage(error: &clap::Error, line: &[OsString]) -> String {
                 }
             }
         }
+        ErrorKind::InvalidValue if value.is_empty() && argument.starts_with(['<', '[']) => {
+            let argument = argument.trim_matches(['<', '>', '[', ']', '.']);
+            format!("{argument} is an empty name")
+        }
         ErrorKind::InvalidValue if value.is_empty() => {
             format!("missing argument for option '{}'", last.unwrap_or(option))
         }

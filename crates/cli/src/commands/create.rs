@@ -3,7 +3,7 @@
 use crate::commands::foreign;
 use crate::failure::{Failure, Outcome};
 use crate::host::images;
-use crate::image_name::{Naming, Objects, is_of_kind, is_too_big, reason};
+use crate::image_name::{Naming, Objects, is_not_qcow2, is_of_kind, is_too_big, reason};
 use crate::{messages, options, runtime, size};
 use isobath_disk::encryption::{CreateOptions, IvGenerator};
 use isobath_disk::{DiskError, ImageFormat, NewDisk, NewEncryption, Preallocation, create_held};
@@ -110,7 +110,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     }
     let mut new =
         NewDisk::default().format(format).open_backing(!args.unchecked).index(!args.no_index);
-    apply_all(&mut new, &given).map_err(|error| failure(&error))?;
+    let refused = apply_each(&mut new, &given).map_err(|error| failure(&error))?;
     new.backing_file = args.backing_file.clone().or(new.backing_file);
     new.backing_format = args.backing_format.clone().or(new.backing_format);
     if new.backing_file.as_deref() == Some("") {
@@ -125,7 +125,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         if new.size.is_some() {
             return Err(failure(&"The image size must be specified only once"));
         }
-        new.size = Some(size::parse(text).map_err(Failure::new)?);
+        new.size = Some(size::parse(text).map_err(|error| Failure::new(too_large(error)))?);
     }
     let path = Naming::target(image)?;
     if args.format.is_none() && !args.quiet {
@@ -151,6 +151,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if let Some(size) = early {
         announce(size)?;
     }
+    if let Some(refused) = refused {
+        return Err(failure(&refused));
+    }
     let new = new.clone().encryption(keys.map_err(|error| failure(&error))?);
     let (made, index_left) = runtime::block_on(async || {
         let made = create_held(images(), &path, &new).await;
@@ -159,6 +162,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             let text = match &error {
                 DiskError::Backing { source, .. } => {
                     let cause = match &**source {
+                        DiskError::Format { image, source: format } if is_not_qcow2(format) => {
+                            format!("'{}': {}", isobath_storage::shown(image), reason(source))
+                        }
                         // These errors name the image themselves.
                         source @ (DiskError::Format { .. } | DiskError::Refused { .. }) => {
                             source.to_string()
@@ -171,6 +177,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
                     "The image size is too large for file format '{}' (try using a larger cluster size)",
                     new.format.name()
                 ),
+                DiskError::Format { .. } => {
+                    contradiction(&new).map_or_else(|| reason(&error), str::to_owned)
+                }
                 error => reason(error),
             };
             Failure::new(text).context(image.display())
@@ -267,9 +276,66 @@ pub(crate) fn help(format: ImageFormat, with_file: bool, out: &mut dyn Write) ->
 
 /// Applies the options of `-o`, except for those of [encryption](encryption).
 pub(crate) fn apply_all(new: &mut NewDisk, given: &[(String, String)]) -> Result<(), String> {
+    apply_each(new, given)?.map_or(Ok(()), Err)
+}
+
+/// Like [`apply_all`], but returns the first error of a value that QEMU refuses only when it creates the image, so
+/// after it has announced that.
+fn apply_each(new: &mut NewDisk, given: &[(String, String)]) -> Result<Option<String>, String> {
     let others = given.iter().filter(|(name, _)| !is_encryption(new, name));
     let others: Vec<_> = others.collect();
-    others.into_iter().try_for_each(|(name, value)| apply(new, name, value))
+    let mut refused = None;
+    for (name, value) in others {
+        match apply(new, name, value) {
+            Err(error) if is_of_creation(new.format, name) => {
+                refused.get_or_insert(error);
+            }
+            result => result?,
+        }
+    }
+    Ok(refused)
+}
+
+/// Whether QEMU examines the value of an option only when it creates the image.
+fn is_of_creation(format: ImageFormat, name: &str) -> bool {
+    match name {
+        "preallocation" => true,
+        "compat" | "compression_type" => format == ImageFormat::Qcow2,
+        _ => false,
+    }
+}
+
+/// QEMU's words for a size beyond what a disk may have.
+fn too_large(error: String) -> String {
+    if error.starts_with("Image size") {
+        return format!("Invalid image size specified. Must be between 0 and {}.", i64::MAX);
+    }
+    error
+}
+
+/// QEMU's words for options that contradict each other, if these do.
+fn contradiction(new: &NewDisk) -> Option<&'static str> {
+    let old = new.version < 3;
+    if new.data_file_raw && new.data_file.is_none() {
+        return Some("data-file-raw requires data-file");
+    }
+    if new.extended_l2 && !old && new.cluster_size < 16384 {
+        return Some(
+            "Extended L2 entries are only supported with cluster sizes of at least 16384 bytes",
+        );
+    }
+    if old && new.lazy_refcounts {
+        return Some(
+            "Lazy refcounts only supported with compatibility level 1.1 and above (use version=v3 or greater)",
+        );
+    }
+    if old && new.refcount_bits != 16 {
+        return Some(
+            "Different refcount widths than 16 bits require compatibility level 1.1 or above (use version=v3 or \
+             greater)",
+        );
+    }
+    None
 }
 
 /// Whether an option is about encryption.
@@ -441,8 +507,8 @@ fn describe(new: &NewDisk, size: u64, given: &[(String, String)]) -> String {
                 put(option, &options::printable(value));
             }
         }
-        if typed("preallocation").is_some() {
-            put("preallocation", new.preallocation.name());
+        if let Some(preallocation) = typed("preallocation") {
+            put("preallocation", &options::printable(preallocation));
         }
     }
     if let Some(nocow) = typed("nocow") {
@@ -473,13 +539,14 @@ fn describe_qcow2(
     }
     put("cluster_size", &new.cluster_size.to_string());
     put("extended_l2", typed("extended_l2").unwrap_or("off"));
-    if typed("preallocation").is_some() {
-        put("preallocation", new.preallocation.name());
+    if let Some(preallocation) = typed("preallocation") {
+        put("preallocation", &options::printable(preallocation));
     }
-    put("compression_type", new.compression_type.name());
+    let compression = typed("compression_type").unwrap_or(new.compression_type.name());
+    put("compression_type", &options::printable(compression));
     put("size", &size.to_string());
     if let Some(compat) = typed("compat") {
-        put("compat", compat);
+        put("compat", &options::printable(compat));
     }
     let names = [
         ("backing_file", &new.backing_file),

@@ -1,6 +1,6 @@
 //! `isobath chain generate`: what it makes, refuses and leaves behind.
 
-use isobath_testkit::process::{Finished, run_program};
+use isobath_testkit::process::{Finished, run, run_program};
 use isobath_testkit::{args, qemu, until};
 use std::ffi::OsString;
 use std::fs;
@@ -168,8 +168,8 @@ fn on_a_terminal_there_is_progress_unless_it_is_not_wanted() {
     };
     assert!(on_a_terminal("", "a").contains("(100.00/100%)"));
     assert!(!on_a_terminal("-q", "b").contains("/100%"));
-    let elsewhere = generate(directory.path(), "--layers 2 --size 1M c").ok().text();
-    assert_eq!(elsewhere, "c/layer-00001.qcow2\n");
+    let elsewhere = generate(&directory.path().join("c"), "--layers 2 --size 1M").ok().text();
+    assert!(elsewhere.ends_with("/c/layer-00001.qcow2\n") && !elsewhere.contains('%'));
 }
 
 #[test]

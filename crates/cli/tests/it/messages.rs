@@ -147,3 +147,75 @@ fn a_wrong_format_or_command_is_named() {
     let survey = isobath(directory.path(), args!["chain", "survey", "."]).ok().text();
     assert!(survey.contains("\n1 qcow2 image forms 1 chain, 1 file in all\n"), "{survey}");
 }
+
+#[test]
+fn a_refused_creation_says_first_what_qemu_says() {
+    let directory = tempfile::tempdir().unwrap();
+    let link = directory.path().join("qemu-img");
+    std::os::unix::fs::symlink(ISOBATH, &link).unwrap();
+    fs::write(directory.path().join("text"), "no image").unwrap();
+    for line in [
+        "-o compat=0.9 new 1M",
+        "-o compat=0.10,refcount_bits=1 new 1M",
+        "-o compat=0.10,lazy_refcounts=on new 1M",
+        "-o preallocation=none new 1M",
+        "-o compression_type=gzip new 1M",
+        "-o extended_l2=on,cluster_size=4k new 1M",
+        "-o data_file_raw=on new 1M",
+        "-o cluster_size=3 new 1M",
+        "new 9E",
+        "none/new 1M",
+        "-b none -F qcow2 new",
+    ] {
+        let words: Vec<&str> =
+            ["create", "-f", "qcow2"].into_iter().chain(line.split(' ')).collect();
+        let ours = run(Command::new(&link).current_dir(directory.path()).args(&words)).exits(1);
+        let _ = fs::remove_file(directory.path().join("new"));
+        let theirs = qemu_img(directory.path(), &words).exits(1);
+        let _ = fs::remove_file(directory.path().join("new"));
+        assert_eq!(ours.text(), theirs.text(), "{}", ours.report());
+        assert_eq!(ours.stderr, theirs.stderr, "{line}");
+    }
+}
+
+#[test]
+fn a_feature_that_is_not_known_is_named_as_by_qemu_and_is_no_journal() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("disk");
+    for bit in [5, 8, 60, 61, 62, 63] {
+        qemu::create(&image, "qcow2", 1 << 20, "");
+        let mut bytes = fs::read(&image).unwrap();
+        // Bits are counted from the lowest, in the last of eight bytes.
+        bytes[79 - bit / 8] |= 1 << (bit % 8);
+        fs::write(&image, bytes).unwrap();
+        for command in ["info", "check", "map"] {
+            let theirs = qemu_img(directory.path(), args![command, "disk"]).exits(1);
+            let ours = isobath(directory.path(), args![command, "disk"]).exits(1);
+            let says = theirs.stderr.trim_end().replacen("qemu-img:", "isobath:", 1);
+            assert!(ours.stderr.starts_with(&says), "{}{}", ours.report(), theirs.report());
+            assert!(!ours.stderr.contains("journal"), "{}", ours.report());
+        }
+    }
+}
+
+#[test]
+fn a_base_that_was_changed_since_its_index_is_no_reason_for_a_warning() {
+    let directory = tempfile::tempdir().unwrap();
+    let [base, top] = ["base", "top"].map(|name| directory.path().join(name));
+    qemu::create(&base, "qcow2", 1 << 20, "");
+    let create = args!["create", "-f", "qcow2", "-b", "base", "-F", "qcow2", "top"];
+    let _ = isobath(directory.path(), create).ok();
+    // QEMU writes to what the index is of, and then to what has it.
+    for (image, command) in [(&base, "write -P 1 0 64k"), (&top, "write -P 2 64k 64k")] {
+        let _ = qemu::io(image, "qcow2", &[command]).ok();
+        for arguments in [
+            args!["map", "top"],
+            args!["info", "top"],
+            args!["io", "-c", "read -P 1 0 4k", "-c", "write -P 2 64k 4k", "top"],
+        ] {
+            let done = isobath(directory.path(), arguments).ok();
+            assert_eq!(done.stderr, "", "{}", done.report());
+            assert!(!done.text().contains("failed"), "{}", done.report());
+        }
+    }
+}

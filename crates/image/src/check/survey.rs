@@ -68,6 +68,8 @@ pub(crate) struct Survey {
     pub(crate) l1_certain: bool,
     /// The refcount table and its blocks, which `counts` includes.
     pub(crate) structure: Structure,
+    /// Errors that are references to clusters beyond what refcounts can count.
+    pub(crate) overflows: u64,
     /// Something leads nowhere: clusters that seem unused may not be.
     pub(crate) lost: bool,
     /// Entries of the snapshot table without a field that version 3 demands.
@@ -96,6 +98,7 @@ impl Survey {
             l1_doubtful: false,
             l1_certain: false,
             structure: Structure::default(),
+            overflows: 0,
             lost: false,
             incomplete: Vec::new(),
             allocated: 0,
@@ -254,6 +257,7 @@ impl Survey {
         for cluster in clusters.clone() {
             let count = self.counts.get(cluster).saturating_add(weight);
             if count > self.most {
+                self.overflows += 1;
                 let at = cluster << bits;
                 log.corruption(format_args!(
                     "ERROR: overflow cluster offset={at:#x}: it has more references than refcounts \

@@ -1,12 +1,14 @@
 //! Validation of a header.
 
 use super::{
-    Header, MAX_BACKING_FILE_BYTES, MAX_ENCRYPTION_HEADER_BYTES, MAX_SNAPSHOTS, ParseMode,
+    Header, MAX_BACKING_FILE_BYTES, MAX_ENCRYPTION_HEADER_BYTES, MAX_SNAPSHOTS, ParseMode, parse,
 };
 use crate::compress::CompressionType;
 use crate::error::{FormatError, FormatErrorKind, printable};
 use crate::extension::{Extension, MAX_BACKING_FORMAT_BYTES};
-use crate::features::{AutoclearFeatures, IncompatibleFeatures};
+use crate::features::{
+    AutoclearFeatures, FeatureKind, FeatureName, FeatureNameTable, IncompatibleFeatures,
+};
 use crate::geometry::{Geometry, HOST_OFFSET_LIMIT, MAX_L1_BYTES, MAX_REFCOUNT_TABLE_BYTES};
 use crate::journal::{self, JournalExtension};
 use crate::offset::HostOffset;
@@ -152,6 +154,11 @@ impl Header {
                 format_args!("present {there} times"),
                 "exactly one must give the journal's location",
             )),
+            // Whoever sets this bit for a journal here says so in the table of names: it is another program's feature.
+            _ if there == 0 && !self.names_journal() => Err(parse::unsupported(
+                parse::names(&self.extensions).unwrap_or(&FeatureNameTable::default()),
+                IncompatibleFeatures::JOURNAL,
+            )),
             _ => Err(journal::irrecoverable(
                 "journal extension",
                 if there == 0 { "missing" } else { "not valid" },
@@ -159,6 +166,14 @@ impl Header {
                  location is unknown",
             )),
         }
+    }
+
+    /// Whether the table of names says that the journal's bit is one.
+    fn names_journal(&self) -> bool {
+        let bit = IncompatibleFeatures::JOURNAL.bits().trailing_zeros() as u8;
+        let kind = FeatureKind::Incompatible;
+        let name = parse::names(&self.extensions).and_then(|names| names.find(kind, bit));
+        name.is_some_and(|name| name.text() == FeatureName::journal().text())
     }
 
     /// Checks what extensions point to.
@@ -435,6 +450,15 @@ mod tests {
         header.extensions.push(Extension::Journal(journal));
         assert!(refusals(&header).starts_with("journal extension is present 2 times: "));
         header.extensions.truncate(3);
+        // Whether it is a journal's bit, the table of names says.
+        for mode in [ParseMode::Open, ParseMode::Check] {
+            let error = header.validate(mode).unwrap_err().to_string();
+            let unknown =
+                "Unsupported qcow2 feature(s): Unknown incompatible feature: 2000000000000000 ";
+            assert!(error.starts_with(unknown), "{error}");
+        }
+        let named = FeatureNameTable { entries: vec![FeatureName::journal()] };
+        header.extensions.push(Extension::FeatureNames(named));
         assert!(refusals(&header).starts_with("journal extension is missing: "));
         let data = vec![0; 32];
         header.extensions.push(Extension::Unknown { magic: JournalExtension::MAGIC, data });
