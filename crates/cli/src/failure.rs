@@ -30,13 +30,13 @@ impl Failure {
 
     /// The same failure of a command with `-U`, which it names if that reads an image that others write.
     pub(crate) fn with_force_share(self) -> Self {
-        let message = self.message.map(|message| match message.contains(lock::READ_REFUSED) {
-            true => {
-                let way_out =
-                    format!("{}, or read it without a lock with -U (--force-share)", lock::WAY_OUT);
-                message.replace(lock::WAY_OUT, &way_out)
+        let message = self.message.map(|message| {
+            if !message.contains(lock::READ_REFUSED) {
+                return message;
             }
-            false => message,
+            let way_out =
+                format!("{}, or read it without a lock with -U (--force-share)", lock::WAY_OUT);
+            message.replace(lock::WAY_OUT, &way_out)
         });
         Self { message, ..self }
     }

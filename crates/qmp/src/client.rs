@@ -62,9 +62,10 @@ fn unreachable(address: &str, error: &io::Error) -> String {
         }
         if error.kind() == io::ErrorKind::ConnectionRefused {
             let is_socket = path.metadata().is_ok_and(|found| found.file_type().is_socket());
-            return match is_socket {
-                true => "no server listens there; the one that made the socket has ended".into(),
-                false => "it is no socket; give the path of the server's --qmp".into(),
+            return if is_socket {
+                "no server listens there; the one that made the socket has ended".into()
+            } else {
+                "it is no socket; give the path of the server's --qmp".into()
             };
         }
     }

@@ -5,10 +5,10 @@ use isobath_testkit::process::{Finished, PATIENCE, Ready, Server, run};
 use isobath_testkit::{args, qemu, tools, until, until_some};
 use serde_json::Value;
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use tempfile::TempDir;
 
 const SIZE: u64 = 32 << 20;
@@ -225,6 +225,20 @@ fn jobs_can_be_steered_and_left_alone() {
     assert_eq!(served.ctl(&slow), "");
     let listed = served.ctl(&["jobs"]);
     assert!(listed.contains("64 KiB/s"), "{listed}");
+    let heads = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    let first = listed.lines().next().unwrap();
+    assert_eq!(heads(first), ["JOB", "KIND", "DONE", "OF", "COPIED", "LIMIT", "STATE"]);
+    // What is watched also has a rate, and a time left.
+    let mut watch = Command::new(ISOBATH);
+    watch.current_dir(served.directory.path()).args(["ctl", "qmp", "jobs", "--watch"]);
+    let mut watch = watch.stdout(Stdio::piped()).spawn().unwrap();
+    let mut watched = BufReader::new(watch.stdout.take().unwrap()).lines();
+    let first = watched.next().unwrap().unwrap();
+    let all = ["JOB", "KIND", "DONE", "OF", "COPIED", "RATE", "LEFT", "LIMIT", "STATE"];
+    assert_eq!(heads(&first), all);
+    assert!(watched.next().unwrap().unwrap().contains("░"));
+    watch.kill().unwrap();
+    let _ = watch.wait().unwrap();
     let busy = served.run(&["commit"]).exits(1);
     assert!(busy.stderr.contains("is busy"), "{}", busy.report());
     let _ = served.ctl(&["pause", "j"]);

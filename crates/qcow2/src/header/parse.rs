@@ -240,7 +240,7 @@ fn truncated(length: usize, needed: usize) -> FormatError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::features::{FeatureName, IncompatibleFeatures};
+    use crate::features::{FeatureKind, FeatureName, IncompatibleFeatures};
     use crate::header::tests::sample;
     use proptest::prelude::*;
 
