@@ -33,7 +33,7 @@ CAMPAIGNS := soak kills crash crash-small crash-files damage defects histories c
 	miri tsan
 $(CAMPAIGNS): export ISOBATH_EVIDENCE := $(CURDIR)/docs/results/campaigns.jsonl
 
-.PHONY: setup build program install install-links uninstall style test tested demo scenarios $(CAMPAIGNS) evidence \
+.PHONY: setup build program install install-links uninstall paths style test tested demo scenarios $(CAMPAIGNS) evidence \
 	coverage bench papers papers-quick clean
 
 setup:
@@ -64,17 +64,35 @@ endif
 program:
 	cargo build --locked --release -p isobath-cli
 
+# The paths go to the shell and to sed as they are: what means something there is refused, before anything is done.
+MARKS := ' " ` & | ; < > ( ) * ? [ ] { } \ ! $$ \#
+PLACES := BINDIR DATADIR MANDIR DOCDIR UNITDIR
+plain = $(if $(word 2,x$($1)x)$(strip $(foreach mark,$(MARKS),$(findstring $(mark),$($1)))),$(error \
+	$1 is '$($1)', with a blank or one of $(MARKS); choose another))
+absolute = $(if $(filter /%,$($1)),,$(error $1 is '$($1)'; it must begin with /))
+install install-links uninstall: paths
+
+paths:
+	@: $(foreach path,BINARY DESTDIR $(PLACES),$(call plain,$(path)))$(foreach path,$(PLACES),$(call absolute,$(path)))
+
+# What install makes of these is removed by name, as its directories are if nothing else is in them.
+DOCUMENTS := LICENSE-APACHE LICENSE-MIT README.md SECURITY.md ARCHITECTURE.md
+MORE_DOCUMENTS := $(wildcard docs/*.md docs/commands/*.md docs/decisions/*.md)
+# The names of the pages that were made, for uninstall: it has no program to ask.
+PAGES := isobath.pages
+
 install:
 	install -D -m 755 $(BINARY) $(DESTDIR)$(BINDIR)/isobath
 	$(STRIP) $(DESTDIR)$(BINDIR)/isobath
-	umask 022 && scripts/man $(BINARY) $(DESTDIR)$(MANDIR) $(DOCDIR)
+	install -d $(DESTDIR)$(DOCDIR)
+	umask 022 && scripts/man $(BINARY) $(DESTDIR)$(MANDIR) $(DOCDIR) > $(DESTDIR)$(DOCDIR)/$(PAGES)
 	install -d $(dir $(addprefix $(DESTDIR),$(COMPLETIONS)))
 	umask 022 && $(BINARY) completions bash > $(DESTDIR)$(word 1,$(COMPLETIONS))
 	umask 022 && $(BINARY) completions zsh > $(DESTDIR)$(word 2,$(COMPLETIONS))
 	umask 022 && $(BINARY) completions fish > $(DESTDIR)$(word 3,$(COMPLETIONS))
 	install -d $(DESTDIR)$(UNITDIR)
 	umask 022 && sed 's|@BINDIR@|$(BINDIR)|' scripts/isobath@.service > $(DESTDIR)$(UNITDIR)/isobath@.service
-	install -D -m 644 -t $(DESTDIR)$(DOCDIR) LICENSE-APACHE LICENSE-MIT README.md SECURITY.md ARCHITECTURE.md
+	install -D -m 644 -t $(DESTDIR)$(DOCDIR) $(DOCUMENTS)
 	install -D -m 644 -t $(DESTDIR)$(DOCDIR)/docs docs/*.md
 	install -D -m 644 -t $(DESTDIR)$(DOCDIR)/docs/commands docs/commands/*.md
 	install -D -m 644 -t $(DESTDIR)$(DOCDIR)/docs/decisions docs/decisions/*.md
@@ -94,8 +112,16 @@ uninstall:
 	done
 	rm -f $(DESTDIR)$(BINDIR)/isobath $(DESTDIR)$(UNITDIR)/isobath@.service
 	rm -f $(addprefix $(DESTDIR),$(COMPLETIONS))
-	rm -f $(addprefix $(DESTDIR)$(MANDIR)/,man1/isobath.1 man1/isobath-*.1 man7/isobath-*.7)
-	rm -rf $(DESTDIR)$(DOCDIR)
+	@test ! -f $(DESTDIR)$(DOCDIR)/$(PAGES) || while read -r page; do \
+		case "$$page" in \
+			*/*/*) ;; \
+			man1/isobath*.1 | man7/isobath*.7) rm -f "$(DESTDIR)$(MANDIR)/$$page" ;; \
+		esac; \
+	done < $(DESTDIR)$(DOCDIR)/$(PAGES)
+	rm -f $(addprefix $(DESTDIR)$(DOCDIR)/,$(PAGES) $(DOCUMENTS) $(MORE_DOCUMENTS))
+	@for directory in $(addprefix $(DESTDIR)$(DOCDIR),/docs/commands /docs/decisions /docs /); do \
+		test ! -d $$directory || rmdir --ignore-fail-on-non-empty $$directory; \
+	done
 
 # What needs no compiled engine: `make test` begins with it.
 style: setup $(TOOLS)

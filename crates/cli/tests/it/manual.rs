@@ -152,6 +152,10 @@ fn options_are_found_in_both_layouts_of_a_help() {
 fn make(target: &str, variables: &[&str]) -> Finished {
     let mut command = Command::new("make");
     command.env_remove("MAKEFLAGS").env_remove("MAKELEVEL").current_dir(root());
+    // What is set for a package's build would lead out of the test's directory.
+    for variable in ["DESTDIR", "PREFIX", "BINDIR", "DATADIR", "MANDIR", "DOCDIR", "UNITDIR"] {
+        command.env_remove(variable);
+    }
     command.args(["--no-print-directory", target]).arg(format!("BINARY={ISOBATH}"));
     // Removing symbols takes a while; a real installation does it.
     run(command.arg("STRIP=true").args(variables))
@@ -163,9 +167,11 @@ fn what_is_installed_is_whole_and_is_uninstalled() {
     let stage = directory.path();
     let into = format!("DESTDIR={}", stage.display());
     let variables = [into.as_str(), "PREFIX=/usr"];
-    let others = stage.join("usr/share/man/man1/other.1");
-    fs::create_dir_all(others.parent().unwrap()).unwrap();
-    fs::write(&others, "another's").unwrap();
+    for others in ["man/man1/other.1", "man/man1/isobath-foo.1", "doc/isobath/docs/other.md"] {
+        let others = stage.join("usr/share").join(others);
+        fs::create_dir_all(others.parent().unwrap()).unwrap();
+        fs::write(&others, "another's").unwrap();
+    }
     let before = files(stage);
     let _ = make("install", &variables).ok();
     let installed = files(stage);
@@ -211,6 +217,50 @@ fn what_is_installed_is_whole_and_is_uninstalled() {
     let mut left = files(stage);
     assert!(left.remove("usr/bin/qemu-io"));
     assert_eq!(left, before);
+    assert!(!stage.join("usr/share/doc/isobath/docs/commands").exists());
+}
+
+#[test]
+fn uninstalling_leaves_what_others_have_in_a_directory_that_is_shared() {
+    let directory = tempfile::tempdir().unwrap();
+    let stage = directory.path();
+    let other = stage.join("usr/share/doc/other/file");
+    fs::create_dir_all(other.parent().unwrap()).unwrap();
+    fs::write(&other, "another's").unwrap();
+    // A list of pages names no others.
+    let page = stage.join("usr/share/kept.1");
+    fs::write(&page, "another's").unwrap();
+    let into = format!("DESTDIR={}", stage.display());
+    let variables = [into.as_str(), "PREFIX=/usr", "DOCDIR=/usr/share/doc"];
+    let before = files(stage);
+    let _ = make("install", &variables).ok();
+    let list = stage.join("usr/share/doc/isobath.pages");
+    let pages = fs::read_to_string(&list).unwrap();
+    assert!(pages.lines().any(|page| page == "man1/isobath.1"), "{pages}");
+    fs::write(&list, pages + "../kept.1\nman1/isobath/../../../kept.1\n").unwrap();
+    let _ = make("uninstall", &variables).ok();
+    assert_eq!(files(stage), before);
+}
+
+#[test]
+fn a_path_that_the_shell_would_take_apart_is_refused_before_anything_is_done() {
+    let directory = tempfile::tempdir().unwrap();
+    let root = directory.path().display().to_string();
+    let file = directory.path().join("my");
+    fs::write(&file, "a user's").unwrap();
+    for target in ["install", "install-links", "uninstall"] {
+        for mark in " '\"`&|;<>()*?[]{}\\!#\t\n".chars() {
+            let refused = make(target, &[&format!("DESTDIR={root}/my{mark}disk")]).exits(2);
+            assert!(refused.stderr.contains("DESTDIR is '"), "{}", refused.report());
+        }
+        for variable in ["DESTDIR=/x$$y", "BINDIR=/a b", "DATADIR=/a|b", "DOCDIR=", "UNITDIR=x"] {
+            let into = format!("DESTDIR={root}/stage");
+            let refused = make(target, &[&into, variable]).exits(2);
+            let (name, _) = variable.split_once('=').unwrap();
+            assert!(refused.stderr.contains(&format!("{name} is '")), "{}", refused.report());
+        }
+    }
+    assert_eq!(files(directory.path()), BTreeSet::from(["my".to_owned()]));
 }
 
 #[test]
