@@ -267,6 +267,35 @@ fn jobs_can_be_steered_and_left_alone() {
 }
 
 #[test]
+fn watching_ends_with_the_reader_though_nothing_changes() {
+    let mut served = Controlled::start(&[]);
+    let mut watch = Command::new(ISOBATH);
+    watch.current_dir(served.directory.path()).args(["ctl", "qmp", "jobs", "--watch"]);
+    let mut watch = watch.stdout(Stdio::piped()).spawn().unwrap();
+    let mut shown = BufReader::new(watch.stdout.take().unwrap());
+    let mut line = String::new();
+    let _ = shown.read_line(&mut line).unwrap();
+    assert_eq!(line, "No jobs.\n");
+    drop(shown);
+    assert_eq!(watch.wait().unwrap().code(), Some(1));
+    served.quit("vm");
+}
+
+#[test]
+fn another_programs_lock_is_not_said_to_be_the_servers() {
+    let mut served = Controlled::start(&[]);
+    // Under another name, by which it is not found.
+    fs::hard_link(served.path("base"), served.path("linked")).unwrap();
+    let options = ["--read-only"];
+    let other = qemu::nbd(&served.path("linked"), "qcow2", &served.path("other"), &options);
+    let refused = served.run(&["commit"]).exits(1);
+    assert!(refused.stderr.contains("Failed to get \"write\" lock"), "{}", refused.report());
+    assert!(!refused.stderr.contains("this program"), "{}", refused.report());
+    drop(other);
+    served.quit("vm");
+}
+
+#[test]
 fn a_job_of_a_killed_server_is_known_to_the_next_one() {
     let mut served = Controlled::start(&[]);
     let _ = served.ctl(&["stream", "--speed", "64k", "--base", "base", "--detach"]);

@@ -331,6 +331,10 @@ fn watch(
         session.out.flush()?;
         let until = std::time::Instant::now() + every;
         while std::time::Instant::now() < until && !stop.load(Ordering::Relaxed) {
+            // Nothing may be left to write that would tell.
+            if !terminal && screen::is_abandoned() {
+                return Err(std::io::Error::from(std::io::ErrorKind::BrokenPipe).into());
+            }
             // Events are ignored here, but must be read.
             match session.client.event(std::time::Duration::from_millis(100)) {
                 Ok(_) => {}
