@@ -115,9 +115,17 @@ fn parse(line: &[OsString]) -> Result<(Cli, bool), clap::Error> {
     let command = help::grouped(Cli::command()).infer_long_args(program::is_link());
     let matches = command.try_get_matches_from(line)?;
     let sharing = matches.subcommand().is_some_and(|(name, given)| {
-        let given_flag = |name| given.try_get_one::<bool>(name).ok().flatten().copied();
-        given_flag("force_share") == Some(false)
-            && (name != "index" || given_flag("verify") == Some(true))
+        let flag = |name| given.try_get_one::<bool>(name).ok().flatten().copied();
+        let is_given = |name| flag(name) == Some(true);
+        let reads = match name {
+            "bench" => !is_given("write"),
+            "check" => !matches!(given.try_contains_id("repair"), Ok(true)),
+            "index" => is_given("verify"),
+            "io" => is_given("read_only") || is_given("snapshot"),
+            "rebase" => false,
+            _ => true,
+        };
+        flag("force_share") == Some(false) && reads
     });
     Ok((Cli::from_arg_matches(&matches)?, sharing))
 }

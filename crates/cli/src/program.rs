@@ -133,6 +133,9 @@ pub(crate) fn usage(error: &clap::Error, line: &[OsString]) -> String {
         }
         ErrorKind::UnknownArgument => match COMMAND.get() {
             Some(command) if command.has_commands => format!("Command not found: {argument}"),
+            Some(Named { words, .. }) if words == "qemu-nbd" => {
+                "Invalid number of arguments".into()
+            }
             Some(Named { words, .. }) if !QEMU_IMG.contains(&words.as_str()) && words != "io" => {
                 format!("unexpected argument '{argument}'")
             }

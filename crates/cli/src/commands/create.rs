@@ -152,7 +152,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         announce(size)?;
     }
     if let Some(refused) = refused {
-        return Err(failure(&refused));
+        let is_unsized = new.size.is_none() && (new.backing_file.is_none() || !new.open_backing);
+        let needs_size: &dyn std::fmt::Display = &"Image creation needs a size parameter";
+        return Err(failure(if is_unsized { needs_size } else { &refused }));
     }
     let new = new.clone().encryption(keys.map_err(|error| failure(&error))?);
     let (made, index_left) = runtime::block_on(async || {
@@ -313,13 +315,15 @@ fn too_large(error: String) -> String {
     error
 }
 
-/// QEMU's words for options that contradict each other, if these do.
+/// QEMU's words for options that contradict each other, if these do, in its order.
 fn contradiction(new: &NewDisk) -> Option<&'static str> {
     let old = new.version < 3;
-    if new.data_file_raw && new.data_file.is_none() {
-        return Some("data-file-raw requires data-file");
+    if new.extended_l2 && old {
+        return Some(
+            "Extended L2 entries are only supported with compatibility level 1.1 and above (use version=v3 or greater)",
+        );
     }
-    if new.extended_l2 && !old && new.cluster_size < 16384 {
+    if new.extended_l2 && new.cluster_size < 16384 {
         return Some(
             "Extended L2 entries are only supported with cluster sizes of at least 16384 bytes",
         );
@@ -332,6 +336,20 @@ fn contradiction(new: &NewDisk) -> Option<&'static str> {
     if old && new.refcount_bits != 16 {
         return Some(
             "Different refcount widths than 16 bits require compatibility level 1.1 or above (use version=v3 or \
+             greater)",
+        );
+    }
+    if new.data_file_raw && new.data_file.is_none() {
+        return Some("data-file-raw requires data-file");
+    }
+    if old && new.data_file.is_some() {
+        return Some(
+            "External data files are only supported with compatibility level 1.1 and above (use version=v3 or greater)",
+        );
+    }
+    if old && new.compression_type == CompressionType::Zstd {
+        return Some(
+            "Non-zlib compression type is only supported with compatibility level 1.1 and above (use version=v3 or \
              greater)",
         );
     }

@@ -40,12 +40,24 @@ fn only_a_command_that_has_it_names_the_option_to_read_without_a_lock() {
         "index top",
         "resize top 2M",
         "qemu-nbd top",
+        "check -r all base",
+        "io -c read top",
+        "rebase -b  top",
+        "bench -w top",
     ] {
         let said = refused(without);
         assert!(said.contains("Close it there first"), "{said}");
         assert!(!said.contains("-U") && !said.contains("--force-share"), "{said}");
     }
-    for with in ["map top", "index --verify top", "convert -O raw top copy", "measure top"] {
+    for with in [
+        "map top",
+        "index --verify top",
+        "convert -O raw top copy",
+        "measure top",
+        "check base",
+        "io -r -c read top",
+        "bench -c 1 top",
+    ] {
         let said = refused(with);
         assert!(said.contains("or read it without a lock with -U (--force-share)"), "{said}");
         let (command, rest) = with.split_once(' ').unwrap();
@@ -97,6 +109,7 @@ fn a_wrong_word_is_answered_with_the_nearest_one_and_the_right_help() {
         ("serve --port 1 x", "'--port'; use --nbd [HOST:]PORT, or 'isobath qemu-nbd'", "serve "),
         ("serve -k s x", "'-k'; use --nbd unix:PATH, or 'isobath qemu-nbd'", "serve "),
         ("info a b", "Expecting one image file name\n", "info "),
+        ("qemu-nbd a b", "isobath: Invalid number of arguments\n", "qemu-nbd "),
         ("create -f qcow2 x 10GiB", "'10GiB': write 10G, which counts in powers of 1024", "-"),
     ] {
         let done = isobath(directory.path(), line.split(' ')).exits(1);
@@ -163,6 +176,13 @@ fn a_refused_creation_says_first_what_qemu_says() {
         "-o extended_l2=on,cluster_size=4k new 1M",
         "-o data_file_raw=on new 1M",
         "-o cluster_size=3 new 1M",
+        "-o compat=0.9 new",
+        "-o preallocation=x -u -b base -F qcow2 new",
+        "-o data_file_raw=on,extended_l2=on,cluster_size=4k new 1M",
+        "-o compat=0.10,extended_l2=on,lazy_refcounts=on new 1M",
+        "-o compat=0.10,data_file_raw=on,refcount_bits=1 new 1M",
+        "-o compat=0.10,data_file=data,compression_type=zstd new 1M",
+        "-o compat=0.10,compression_type=zstd new 1M",
         "new 9E",
         "none/new 1M",
         "-b none -F qcow2 new",
