@@ -33,8 +33,8 @@ CAMPAIGNS := soak kills crash crash-small crash-files damage defects histories c
 	miri tsan
 $(CAMPAIGNS): export ISOBATH_EVIDENCE := $(CURDIR)/docs/results/campaigns.jsonl
 
-.PHONY: setup build program install install-links uninstall paths style test tested demo scenarios $(CAMPAIGNS) evidence \
-	coverage bench papers papers-quick clean
+.PHONY: setup build program install install-links uninstall paths style test tested demo scenarios $(CAMPAIGNS) \
+	evidence coverage bench papers papers-quick clean
 
 setup:
 	@scripts/setup
