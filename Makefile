@@ -2,6 +2,7 @@
 # make test: sets the machine up and runs every check that CI runs, with one seed for all random tests; ISOBATH_SEED is
 # another, or `random`. Clippy compiles the examples; they are not built as well.
 # make tested: whether it has passed for this commit.
+# make install: builds the program and installs it, below PREFIX; see README.md.
 
 SOAK_SECONDS ?= 3600
 SOAK_OPERATIONS ?= 10000000
@@ -32,13 +33,95 @@ CAMPAIGNS := soak kills crash crash-small crash-files damage defects histories c
 	miri tsan
 $(CAMPAIGNS): export ISOBATH_EVIDENCE := $(CURDIR)/docs/results/campaigns.jsonl
 
-.PHONY: setup build style test tested demo scenarios $(CAMPAIGNS) evidence coverage bench papers papers-quick clean
+.PHONY: setup build program install install-links uninstall paths style test tested advisories demo scenarios \
+	$(CAMPAIGNS) evidence coverage bench papers papers-quick clean
 
 setup:
 	@scripts/setup
 
 build: setup
 	cargo build --locked --release --workspace
+
+# Where the program is installed, below DESTDIR.
+PREFIX ?= /usr/local
+BINDIR ?= $(PREFIX)/bin
+DATADIR ?= $(PREFIX)/share
+MANDIR ?= $(DATADIR)/man
+DOCDIR ?= $(DATADIR)/doc/isobath
+UNITDIR ?= $(PREFIX)/lib/systemd/system
+STRIP ?= strip
+COMPLETIONS := $(DATADIR)/bash-completion/completions/isobath $(DATADIR)/zsh/site-functions/_isobath \
+	$(DATADIR)/fish/vendor_completions.d/isobath.fish
+# What QEMU's programs are called, to which `install-links` makes links.
+LINKS := qemu-img qemu-io qemu-nbd qemu-storage-daemon
+# BINARY names a program that is already built, and is installed as it is but for its symbols.
+ifeq ($(origin BINARY),undefined)
+BINARY := $(if $(CARGO_TARGET_DIR),$(CARGO_TARGET_DIR),target)/release/isobath
+install: program
+endif
+
+# The program alone, which needs nothing of what `setup` installs.
+program:
+	cargo build --locked --release -p isobath-cli
+
+# The paths go to the shell and to sed as they are: what means something there is refused, before anything is done.
+MARKS := ' " ` & | ; < > ( ) * ? [ ] { } \ ! $$ \#
+PLACES := BINDIR DATADIR MANDIR DOCDIR UNITDIR
+plain = $(if $(word 2,x$($1)x)$(strip $(foreach mark,$(MARKS),$(findstring $(mark),$($1)))),$(error \
+	$1 is '$($1)', with a blank or one of $(MARKS); choose another))
+absolute = $(if $(filter /%,$($1)),,$(error $1 is '$($1)'; it must begin with /))
+install install-links uninstall: paths
+
+paths:
+	@: $(foreach path,BINARY DESTDIR $(PLACES),$(call plain,$(path)))$(foreach path,$(PLACES),$(call absolute,$(path)))
+
+# What install makes of these is removed by name, as its directories are if nothing else is in them.
+DOCUMENTS := LICENSE-APACHE LICENSE-MIT README.md SECURITY.md ARCHITECTURE.md
+MORE_DOCUMENTS := $(wildcard docs/*.md docs/commands/*.md docs/decisions/*.md)
+# The names of the pages that were made, for uninstall: it has no program to ask.
+PAGES := isobath.pages
+
+install:
+	install -D -m 755 $(BINARY) $(DESTDIR)$(BINDIR)/isobath
+	$(STRIP) $(DESTDIR)$(BINDIR)/isobath
+	install -d $(DESTDIR)$(DOCDIR)
+	umask 022 && scripts/man $(BINARY) $(DESTDIR)$(MANDIR) $(DOCDIR) > $(DESTDIR)$(DOCDIR)/$(PAGES)
+	install -d $(dir $(addprefix $(DESTDIR),$(COMPLETIONS)))
+	umask 022 && $(BINARY) completions bash > $(DESTDIR)$(word 1,$(COMPLETIONS))
+	umask 022 && $(BINARY) completions zsh > $(DESTDIR)$(word 2,$(COMPLETIONS))
+	umask 022 && $(BINARY) completions fish > $(DESTDIR)$(word 3,$(COMPLETIONS))
+	install -d $(DESTDIR)$(UNITDIR)
+	umask 022 && sed 's|@BINDIR@|$(BINDIR)|' scripts/isobath@.service > $(DESTDIR)$(UNITDIR)/isobath@.service
+	install -D -m 644 -t $(DESTDIR)$(DOCDIR) $(DOCUMENTS)
+	install -D -m 644 -t $(DESTDIR)$(DOCDIR)/docs docs/*.md
+	install -D -m 644 -t $(DESTDIR)$(DOCDIR)/docs/commands docs/commands/*.md
+	install -D -m 644 -t $(DESTDIR)$(DOCDIR)/docs/decisions docs/decisions/*.md
+
+# Links under the names of QEMU's programs, beside the installed program; a file of such a name is left alone, and
+# is an error before anything is made.
+install-links:
+	@cd $(DESTDIR)$(BINDIR) && for link in $(LINKS); do \
+		test ! -e $$link -a ! -L $$link || test "$$(readlink $$link)" = isobath || \
+			{ echo "$(DESTDIR)$(BINDIR)/$$link: there is a file already; choose another BINDIR" >&2; exit 1; }; \
+	done
+	cd $(DESTDIR)$(BINDIR) && for link in $(LINKS); do ln -sfn isobath $$link; done
+
+uninstall:
+	@for link in $(LINKS); do \
+		test "$$(readlink $(DESTDIR)$(BINDIR)/$$link)" != isobath || rm -f $(DESTDIR)$(BINDIR)/$$link; \
+	done
+	rm -f $(DESTDIR)$(BINDIR)/isobath $(DESTDIR)$(UNITDIR)/isobath@.service
+	rm -f $(addprefix $(DESTDIR),$(COMPLETIONS))
+	@test ! -f $(DESTDIR)$(DOCDIR)/$(PAGES) || while read -r page; do \
+		case "$$page" in \
+			*/*/*) ;; \
+			man1/isobath*.1 | man7/isobath*.7) rm -f "$(DESTDIR)$(MANDIR)/$$page" ;; \
+		esac; \
+	done < $(DESTDIR)$(DOCDIR)/$(PAGES)
+	rm -f $(addprefix $(DESTDIR)$(DOCDIR)/,$(PAGES) $(DOCUMENTS) $(MORE_DOCUMENTS))
+	@for directory in $(addprefix $(DESTDIR)$(DOCDIR),/docs/commands /docs/decisions /docs /); do \
+		test ! -d $$directory || rmdir --ignore-fail-on-non-empty $$directory; \
+	done
 
 # What needs no compiled engine: `make test` begins with it.
 style: setup $(TOOLS)
@@ -50,6 +133,11 @@ test: setup $(TOOLS)
 tested:
 	@test "$$(cat target/tested 2>/dev/null)" = "$$(git rev-parse HEAD)" && test -z "$$(git status --porcelain)" || \
 		{ echo "make test has not passed for this tree" >&2; exit 1; }
+
+# Known vulnerabilities of dependencies. Not part of `make test`: the database is on the network. OFFLINE=1 uses the one
+# that is there, in $CARGO_HOME/advisory-dbs.
+advisories: target/tools/bin/cargo-deny
+	target/tools/bin/cargo-deny $(if $(OFFLINE),--offline) --locked check --hide-inclusion-graph advisories
 
 demo: setup
 	@scripts/demo

@@ -12,8 +12,8 @@ use isobath_luks::{CreateOptions, Secret, system_random};
 use isobath_qcow2::index::{BlockHash, IndexExtension};
 use isobath_qcow2::{CompressionType, FormatError, HostOffset, NewImage, Plan};
 use isobath_storage::{
-    FileId, Host, IoBuf, Layout, Locking, OpenMode, Storage, StorageError, StorageExt, ZeroMode,
-    shown,
+    FileId, Host, IoBuf, Layout, Locking, Made, OpenMode, Storage, StorageError, StorageExt,
+    ZeroMode, shown,
 };
 use std::io;
 use std::path::{Path, PathBuf};
@@ -94,6 +94,8 @@ pub struct NewDisk {
     pub encryption: Option<NewEncryption>,
     /// How the host lays out the files.
     pub layout: Layout,
+    /// The image's file is a device that there is already; nothing else is created or overwritten in its place.
+    pub on_device: bool,
     /// Write the direct-access index of the layers below. It needs an open backing file, and is omitted if the chain is
     /// not suited.
     pub index: bool,
@@ -120,6 +122,7 @@ impl Default for NewDisk {
             open_backing: true,
             encryption: None,
             layout: Layout::default(),
+            on_device: false,
             index: true,
             index_limits: IndexLimits::default(),
         }
@@ -193,6 +196,7 @@ setters! {
     open_backing: bool,
     encryption: Option<NewEncryption>,
     layout: Layout,
+    on_device: bool,
     index: bool,
     index_limits: IndexLimits,
 }
@@ -216,6 +220,19 @@ pub async fn create_held<'a, H: Host>(
     host: &'a H,
     name: &Path,
     new: &NewDisk,
+) -> Result<Created<'a, H>> {
+    create_held_beside(host, name, new, &[]).await
+}
+
+/// As [`create_held`], for a copy of disks that have these files: none of them is replaced.
+///
+/// # Errors
+/// As [`create`], and if a file of the image is one of them.
+pub async fn create_held_beside<'a, H: Host>(
+    host: &'a H,
+    name: &Path,
+    new: &NewDisk,
+    sources: &[FileId],
 ) -> Result<Created<'a, H>> {
     let refused =
         |reason: &str| DiskError::Refused { image: name.to_owned(), reason: reason.into() };
@@ -285,11 +302,21 @@ pub async fn create_held<'a, H: Host>(
         }
         None => Vec::new(),
     };
-    let mut created = Created { host, size, index_left, layout: new.layout, files: Vec::new() };
+    let layout = new.layout;
+    let mut created = Created {
+        host,
+        size,
+        index_left,
+        layout,
+        sources: sources.to_vec(),
+        chain: others,
+        on_device: new.on_device,
+        files: Vec::new(),
+    };
     let result = match &plan {
         Some((plan, index)) => {
             let contents = Contents { plan, index, keys: &keys };
-            write_qcow2(&mut created, name, &new, contents, &others).await
+            write_qcow2(&mut created, name, &new, contents).await
         }
         None => write_plain(&mut created, name, size, new.preallocation, &keys).await,
     };
@@ -482,6 +509,8 @@ fn check_plain(name: &Path, new: &NewDisk) -> Result<()> {
         format: new.format,
         preallocation: new.preallocation,
         open_backing: new.open_backing,
+        layout: new.layout,
+        on_device: new.on_device,
         index: new.index,
         index_limits: new.index_limits,
         ..NewDisk::default()
@@ -498,6 +527,12 @@ pub struct Created<'a, H: Host> {
     size: u64,
     index_left: bool,
     layout: Layout,
+    /// The files of the disks that are copied.
+    sources: Vec<FileId>,
+    /// The files of the backing chain.
+    chain: Vec<FileId>,
+    /// The image's own file, the first, is a device.
+    on_device: bool,
     files: Vec<Kept<H::File>>,
 }
 
@@ -557,24 +592,37 @@ impl<H: Host> Created<'_, H> {
         all
     }
 
-    /// Creates an empty file, unless one of that name is among `others`.
-    async fn file(&mut self, name: &Path, others: &[FileId]) -> Result<Arc<H::File>> {
-        let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
-        let found = self.host.open(name, look).await;
-        let is_new = match &found {
-            Ok(file) if others.contains(&file.id()) => {
-                return Err(DiskError::Refused {
-                    image: name.to_owned(),
-                    reason: "it is the backing file itself, or part of its chain".into(),
-                });
+    /// Creates an empty file, unless it is one that the image is made from, or that it has already.
+    async fn file(&mut self, name: &Path) -> Result<Arc<H::File>> {
+        let refused =
+            |reason: &str| DiskError::Refused { image: name.to_owned(), reason: reason.into() };
+        let own = self.files.iter().map(|kept| kept.file.id());
+        let others: Vec<FileId> =
+            self.chain.iter().chain(&self.sources).copied().chain(own).collect();
+        let spared = |id| others.contains(&id);
+        let made = if self.on_device && self.files.is_empty() {
+            // Opening creates nothing, and what was opened is judged before it is written to.
+            let mode = OpenMode { writable: true, ..OpenMode::default() };
+            let file = self.host.open(name, mode).await?;
+            if !file.capabilities().is_device {
+                return Err(refused("it is not a device, as its driver requires"));
             }
-            Ok(_) => false,
-            Err(error) => error.kind() == io::ErrorKind::NotFound,
+            (!spared(file.id())).then_some(Made { file, is_new: false })
+        } else {
+            self.host.create_unlike(name, OpenMode::default(), &spared).await?
         };
-        // A server may end with its last client.
-        let found = found.ok().filter(|_| self.host.protocol_name(&name.to_string_lossy()));
-        let file = Arc::new(self.host.create(name, OpenMode::default()).await?);
-        drop(found);
+        let Some(made) = made else {
+            return Err(match self.host.find(name) {
+                Ok(Some(found)) if self.sources.contains(&found) => {
+                    refused("it is one of the images to copy, or in their backing chains")
+                }
+                _ => refused("it is the backing file itself, or part of its chain"),
+            });
+        };
+        let Made { file, is_new } = made;
+        let is_other = !others.contains(&file.id());
+        invariant(is_other, name, "a file that an image is made from is not emptied for it")?;
+        let file = Arc::new(file);
         file.lay_out(self.layout).await;
         // A link stays.
         let name = self.host.canonical(name)?;
@@ -591,21 +639,44 @@ struct Contents<'a> {
     keys: &'a [u8],
 }
 
+/// Checks that QEMU, which looks for a data file with a relative name in the directory that it runs in, does not find
+/// another one there than that beside the image.
+fn check_new_data_file<H: Host>(host: &H, image: &Path, data: &str) -> Result<()> {
+    let here = Path::new(data);
+    let path = host.resolve(image, data);
+    match host.find(here) {
+        Ok(Some(other)) if here.is_relative() && host.find(&path).ok().flatten() != Some(other) => {
+            Err(DiskError::Refused {
+                image: image.to_owned(),
+                reason: format!(
+                    "its data file '{}' would be '{}', in the image's directory, but QEMU takes the file of that name \
+                     in the current directory; give the absolute path",
+                    data.escape_debug(),
+                    isobath_storage::shown(&path),
+                ),
+            })
+        }
+        _ => Ok(()),
+    }
+}
+
 async fn write_qcow2<H: Host>(
     created: &mut Created<'_, H>,
     name: &Path,
     new: &NewDisk,
     contents: Contents<'_>,
-    others: &[FileId],
 ) -> Result<()> {
     let Contents { plan, index, keys } = contents;
-    let file = created.file(name, others).await?;
-    let mut others = others.to_vec();
-    others.push(file.id());
+    if let Some(data) = &new.data_file {
+        check_new_data_file(created.host, name, data)?;
+    }
+    let file = created.file(name).await?;
+    let first = created.files.first().map(|kept| kept.file.id());
+    invariant(first == Some(file.id()), name, "the first file of a new image is its own")?;
     let data = match (&new.data_file, plan.data_file_length()) {
         (Some(data), Some(length)) => {
             let path = created.host.resolve(name, data);
-            Some((created.file(&path, &others).await?, length))
+            Some((created.file(&path).await?, length))
         }
         _ => None,
     };
@@ -647,7 +718,7 @@ async fn write_plain<H: Host>(
     preallocation: Preallocation,
     keys: &[u8],
 ) -> Result<()> {
-    let file = created.file(name, &[]).await?;
+    let file = created.file(name).await?;
     let at = keys.len() as u64;
     let end = at.checked_add(size).ok_or_else(|| DiskError::Refused {
         image: name.to_owned(),
@@ -773,6 +844,55 @@ mod tests {
         }
     }
 
+    /// A host that empties whatever it is told to.
+    struct Heedless(MemoryHost);
+
+    impl Host for Heedless {
+        type File = MemoryFile;
+
+        async fn open(&self, name: &Path, mode: OpenMode) -> isobath_storage::Result<MemoryFile> {
+            self.0.open(name, mode).await
+        }
+
+        async fn create(&self, name: &Path, mode: OpenMode) -> isobath_storage::Result<MemoryFile> {
+            self.0.create(name, mode).await
+        }
+
+        async fn create_unlike(
+            &self,
+            name: &Path,
+            mode: OpenMode,
+            _: &dyn Fn(FileId) -> bool,
+        ) -> isobath_storage::Result<Option<Made<MemoryFile>>> {
+            Ok(Some(Made { file: self.0.create(name, mode).await?, is_new: false }))
+        }
+
+        async fn remove(&self, name: &Path) -> isobath_storage::Result<()> {
+            self.0.remove(name).await
+        }
+
+        async fn remove_file(
+            &self,
+            name: &Path,
+            file: &MemoryFile,
+        ) -> isobath_storage::Result<bool> {
+            self.0.remove_file(name, file).await
+        }
+    }
+
+    #[test]
+    fn a_host_that_empties_what_is_to_be_spared_is_noticed() {
+        let (host, name) = (Heedless(MemoryHost::new()), Path::new("image"));
+        let new = NewDisk::new(1 << 20);
+        let source = block_on(host.create(name, OpenMode::default())).unwrap().id();
+        match block_on(create_held_beside(&host, name, &new, &[source])) {
+            Err(DiskError::Internal { violated, .. }) => {
+                assert_eq!(violated, "a file that an image is made from is not emptied for it");
+            }
+            other => panic!("{:?}", other.map(|created| created.size())),
+        }
+    }
+
     #[test]
     fn what_takes_the_place_of_a_new_image_is_not_removed_with_it() {
         let (host, name) = (Exchanged(MemoryHost::new()), Path::new("image"));
@@ -802,10 +922,13 @@ mod tests {
                 size: 1 << 20,
                 index_left: false,
                 layout: Layout::default(),
+                sources: Vec::new(),
+                chain: Vec::new(),
+                on_device: false,
                 files,
             };
             let contents = Contents { plan: &plan, index: &[], keys };
-            block_on(Box::pin(write_qcow2(&mut created, name, &new, contents, &[])))
+            block_on(Box::pin(write_qcow2(&mut created, name, &new, contents)))
         };
         write(&[0; 1024]).unwrap();
         match write(&[0; 1023]) {
@@ -814,5 +937,42 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn a_new_images_own_file_comes_before_its_data_file() {
+        let (host, name, new) = (MemoryHost::new(), Path::new("image"), NewDisk::new(1 << 20));
+        let plan = NewImage::new(1 << 20).plan().unwrap();
+        let mut created = Created {
+            host: &host,
+            size: 1 << 20,
+            index_left: false,
+            layout: Layout::default(),
+            sources: Vec::new(),
+            chain: Vec::new(),
+            on_device: false,
+            files: Vec::new(),
+        };
+        block_on(created.file(Path::new("data"))).unwrap();
+        let contents = Contents { plan: &plan, index: &[], keys: &[] };
+        match block_on(Box::pin(write_qcow2(&mut created, name, &new, contents))) {
+            Err(DiskError::Internal { violated, .. }) => {
+                assert_eq!(violated, "the first file of a new image is its own");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn no_file_is_made_or_written_in_place_of_a_device() {
+        let (host, name) = (MemoryHost::new(), Path::new("image"));
+        let mut new = NewDisk::new(1 << 20);
+        new.on_device = true;
+        assert!(block_on(create(&host, name, &new)).is_err());
+        assert_eq!(host.names(), [] as [PathBuf; 0]);
+        block_on(create(&host, name, &NewDisk::new(1 << 20))).unwrap();
+        let before = host.contents(name).unwrap();
+        assert!(block_on(create(&host, name, &new)).is_err());
+        assert_eq!(host.contents(name).unwrap(), before);
     }
 }

@@ -1,7 +1,7 @@
 //! Image information.
 
 use crate::index::{IndexInfo, IndexState, examine};
-use crate::open::{open_layers, unnamed_format};
+use crate::open::{check_replaced, open_layers, unnamed_format};
 use isobath_formats::VmdkInfo;
 use isobath_image::encryption::{self, Secrets};
 use isobath_image::index_area::read_root;
@@ -9,7 +9,7 @@ use isobath_image::layer::ImageFormat;
 use isobath_image::luks;
 use isobath_image::name::{backing_format, check_backing_kind};
 use isobath_image::open::{open_foreign, referenced_file};
-use isobath_image::options::{OpenOptions, Trust};
+use isobath_image::options::{Below, OpenOptions, Trust};
 use isobath_image::probe::format_of;
 use isobath_image::snapshot_table::read_snapshots;
 use isobath_image::{DiskError, Result};
@@ -34,6 +34,8 @@ pub struct InfoOptions {
     pub trust: Trust,
     /// The image itself is named by another's header: see [`OpenOptions::named`].
     pub named: bool,
+    /// What is below the image, and below each of its backing files, if not what the headers name.
+    pub backing_files: Vec<Below>,
 }
 
 /// Image information. Names are as stored: hostile text.
@@ -182,7 +184,7 @@ pub async fn backing_chain_info<H: Host>(
     let mut seen: HashSet<FileId> = HashSet::new();
     let mut next = Some((name.to_owned(), options.clone()));
     while let Some((name, options)) = next.take() {
-        let overlay: Option<&ImageInfo> = chain.last();
+        let overlay: Option<&ImageInfo> = chain.last().filter(|_| options.named);
         let (info, id) = look(host, &name, overlay, &options).await?;
         if !seen.insert(id) {
             return Err(DiskError::Refused {
@@ -192,20 +194,28 @@ pub async fn backing_chain_info<H: Host>(
                     .into(),
             });
         }
-        if let Some(backing) = &info.backing_filename {
+        let below = options.backing_files.get(chain.len()).cloned().unwrap_or_default();
+        if let Below::Given(file) = below {
+            check_replaced(&name, info.backing_filename.is_some())?;
+            next = Some((
+                file.name,
+                InfoOptions { format: file.format, named: false, ..options.clone() },
+            ));
+        } else if let (Some(backing), false) = (&info.backing_filename, below == Below::Nothing) {
             let named = backing_format(&name, backing, info.backing_format.as_deref())?;
             let backing = referenced_file(host, &name, "backing file", backing, &options.trust)?;
-            let format = match named {
-                Some(format) => {
+            let format = match (below, named) {
+                (Below::NamedWithFormat(format), _) => Some(format),
+                (_, Some(format)) => {
                     Some(ImageFormat::of_backing(&format).ok_or_else(|| DiskError::Refused {
                         image: name,
                         reason: format!("Unknown driver '{}'", format.escape_debug()),
                     })?)
                 }
-                None if options.trust != Trust::Full => return Err(unnamed_format(name)),
-                None => None,
+                (_, None) if options.trust != Trust::Full => return Err(unnamed_format(name)),
+                (_, None) => None,
             };
-            next = Some((backing, InfoOptions { format, named: true, ..options }));
+            next = Some((backing, InfoOptions { format, named: true, ..options.clone() }));
         }
         chain.push(info);
     }
@@ -283,7 +293,7 @@ async fn look<H: Host>(
     let bytes = file.read_at(0, IoBuf::zeroed(head)).await?;
     let header = Header::parse_for(&bytes, ParseMode::Check).map_err(error)?;
     let geometry = header.geometry().map_err(error)?;
-    header.validate(ParseMode::Open).map_err(error)?;
+    header.validate(ParseMode::Read).map_err(error)?;
     let snapshots = read_snapshots(&file, name, &header, length).await?;
     let encryption = encryption::read_header(&file, &header).await?;
     let bitmaps = read_bitmaps(&file, name, &header, length).await?;

@@ -425,15 +425,22 @@ async fn open_wanted<H: Host>(
 /// The name and format of a backing file that was given for a layer, whose header must name another: what is written to
 /// an image without a backing file relies on that.
 fn given<S: Storage>(layer: &Layer<S>, file: &BackingFile) -> Result<Next> {
-    if layer.header().is_none_or(|header| header.backing_file.is_none()) {
-        return Err(DiskError::Refused {
-            image: layer.name().to_owned(),
-            reason:
-                "it has no backing file, so none can be given for it; add one with 'isobath rebase'"
-                    .into(),
-        });
-    }
+    let named = layer.header().is_some_and(|header| header.backing_file.is_some());
+    check_replaced(layer.name(), named)?;
     Ok(Next { name: file.name.clone(), format: file.format, description: None })
+}
+
+/// Refuses another backing file for an image whose header names none.
+pub(crate) fn check_replaced(image: &Path, names_one: bool) -> Result<()> {
+    if names_one {
+        return Ok(());
+    }
+    Err(DiskError::Refused {
+        image: image.to_owned(),
+        reason:
+            "it has no backing file, so none can be given for it; add one with 'isobath rebase'"
+                .into(),
+    })
 }
 
 /// The error for an untrusted image that does not name its backing file's format.

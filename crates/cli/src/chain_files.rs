@@ -1,9 +1,11 @@
 //! Finds the images of a chain by name.
 
 use crate::failure::Failure;
+use crate::host::images;
 use crate::options::printable;
-use isobath_disk::{Layer, LayerIndex};
-use isobath_storage::Storage;
+use isobath_disk::{Layer, LayerIndex, Trust};
+use isobath_image::name::name_in_header;
+use isobath_storage::{Host, Storage};
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
@@ -15,12 +17,20 @@ pub(crate) fn find<S: Storage>(layers: &[Arc<Layer<S>>], name: &str) -> Option<L
     let named = |(overlay, layer): (&Arc<Layer<S>>, &Arc<Layer<S>>)| {
         let stored = overlay.header().and_then(|header| header.backing_file);
         let beside = overlay.name().parent().map(|directory| directory.join(name));
-        stored.as_deref() == Some(name)
+        stored.is_some_and(|stored| stored == name && leads_to(overlay, &stored, layer))
             || beside.is_some_and(|beside| same_file(&beside, layer.name()))
     };
     let stored = layers.iter().zip(layers.iter().skip(1)).position(named);
     let given = || layers.iter().position(|layer| same_file(Path::new(name), layer.name()));
     index(stored.map(|place| place + 1).or_else(given)?)
+}
+
+/// Whether the layer is what its overlay's header names. Another backing file may have been given instead.
+fn leads_to<S: Storage>(overlay: &Layer<S>, stored: &str, layer: &Layer<S>) -> bool {
+    let named = name_in_header(images(), overlay.name(), "backing file", stored, &Trust::Full);
+    let Ok(named) = named else { return false };
+    let path = images().resolve(overlay.name(), &named);
+    path == layer.name() || images().find(&path).is_ok_and(|id| id == Some(layer.storage().id()))
 }
 
 fn same_file(one: &Path, other: &Path) -> bool {

@@ -1,7 +1,7 @@
 //! How a command fails.
 
 use isobath_disk::DiskError;
-use isobath_storage::StorageError;
+use isobath_storage::{StorageError, lock};
 use std::fmt;
 use std::io;
 
@@ -25,8 +25,20 @@ impl Failure {
 
     /// A wrong command line.
     pub(crate) fn usage(message: impl fmt::Display) -> Self {
-        let name = crate::program::name();
-        Self::new(format_args!("{message}\nTry '{name} --help' for more information"))
+        Self::new(format_args!("{message}\n{}", crate::program::help_pointer()))
+    }
+
+    /// The same failure of a command with `-U`, which it names if that reads an image that others write.
+    pub(crate) fn with_force_share(self) -> Self {
+        let message = self.message.map(|message| {
+            if !message.contains(lock::READ_REFUSED) {
+                return message;
+            }
+            let way_out =
+                format!("{}, or read it without a lock with -U (--force-share)", lock::WAY_OUT);
+            message.replace(lock::WAY_OUT, &way_out)
+        });
+        Self { message, ..self }
     }
 
     /// The same failure with another exit code.

@@ -4,21 +4,21 @@
 //! image's header, see `isobath_image::name`.
 
 use crate::failure::Failure;
-use crate::host::{self, ImageHost, images};
+use crate::host::{self, ImageFile, ImageHost, images};
 use crate::null::{self, is_null};
 use crate::tls_objects::{self, TlsObject};
 use crate::trust::Trusting;
-use crate::{nbd_options, options, size};
+use crate::{cores, nbd_options, options, size};
 use isobath_disk::encryption::{FoundSecret, Secret, Secrets};
 use isobath_disk::{
-    BackingFile, Below, Disk, DiskError, ImageFormat, InfoOptions, OpenOptions, Trust,
+    BackingFile, Below, Disk, DiskError, ImageFormat, InfoOptions, Layer, OpenOptions, Trust,
 };
 use isobath_qcow2::{FormatError, FormatErrorKind};
 use isobath_qmp::schema::{check, from_text};
 use isobath_qmp::secret::{Description, Source};
 use isobath_qmp::tables::SCHEMA;
 use isobath_storage::window::Part;
-use isobath_storage::{Locking, Operation, StorageError};
+use isobath_storage::{Locking, Operation, Storage, StorageError};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -68,6 +68,7 @@ impl SecretFile {
 
     fn load(&self) -> Result<Secrets, String> {
         let Some(file) = &self.secret_file else { return Ok(Secrets::default()) };
+        cores::withhold();
         let source = Source::File(file.to_string_lossy().into_owned());
         let description = Description { id: String::new(), source, base64: false };
         description.load().map(Secrets::from)
@@ -95,6 +96,7 @@ impl Objects {
     fn find_secret(&self, id: &str) -> Option<FoundSecret> {
         let mut described = self.object.iter().filter_map(|text| describe(text).ok());
         let found = described.rfind(|description| description.id == id)?;
+        cores::withhold();
         Some(file_of(&found).and_then(|_| found.load()).map(Arc::new))
     }
 
@@ -200,6 +202,8 @@ pub(crate) struct Image {
     pub(crate) format: Option<ImageFormat>,
     /// The driver that is named in place of a format: that of a file, which is then the disk.
     protocol: Option<String>,
+    /// The driver of its file, if that is one for devices.
+    device: Option<&'static str>,
     /// How a disk without contents is shown.
     shown_null: Option<String>,
     direct: Option<bool>,
@@ -241,7 +245,7 @@ impl Naming {
 
     /// The same image, trusted as far as the command says, and with its other files.
     fn as_told(&self, mut image: Image) -> Result<Image, String> {
-        image.trust = self.trusting.of(&image.path).map_err(|failure| failure.to_string())?;
+        image.trust = self.trusting.trust().map_err(|failure| failure.to_string())?;
         if self.data_file.is_some() {
             image.data_file.clone_from(&self.data_file);
         }
@@ -317,6 +321,11 @@ impl Naming {
             };
             return Ok(plain(path, format));
         }
+        if let Some((driver, file)) = on_device(&shown) {
+            is_of_kind(driver, file)?;
+            let path = host::path_of_file(file);
+            return Ok(Image { device: Some(driver), ..plain(path, format) });
+        }
         if host::is_export(name) {
             return Ok(plain(nbd_options::named(&shown)?, format));
         }
@@ -356,20 +365,84 @@ impl Naming {
 
     /// Refuses a name under which no image is created, in QEMU's words.
     pub(crate) fn can_create(name: &Path) -> Result<(), &'static str> {
-        if name.as_os_str().as_encoded_bytes().starts_with(b"blkdebug:") {
+        let bytes = name.as_os_str().as_encoded_bytes();
+        if bytes.starts_with(b"blkdebug:") {
             return Err("Protocol driver 'blkdebug' does not support image creation");
+        }
+        if bytes.starts_with(b"json:") {
+            return Err("Unknown protocol 'json'");
         }
         Ok(())
     }
 
-    /// Where to create a new image: a path, or `file:PATH`.
+    /// Where to create a new image: at a path, `file:PATH`, or on the device `host_device:PATH`.
     ///
     /// # Errors
     /// If the name has another protocol's prefix.
-    pub(crate) fn target(name: &Path) -> Result<PathBuf, Failure> {
+    pub(crate) fn target(name: &Path) -> Result<NewName, Failure> {
         Self::can_create(name).map_err(|error| Failure::new(error).context(name.display()))?;
-        Ok(Self::default().image(name, None)?.path)
+        if let Some((driver, file)) = on_device(&name.to_string_lossy()) {
+            return Ok(NewName { path: host::path_of_file(file), device: Some(driver) });
+        }
+        Ok(NewName { path: Self::default().image(name, None)?.path, device: None })
     }
+}
+
+/// Where to create a new image.
+#[derive(Debug)]
+pub(crate) struct NewName {
+    pub(crate) path: PathBuf,
+    /// The driver, if that only writes to a device that there is.
+    pub(crate) device: Option<&'static str>,
+}
+
+impl NewName {
+    /// Checks that a device's driver finds a device, which it cannot create.
+    ///
+    /// # Errors
+    /// In QEMU's words.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let Some(driver) = self.device else { return Ok(()) };
+        let file = self.path.to_string_lossy();
+        let found = match std::fs::metadata(&self.path) {
+            Ok(_) => is_of_kind(driver, &file),
+            Err(error) => {
+                let shown = options::printable(&file);
+                Err(format!("Could not open '{shown}': {}", isobath_storage::cause(&error)))
+            }
+        };
+        found.map_err(|reason| {
+            format!(
+                "Protocol driver '{driver}' does not support image creation, and opening the image failed: {reason}"
+            )
+        })
+    }
+
+    /// As [`check`](Self::check), for a format whose images are regular files only.
+    ///
+    /// # Errors
+    /// In QEMU's words, or if it is to be on a device.
+    pub(crate) fn check_file(&self) -> Result<(), String> {
+        self.check()?;
+        match self.device {
+            None => Ok(()),
+            Some(_) => Err(format!(
+                "'{}' is not a regular file; images in this format must be regular files",
+                options::printable(&self.path.to_string_lossy())
+            )),
+        }
+    }
+}
+
+/// The driver and the device of a name with the prefix of a driver for devices.
+fn on_device(name: &str) -> Option<(&'static str, &str)> {
+    let (protocol, file) = name.split_once(':')?;
+    Some((device_driver(protocol)?, file))
+}
+
+/// The driver of that name, if it is one for devices.
+pub(crate) fn device_driver(name: &str) -> Option<&'static str> {
+    ["host_device", "host_cdrom"].into_iter().find(|driver| *driver == name)
 }
 
 impl Image {
@@ -382,6 +455,7 @@ impl Image {
             path,
             format,
             protocol: None,
+            device: None,
             shown_null: None,
             direct,
             read_only,
@@ -433,6 +507,17 @@ impl Image {
     /// Whether the page cache is bypassed, where `direct` says what follows from the command's cache mode.
     pub(crate) fn is_direct(&self, direct: bool) -> bool {
         self.direct.unwrap_or(direct)
+    }
+
+    /// Demands that its file is a device, if an option names such a driver.
+    ///
+    /// # Errors
+    /// If it is none, in QEMU's words.
+    pub(crate) fn must_be_on(&mut self, device: Option<&'static str>) -> Result<(), Failure> {
+        let Some(driver) = device else { return Ok(()) };
+        self.device = Some(driver);
+        is_of_kind(driver, &self.path.to_string_lossy())
+            .map_err(|reason| could_not_open(&self.shown, reason))
     }
 
     /// Lets the command's cache mode decide.
@@ -489,8 +574,9 @@ impl Image {
 
     /// How to look at it.
     pub(crate) fn look(&self, locking: Locking) -> InfoOptions {
-        let OpenOptions { locking, format, trust, .. } = self.options(false, locking);
-        InfoOptions { locking, format, trust, ..InfoOptions::default() }
+        let options = self.options(false, locking);
+        let OpenOptions { locking, format, trust, backing_files, .. } = options;
+        InfoOptions { locking, format, trust, backing_files, ..InfoOptions::default() }
     }
 
     /// Sets the secret of the image, which was just created with it.
@@ -543,6 +629,13 @@ impl Image {
     /// # Errors
     /// In QEMU's words, without the image's name.
     pub(crate) fn fits(&self, disk: &Disk<ImageHost>) -> Result<(), String> {
+        let is_device = |layer: &Layer<ImageFile>| layer.storage().capabilities().is_device;
+        if let Some(driver) = self.device
+            && !disk.layers().next().is_some_and(|layer| is_device(layer))
+        {
+            // /dev/null is a device that is read like a file.
+            is_of_kind(driver, &self.path.to_string_lossy())?;
+        }
         let header = disk.layers().next().and_then(|layer| layer.header());
         let geometry = header.and_then(|header| header.geometry().ok());
         let (Some(piece), Some(geometry)) = (self.table_pieces, geometry) else { return Ok(()) };
@@ -593,7 +686,7 @@ pub(crate) fn is_too_big(error: &FormatError) -> bool {
 }
 
 /// Whether a file does not begin as a qcow2 image does, although it is said to be one.
-fn is_not_qcow2(error: &FormatError) -> bool {
+pub(crate) fn is_not_qcow2(error: &FormatError) -> bool {
     error.field() == "magic" && error.kind() == FormatErrorKind::NotQcow2
 }
 
@@ -628,8 +721,6 @@ fn unknown_protocol(protocol: &str) -> String {
         "ftp",
         "ftps",
         "gluster",
-        "host_cdrom",
-        "host_device",
         "http",
         "https",
         "iscsi",
@@ -716,6 +807,8 @@ impl Naming {
         if let Some(name) = take(&mut pairs, "filename") {
             pairs.push((format!("{prefix}filename"), name));
         }
+        let of_file = pairs.iter().find(|(name, _)| *name == format!("{prefix}driver"));
+        image.device = of_file.and_then(|(_, driver)| device_driver(driver));
         let Some(path) = file(&mut pairs, prefix)? else {
             let what = if !named && take(&mut pairs, "file").is_some() {
                 "node names are not supported here; name the file with file.filename"

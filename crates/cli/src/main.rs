@@ -9,9 +9,11 @@ mod calendar;
 mod chain_files;
 mod commands;
 mod compressed;
+mod cores;
 mod descriptors;
 mod failure;
 mod full;
+mod help;
 mod host;
 mod image_name;
 mod json;
@@ -46,10 +48,7 @@ use tracing_subscriber::EnvFilter;
 /// A virtual-disk engine for qcow2 images with long snapshot chains
 #[derive(Parser)]
 #[command(name = "isobath", version, arg_required_else_help = true, args_override_self = true)]
-#[command(
-    after_help = "ISOBATH_LOG sets the log level on stderr (error, warn, info, debug, trace). \
-                  ISOBATH_IO=threads does without io_uring."
-)]
+#[command(after_help = help::AFTER)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     command: commands::Command,
@@ -85,16 +84,16 @@ fn run() -> ExitCode {
     if let Some(help) = program::help(&line, &Cli::command()) {
         return ended(writeln!(io::stdout(), "{help}").map_err(Failure::from).map(|()| 0));
     }
-    let cli = match parse(&line) {
-        Ok(cli) => cli,
+    program::note_command(&line, &Cli::command());
+    let (cli, sharing) = match parse(&line) {
+        Ok(parsed) => parsed,
         Err(error)
             if error.use_stderr()
                 && error.kind() != ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand =>
         {
             messages::complain(program::usage(&error, &line));
             if program::points_to_help(&error) {
-                let name = program::name();
-                messages::tell(format_args!("Try '{name} --help' for more information"));
+                messages::tell(program::help_pointer());
             }
             // qemu-img's code for a wrong command line is 1, clap's would be 2.
             return ExitCode::FAILURE;
@@ -107,13 +106,29 @@ fn run() -> ExitCode {
     };
     let mut out = Screen::new(screen::raw());
     let result = cli.command.run(&mut out);
-    ended(result.and_then(|code| Ok(out.flush().map(|()| code)?)))
+    let result = result.and_then(|code| Ok(out.flush().map(|()| code)?));
+    ended(result.map_err(|failure| if sharing { failure.with_force_share() } else { failure }))
 }
 
-/// Parses a command line. QEMU's programs accept a long option's beginning, if no other option begins so.
-fn parse(line: &[OsString]) -> Result<Cli, clap::Error> {
-    let command = Cli::command().infer_long_args(program::is_link());
-    Cli::from_arg_matches(&command.try_get_matches_from(line)?)
+/// Parses a command line, and says whether `-U` would let the command read an image that others write. QEMU's programs
+/// accept a long option's beginning, if no other option begins so.
+fn parse(line: &[OsString]) -> Result<(Cli, bool), clap::Error> {
+    let command = help::grouped(Cli::command()).infer_long_args(program::is_link());
+    let matches = command.try_get_matches_from(line)?;
+    let sharing = matches.subcommand().is_some_and(|(name, given)| {
+        let flag = |name| given.try_get_one::<bool>(name).ok().flatten().copied();
+        let is_given = |name| flag(name) == Some(true);
+        let reads = match name {
+            "bench" => !is_given("write"),
+            "check" => !matches!(given.try_contains_id("repair"), Ok(true)),
+            "index" => is_given("verify"),
+            "io" => is_given("read_only") || is_given("snapshot"),
+            "rebase" => false,
+            _ => true,
+        };
+        flag("force_share") == Some(false) && reads
+    });
+    Ok((Cli::from_arg_matches(&matches)?, sharing))
 }
 
 /// Returns the exit code and prints the error, if any.
@@ -136,7 +151,7 @@ mod tests {
 
     /// Parses a command line as the program does before it runs the command.
     fn parse_words(words: &[String]) -> Result<Cli, clap::Error> {
-        parse(&program::command_line(words.iter().map(OsString::from)))
+        parse(&program::command_line(words.iter().map(OsString::from))).map(|(cli, _)| cli)
     }
 
     #[test]

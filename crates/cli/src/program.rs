@@ -126,17 +126,37 @@ pub(crate) fn usage(error: &clap::Error, line: &[OsString]) -> String {
     let value = context(ContextKind::InvalidValue).unwrap_or_default();
     match error.kind() {
         ErrorKind::UnknownArgument if argument.starts_with('-') => {
-            format!("unrecognized option '{argument}'")
+            let suggested = context(ContextKind::SuggestedArg).filter(|_| !is_link());
+            let similar = suggested.map(|similar| format!("; did you mean '{similar}'?"));
+            let hint = instead(argument).or(similar).unwrap_or_default();
+            format!("unrecognized option '{argument}'{hint}")
         }
-        ErrorKind::UnknownArgument => "Expecting one image file name".into(),
+        ErrorKind::UnknownArgument => match COMMAND.get() {
+            Some(command) if command.has_commands => format!("Command not found: {argument}"),
+            Some(Named { words, .. }) if words == "qemu-nbd" => {
+                "Invalid number of arguments".into()
+            }
+            Some(Named { words, .. }) if !QEMU_IMG.contains(&words.as_str()) && words != "io" => {
+                format!("unexpected argument '{argument}'")
+            }
+            _ => "Expecting one image file name".into(),
+        },
         ErrorKind::InvalidSubcommand => {
             let command = context(ContextKind::InvalidSubcommand).unwrap_or_default();
             match command {
                 "stream" | "mirror" if !is_link() => format!(
                     "Command not found: {command}; a running server does that: 'isobath ctl SOCKET {command}'"
                 ),
-                command => format!("Command not found: {command}"),
+                command => {
+                    let similar = context(ContextKind::SuggestedSubcommand).filter(|_| !is_link());
+                    let hint = similar.map(|similar| format!("; did you mean '{similar}'?"));
+                    format!("Command not found: {command}{}", hint.unwrap_or_default())
+                }
             }
+        }
+        ErrorKind::InvalidValue if value.is_empty() && argument.starts_with(['<', '[']) => {
+            let argument = argument.trim_matches(['<', '>', '[', ']', '.']);
+            format!("{argument} is an empty name")
         }
         ErrorKind::InvalidValue if value.is_empty() => {
             format!("missing argument for option '{}'", last.unwrap_or(option))
@@ -177,6 +197,64 @@ pub(crate) fn usage(error: &clap::Error, line: &[OsString]) -> String {
             let first = text.lines().next().unwrap_or_default();
             first.strip_prefix("error: ").unwrap_or(first).to_owned()
         }
+    }
+}
+
+/// What to write instead of an option of qemu-nbd.
+fn instead(option: &str) -> Option<String> {
+    if COMMAND.get()?.words != "serve" {
+        return None;
+    }
+    let ours = match option.split('=').next()? {
+        "-p" | "--port" | "-b" | "--bind" => "--nbd [HOST:]PORT",
+        "-k" | "--socket" => "--nbd unix:PATH",
+        _ => return None,
+    };
+    Some(format!("; use {ours}, or 'isobath qemu-nbd', which has qemu-nbd's options"))
+}
+
+/// The command that a command line names, for messages.
+struct Named {
+    /// Its name, behind that of the command that it belongs to.
+    words: String,
+    /// Whether it has commands itself.
+    has_commands: bool,
+}
+
+static COMMAND: OnceLock<Named> = OnceLock::new();
+
+/// Finds the command that the command line names. `isobath` is the command line of this program.
+pub(crate) fn note_command(line: &[OsString], isobath: &Command) {
+    // Set once, at the start.
+    let _ = COMMAND.set(named(line, isobath));
+}
+
+fn named(line: &[OsString], isobath: &Command) -> Named {
+    let (mut command, mut words) = (isobath, Vec::new());
+    for word in line.iter().skip(1).filter_map(|word| word.to_str()) {
+        // A command with arguments of its own, such as a socket, comes before its commands.
+        match command.find_subcommand(word) {
+            Some(found) => {
+                words.push(found.get_name());
+                command = found;
+            }
+            None if words.is_empty() => break,
+            None => {}
+        }
+    }
+    Named { words: words.join(" "), has_commands: command.has_subcommands() }
+}
+
+/// The line that points to the help.
+pub(crate) fn help_pointer() -> String {
+    match COMMAND.get() {
+        Some(Named { words, .. }) if !words.is_empty() && !is_link() => {
+            format!(
+                "Try 'isobath {} --help' for more information",
+                words.replacen("ctl ", "ctl SOCKET ", 1)
+            )
+        }
+        _ => format!("Try '{} --help' for more information", name()),
     }
 }
 

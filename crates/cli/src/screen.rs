@@ -2,6 +2,7 @@
 
 use crate::messages::harmless;
 use std::io::{self, StdoutLock, Write};
+use std::os::fd::{AsFd, AsRawFd};
 
 /// A writer of text, with characters escaped that would control a terminal or mislead the reader.
 pub(crate) struct Screen<W> {
@@ -13,6 +14,14 @@ pub(crate) struct Screen<W> {
 /// Standard output as it is, for what is not text for people.
 pub(crate) fn raw() -> StdoutLock<'static> {
     io::stdout().lock()
+}
+
+/// Whether nobody reads standard output any more: it is a pipe or socket whose other end is closed.
+pub(crate) fn is_abandoned() -> bool {
+    let mut poll = libc::pollfd { fd: raw().as_fd().as_raw_fd(), events: 0, revents: 0 };
+    // SAFETY: one valid structure, and no wait; after an error it says nothing.
+    let found = unsafe { libc::poll(&raw mut poll, 1, 0) };
+    found == 1 && poll.revents & (libc::POLLERR | libc::POLLHUP) != 0
 }
 
 impl<W: Write> Screen<W> {

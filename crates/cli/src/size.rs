@@ -8,7 +8,7 @@
 /// If it is not a size, or exceeds 2^63 - 1 bytes.
 pub(crate) fn parse(text: &str) -> Result<u64, String> {
     const MOST: u64 = i64::MAX as u64;
-    let invalid = || explained("image size");
+    let invalid = || explained("image size") + &hint(text).unwrap_or_default();
     let too_large = || format!("Image size '{text}' must be less than 8 EiB!");
     let number = text.trim_start();
     let number = number.strip_prefix('+').unwrap_or(number);
@@ -56,9 +56,10 @@ pub(crate) fn parameter(option: &str, text: &str) -> Result<u64, String> {
         if error.starts_with("Image size") {
             return error;
         }
+        let hint = hint(text).unwrap_or_default();
         format!(
             "Parameter '{option}' expects a non-negative number below 2^64\nOptional suffix k, M, G, T, P or E \
-             means kilo-, mega-, giga-, tera-, peta-\nand exabytes, respectively."
+             means kilo-, mega-, giga-, tera-, peta-\nand exabytes, respectively.{hint}"
         )
     };
     parse(text).map_err(wrong)
@@ -111,6 +112,26 @@ pub(crate) fn explained(what: &str) -> String {
         "Invalid {what} specified. You may use k, M, G, T, P or E suffixes for\n{program}: kilobytes, \
          megabytes, gigabytes, terabytes, petabytes and exabytes."
     )
+}
+
+/// A hint for a size with a unit of several letters, such as 10GiB; QEMU's programs have none.
+fn hint(text: &str) -> Option<String> {
+    let short = with_one_letter(text).filter(|_| !crate::program::is_link())?;
+    Some(format!(
+        "\n{}: '{text}': write {short}, which counts in powers of 1024",
+        crate::program::name()
+    ))
+}
+
+/// A size whose suffix is a letter with `B` or `iB` behind it, with the letter alone.
+fn with_one_letter(text: &str) -> Option<&str> {
+    let short = text.strip_suffix(['B', 'b'])?;
+    let short = short.strip_suffix('i').unwrap_or(short);
+    let number = short.trim_start_matches(['+', '-']);
+    let number =
+        number.strip_suffix(['k', 'K', 'm', 'M', 'g', 'G', 't', 'T', 'p', 'P', 'e', 'E'])?;
+    let is_number = number.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+    (is_number && !number.is_empty()).then_some(short)
 }
 
 /// The base-2 logarithm of a suffix's factor.
@@ -199,6 +220,26 @@ mod tests {
         ] {
             assert!(parse(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn a_size_with_a_unit_of_several_letters_is_answered_with_one_letter() {
+        for (text, short) in [
+            ("10GiB", Some("10G")),
+            ("10GB", Some("10G")),
+            ("+1.5mib", Some("+1.5m")),
+            ("-4kB", Some("-4k")),
+            ("10B", None),
+            ("GiB", None),
+            ("10iB", None),
+            ("xGB", None),
+            ("10G", None),
+        ] {
+            assert_eq!(with_one_letter(text), short, "{text}");
+            let said = parse(text).is_err_and(|error| error.contains(": write "));
+            assert_eq!(said, short.is_some(), "{text}");
+        }
+        assert!(parameter("size", "1GiB").unwrap_err().ends_with("powers of 1024"));
     }
 
     #[test]

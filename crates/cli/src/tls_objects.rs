@@ -1,5 +1,6 @@
 //! QEMU's objects for encrypted connections: `tls-creds-x509`, and `authz-simple`.
 
+use crate::cores;
 use crate::options::on_off;
 use isobath_tls::{Admission, ClientCredentials};
 use std::path::PathBuf;
@@ -131,6 +132,7 @@ pub(crate) fn client(id: &str) -> Result<ClientCredentials, String> {
 fn of_client(objects: &[TlsObject], id: &str) -> Result<ClientCredentials, String> {
     match objects.iter().rfind(|object| object.id() == id) {
         Some(TlsObject::Credentials { directory, server: false, .. }) => {
+            cores::withhold();
             ClientCredentials::read(directory).map_err(|error| error.to_string())
         }
         Some(TlsObject::Credentials { .. }) => {

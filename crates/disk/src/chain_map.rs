@@ -220,12 +220,10 @@ async fn has_preallocated_metadata<S: Storage>(layer: &Layer<S>) -> Result<bool>
     if clusters < enough {
         return Ok(false);
     }
-    let (offset, length) = {
-        let header = qcow2.header.read();
-        (header.refcount_table_offset, u64::from(header.refcount_table_clusters))
-    };
-    let table = IoBuf::zeroed((length << geometry.cluster_bits()) as usize);
-    let table = layer.read_at(offset.get(), table).await?;
+    // Without valid refcounts it is not known, as in QEMU.
+    let Ok(area) = qcow2.header.read().refcount_table(&geometry) else { return Ok(false) };
+    let table = IoBuf::zeroed((area.end - area.start) as usize);
+    let table = layer.read_at(area.start, table).await?;
     let entries = geometry.refcount_block_entries();
     let mut used = 0;
     for block in 0..clusters.div_ceil(entries) {

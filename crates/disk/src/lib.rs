@@ -56,7 +56,7 @@ pub use device::{BlockDevice, BlockStatus, ZeroFlags};
 pub use disk::{DEFAULT_MAP_CACHE, Disk};
 pub use isobath_chain::chain::{LayerIndex, MAX_LAYERS};
 pub use isobath_chain::create::{
-    Created, NewDisk, NewEncryption, Preallocation, create, create_held,
+    Created, NewDisk, NewEncryption, Preallocation, create, create_held, create_held_beside,
 };
 pub use isobath_chain::index::{IndexInfo, IndexLimits, IndexState};
 pub use isobath_chain::info::{

@@ -4,6 +4,7 @@ use crate::device::BlockStatus;
 use crate::disk::Disk;
 use crate::parts::Parts;
 use isobath_chain::chain::LayerIndex;
+use isobath_chain::map::resolve::explain_invalid;
 use isobath_chain::map::{Extent, Source};
 use isobath_formats::{Run, RunKind};
 use isobath_image::{Result, always};
@@ -38,6 +39,13 @@ impl<H: Host> Disk<H> {
             }
             let next = end.min(at - at % WINDOW + WINDOW);
             for extent in self.extents(at..next).await? {
+                if let Source::Invalid(layer) = extent.source {
+                    // What comes before it is known: only who asks for this part gets the error.
+                    if !runs.is_empty() {
+                        return Ok(runs);
+                    }
+                    return Err(Box::pin(explain_invalid(self.layer(layer)?, extent.guest)).await);
+                }
                 let mut done = 0;
                 while done < extent.length {
                     let run = self.run_of(&extent, done).await?;
@@ -81,7 +89,9 @@ impl<H: Host> Disk<H> {
             Source::Compressed { .. } => {
                 BlockStatus { allocated: true, zero: false, compressed: true, ..none }
             }
-            Source::Invalid(_) => BlockStatus { allocated: true, zero: false, ..none },
+            Source::Invalid(layer) => {
+                return Err(Box::pin(explain_invalid(self.layer(layer)?, extent.guest)).await);
+            }
             Source::Data { layer: index, host, .. } => {
                 let host = host + skip;
                 let host_at = Some((depth, host));

@@ -25,9 +25,9 @@ use std::sync::Arc;
 /// Progress of building or verifying an index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IndexProgress {
-    /// Pages of the disk done.
+    /// Pages of the disk and, where an index is built, layers that are done.
     pub done: u64,
-    /// Pages of the disk.
+    /// How many there are.
     pub total: u64,
 }
 

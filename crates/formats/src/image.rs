@@ -51,7 +51,7 @@ impl Format {
     }
 }
 
-enum Tables {
+pub(crate) enum Tables {
     Vmdk(vmdk::Vmdk),
     Vdi(vdi::Vdi),
     Vhdx(vhdx::Vhdx),
@@ -62,9 +62,9 @@ enum Tables {
 /// An image in another program's format, open for reading.
 pub struct Image<S> {
     format: Format,
-    size: u64,
-    files: Files<S>,
-    tables: Tables,
+    pub(crate) size: u64,
+    pub(crate) files: Files<S>,
+    pub(crate) tables: Tables,
 }
 
 impl<S: Storage> Image<S> {

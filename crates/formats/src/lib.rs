@@ -11,6 +11,7 @@
 
 #![allow(clippy::missing_errors_doc, reason = "errors are those of the storage and of the format")]
 
+mod check;
 mod error;
 mod files;
 mod image;
@@ -24,6 +25,7 @@ mod vmdk;
 mod vpc;
 mod write;
 
+pub use check::Found;
 pub use error::{Error, Result};
 pub use image::{Format, Image};
 pub use run::{Run, RunKind};

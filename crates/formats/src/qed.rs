@@ -14,14 +14,15 @@ const BACKING_FORMAT_NO_PROBE: u64 = 4;
 pub(crate) struct Qed {
     cluster: u64,
     /// Entries in a table.
-    entries: u64,
-    l1: Table,
+    pub(crate) entries: u64,
+    pub(crate) l1: Table,
     /// Bytes of the header.
-    header: u64,
+    pub(crate) header: u64,
     /// The end of the last whole cluster in the file.
-    end: u64,
-    /// Whether the image was not closed.
-    dirty: bool,
+    pub(crate) end: u64,
+    features: u64,
+    /// Features that a writer clears if it does not know them; none is known.
+    autoclear: u64,
 }
 
 /// Reads the header. Returns the tables and the disk's size in bytes.
@@ -71,7 +72,8 @@ pub(crate) async fn open<S: Storage>(file: &File<S>) -> Result<(Qed, u64)> {
         l1: Table { file: 0, offset: l1, entries: Entries::Le64, block: cluster },
         header: header_clusters * cluster,
         end,
-        dirty: features & NEED_CHECK != 0,
+        features,
+        autoclear: le64(&header, 32),
     };
     if !qed.holds(l1, table * cluster) {
         let reason = format!(
@@ -91,11 +93,32 @@ impl Qed {
 
     /// Whether the image was not closed.
     pub(crate) const fn is_dirty(&self) -> bool {
-        self.dirty
+        self.features & NEED_CHECK != 0
+    }
+
+    /// Whether the image has features that are to be cleared before anything is changed.
+    pub(crate) const fn is_to_be_cleared(&self) -> bool {
+        self.autoclear != 0
+    }
+
+    /// Where the header has the features.
+    pub(crate) const FEATURES: u64 = 16;
+
+    /// Where it has those that are cleared.
+    pub(crate) const AUTOCLEAR_FEATURES: u64 = 32;
+
+    /// The features of the image once it is closed.
+    pub(crate) const fn features_when_closed(&self) -> u64 {
+        self.features & !NEED_CHECK
+    }
+
+    /// Clusters in a table.
+    pub(crate) const fn table_clusters(&self) -> u64 {
+        self.entries * 8 / self.cluster
     }
 
     /// Whether whole clusters may begin at this offset.
-    fn holds(&self, offset: u64, length: u64) -> bool {
+    pub(crate) fn holds(&self, offset: u64, length: u64) -> bool {
         offset.is_multiple_of(self.cluster)
             && offset >= self.header
             && offset.checked_add(length).is_some_and(|end| end <= self.end)

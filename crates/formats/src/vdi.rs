@@ -11,14 +11,18 @@ use isobath_storage::Storage;
 pub(crate) const BLOCK: u64 = 1 << 20;
 
 /// Entries from here on are special: not allocated (all ones) or zero (one less).
-const FIRST_SPECIAL: u64 = 0xffff_fffe;
+pub(crate) const FIRST_SPECIAL: u64 = 0xffff_fffe;
 
 /// The maximum number of blocks that QEMU accepts.
 const MAX_BLOCKS: u32 = 0x3fff_ff80;
 
 pub(crate) struct Vdi {
-    table: Table,
-    data: u64,
+    pub(crate) table: Table,
+    pub(crate) data: u64,
+    /// Blocks of the disk.
+    pub(crate) blocks: u64,
+    /// How many of them the header says to be allocated.
+    pub(crate) allocated: u64,
 }
 
 /// Reads the header. Returns the tables and the disk's size in bytes.
@@ -81,7 +85,8 @@ pub(crate) async fn open<S: Storage>(file: &File<S>) -> Result<(Vdi, u64)> {
     }
     file.must_hold("block map offset", map, u64::from(blocks) * 4)?;
     let table = Table { file: 0, offset: map, entries: Entries::Le32, block: BLOCK };
-    Ok((Vdi { table, data }, size.next_multiple_of(512)))
+    let (blocks, allocated) = (blocks.into(), field(388).into());
+    Ok((Vdi { table, data, blocks, allocated }, size.next_multiple_of(512)))
 }
 
 impl Vdi {

@@ -46,10 +46,14 @@ pub(crate) const LOGICAL_SECTOR: Guid = guid(0x8141_BF1D, 0xA96F, 0x4709, 0xBA47
 pub(crate) const PHYSICAL_SECTOR: Guid = guid(0xCDA3_48C7, 0x445D, 0x4471, 0x9CC9_E988_5251_C556);
 
 pub(crate) struct Vhdx {
-    table: Table,
+    pub(crate) table: Table,
     block: u64,
     /// The number of blocks in a chunk: the entry of a bitmap follows the entries of this many blocks.
-    chunk: u64,
+    pub(crate) chunk: u64,
+    /// The number of entries of the table.
+    pub(crate) entries: u64,
+    /// What is not a block: the regions in the region table, and the log.
+    pub(crate) regions: Vec<Region>,
 }
 
 /// Reads headers, region table and metadata. Returns the tables and the disk's size in bytes.
@@ -62,7 +66,9 @@ pub(crate) async fn open<S: Storage>(file: &File<S>) -> Result<(Vhdx, u64)> {
     }
     let header = current_header(file).await?;
     refuse_log(file, &header).await?;
-    let (bat, metadata) = regions(file).await?;
+    let Regions { bat, metadata, mut all } = regions(file).await?;
+    let log = (le64(&header, 72), u64::from(le32(&header, 68)));
+    all.extend((log.1 > 0).then_some(log));
     let parameters = Parameters::read(file, metadata).await?;
     let Parameters { block, size, sector } = parameters;
     let chunk = BITMAP_SECTORS * sector / block;
@@ -75,7 +81,7 @@ pub(crate) async fn open<S: Storage>(file: &File<S>) -> Result<(Vhdx, u64)> {
     }
     file.must_hold("offset of the BAT region", bat.0, entries * 8)?;
     let table = Table { file: 0, offset: bat.0, entries: Entries::Le64, block };
-    Ok((Vhdx { table, block, chunk }, size))
+    Ok((Vhdx { table, block, chunk, entries, regions: all }, size))
 }
 
 /// Whether the checksum at byte 4 is right; it covers the whole structure, with itself as zero.
@@ -134,7 +140,7 @@ async fn refuse_log<S: Storage>(file: &File<S>, header: &[u8]) -> Result<()> {
             if sector.starts_with(b"loge") && sector.get(32..48) == Some(id) {
                 let place = format!("an entry at {}", at + n as u64 * 4096);
                 let reason = "it holds changes that are not in place yet, because the image was \
-                              not closed; 'qemu-img check -r all' applies them";
+                              not closed; QEMU's own 'qemu-img check -r all' applies them";
                 return Err(blame.unsupported("log", place, reason));
             }
         }
@@ -144,10 +150,16 @@ async fn refuse_log<S: Storage>(file: &File<S>, header: &[u8]) -> Result<()> {
 }
 
 /// Offset and length of a region.
-type Region = (u64, u64);
+pub(crate) type Region = (u64, u64);
 
-/// The regions of the BAT and the metadata.
-async fn regions<S: Storage>(file: &File<S>) -> Result<(Region, Region)> {
+/// The regions in the region table.
+struct Regions {
+    bat: Region,
+    metadata: Region,
+    all: Vec<Region>,
+}
+
+async fn regions<S: Storage>(file: &File<S>) -> Result<Regions> {
     let blame = file.blame();
     let mut found = None;
     for at in REGION_TABLES {
@@ -167,8 +179,10 @@ async fn regions<S: Storage>(file: &File<S>) -> Result<(Region, Region)> {
         return Err(blame.invalid("number of regions", count, reason));
     }
     let (mut bat, mut metadata) = (None, None);
+    let mut all = Vec::new();
     for entry in table[16..].chunks(32).take(count as usize) {
         let region = (le64(entry, 16), u64::from(le32(entry, 24)));
+        all.push(region);
         let slot = match &entry[..16] {
             id if *id == BAT => &mut bat,
             id if *id == METADATA => &mut metadata,
@@ -190,7 +204,9 @@ async fn regions<S: Storage>(file: &File<S>) -> Result<(Region, Region)> {
     let missing = |name: &str| {
         blame.invalid("region table", "incomplete", format!("it has no {name} region"))
     };
-    Ok((bat.ok_or_else(|| missing("BAT"))?, metadata.ok_or_else(|| missing("metadata"))?))
+    let bat = bat.ok_or_else(|| missing("BAT"))?;
+    let metadata = metadata.ok_or_else(|| missing("metadata"))?;
+    Ok(Regions { bat, metadata, all })
 }
 
 fn shown(id: &[u8]) -> String {

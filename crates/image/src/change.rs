@@ -181,7 +181,7 @@ async fn prepare<S: Storage>(now: &Image<S>, mut header: Header) -> Result<Prepa
     header.refcount_table_offset = now.header.refcount_table_offset;
     header.refcount_table_clusters = now.header.refcount_table_clusters;
     let then = now.with_header(header);
-    let target = count(&then, "the change would leave it with errors").await?;
+    let target = count_after(&then).await?;
     let moves = then.header.l1_table_offset != now.header.l1_table_offset;
     let before = if moves {
         Some(count(now, "its snapshots are not changed while it has errors").await?)
@@ -192,8 +192,38 @@ async fn prepare<S: Storage>(now: &Image<S>, mut header: Header) -> Result<Prepa
     Ok(Prepared { then, target, now: before, refcounts })
 }
 
+/// Counts the references of an image as it would be after a change. If only its refcounts are too small for them, the
+/// image itself is sound.
+async fn count_after<S: Storage>(then: &Image<S>) -> Result<Survey> {
+    let (survey, wrong) = look(then).await?;
+    if let (Some(survey), Some(wrong)) = (&survey, &wrong)
+        && survey.overflows == wrong.errors
+        && !survey.lost
+    {
+        let bits = then.geometry.refcount_bits();
+        let reason = format!(
+            "a cluster would have more references than refcounts of {bits} bits can count; convert the image to one \
+             with refcount_bits=16"
+        );
+        return Err(DiskError::Refused { image: then.name.clone(), reason });
+    }
+    sound(then, survey, wrong, "the change would leave it with errors")
+}
+
 /// Counts the references of an image without errors; `otherwise` is what is said of one with some.
 pub(crate) async fn count<S: Storage>(image: &Image<S>, otherwise: &str) -> Result<Survey> {
+    let (survey, wrong) = look(image).await?;
+    sound(image, survey, wrong, otherwise)
+}
+
+/// What is wrong with an image.
+struct Wrong {
+    errors: u64,
+    first: String,
+}
+
+/// What was counted, if that was possible, and what was found wrong.
+async fn look<S: Storage>(image: &Image<S>) -> Result<(Option<Survey>, Option<Wrong>)> {
     let mut first = None;
     let mut events = |event: CheckEvent<'_>| {
         if let CheckEvent::Finding(text) = event {
@@ -202,13 +232,26 @@ pub(crate) async fn count<S: Storage>(image: &Image<S>, otherwise: &str) -> Resu
     };
     let mut log = Log::new(&mut events);
     let survey = Survey::take(image, &mut log).await?;
-    let (corruptions, errors) = (log.report.corruptions, log.report.check_errors);
-    match survey {
-        Some(survey) if corruptions == 0 && errors == 0 && !survey.lost => Ok(survey),
-        _ => Err(DiskError::Corrupt {
-            image: image.name.clone(),
-            reason: format!("{otherwise}; the first is '{}'", first.unwrap_or_default()),
-        }),
+    let errors = log.report.corruptions + log.report.check_errors;
+    let lost = survey.as_ref().is_none_or(|survey| survey.lost);
+    let wrong = (errors > 0 || lost).then(|| Wrong { errors, first: first.unwrap_or_default() });
+    Ok((survey, wrong))
+}
+
+/// What was counted of an image in which nothing is wrong.
+fn sound<S: Storage>(
+    image: &Image<S>,
+    survey: Option<Survey>,
+    wrong: Option<Wrong>,
+    otherwise: &str,
+) -> Result<Survey> {
+    match (survey, wrong) {
+        (Some(survey), None) => Ok(survey),
+        (_, wrong) => {
+            let first = wrong.map(|wrong| wrong.first).unwrap_or_default();
+            let reason = format!("{otherwise}; the first is '{first}'");
+            Err(DiskError::Corrupt { image: image.name.clone(), reason })
+        }
     }
 }
 

@@ -107,6 +107,8 @@ pub struct Layer<S> {
     file_length: AtomicU64,
     /// The end of the space that the writer has allocated, which may be past the end of the file.
     given_out: AtomicU64,
+    /// The end of the guest's highest write so far.
+    highest_write: AtomicU64,
     qcow2: Option<Arc<Qcow2>>,
     /// The format is raw because nothing else was detected.
     detected_raw: bool,
@@ -120,8 +122,8 @@ pub struct Layer<S> {
     protection: Protection,
     /// The header of a file that is encrypted as a whole, which `storage` decrypts.
     luks: Option<Arc<Info>>,
-    /// See [`given_data_file`](Self::given_data_file).
-    given_data_file: Option<Box<Path>>,
+    /// See [`given_data_file`](Self::given_data_file). Of thousands of layers hardly any has one.
+    given_data_file: Option<Box<PathBuf>>,
 }
 
 /// What was made of a killed process's restart log when its image was opened.
@@ -242,6 +244,7 @@ impl<S: Storage> Layer<S> {
             visible: AtomicU64::new(size),
             file_length: AtomicU64::new(length),
             given_out: AtomicU64::new(0),
+            highest_write: AtomicU64::new(0),
             qcow2: None,
             detected_raw: false,
             replayed: None,
@@ -308,6 +311,7 @@ impl<S: Storage> Layer<S> {
             visible: AtomicU64::new(size),
             file_length: AtomicU64::new(file_length),
             given_out: AtomicU64::new(0),
+            highest_write: AtomicU64::new(0),
             qcow2: Some(Arc::new(qcow2)),
             detected_raw: false,
             replayed: replayed.map(Arc::new),
@@ -330,6 +334,7 @@ impl<S: Storage> Layer<S> {
             visible: AtomicU64::new(self.size()),
             file_length: AtomicU64::new(self.file_length()),
             given_out: AtomicU64::new(0),
+            highest_write: AtomicU64::new(0),
             qcow2: self.qcow2.clone(),
             detected_raw: self.detected_raw,
             replayed: self.replayed.clone(),
@@ -507,13 +512,13 @@ impl<S: Storage> Layer<S> {
 
     /// The external data file that was given in place of the one that the header names.
     pub fn given_data_file(&self) -> Option<&Path> {
-        self.given_data_file.as_deref()
+        self.given_data_file.as_ref().map(|path| path.as_path())
     }
 
     /// Notes that this external data file was given.
     #[must_use]
     pub(crate) fn with_data_file(self, given: Option<PathBuf>) -> Self {
-        Self { given_data_file: given.map(PathBuf::into_boxed_path), ..self }
+        Self { given_data_file: given.map(Box::new), ..self }
     }
 
     /// The image's file, and the others that it consists of: an external data file, or extents.
@@ -667,6 +672,20 @@ impl<S: Storage> Layer<S> {
         let owned = backing.map(|(name, format)| (name.to_owned(), Some(format.to_owned())));
         qcow2.header.write().set_backing(owned);
         Ok(())
+    }
+
+    /// Notes a write by the guest that ends there.
+    pub fn note_guest_write(&self, end: u64) {
+        // Most writes are below: they leave the cache line shared.
+        if end > self.highest_guest_write() {
+            self.highest_write.fetch_max(end, Ordering::Relaxed);
+        }
+    }
+
+    /// The end of the guest's highest write to this layer while it was open, in guest bytes; zeroes count, discards do
+    /// not.
+    pub fn highest_guest_write(&self) -> u64 {
+        self.highest_write.load(Ordering::Relaxed)
     }
 
     /// What a qcow2 layer adds to a raw one.

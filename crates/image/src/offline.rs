@@ -4,24 +4,29 @@ use crate::check::{
     CheckEvent, CheckOptions, CheckReport, Checked, Repair, check_storage, clear_corrupt,
     incomplete,
 };
-use crate::layer::{Qcow2Layer, ShownLog};
-use crate::open::{Opening, open_layer, read_header};
+use crate::layer::{ImageFormat, Qcow2Layer, ShownLog};
+use crate::open::{Opening, open_foreign, open_layer, read_header};
 use crate::options::OpenOptions;
+use crate::probe::format_of;
 use crate::restart_log::{FoundLog, LogUse};
 use crate::snapshots::complete_open_snapshots;
 use crate::writer::Writer;
 use crate::{DiskError, Result};
-use isobath_qcow2::IncompatibleFeatures;
+use isobath_formats::Format;
+use isobath_qcow2::{IncompatibleFeatures, ParseMode};
 use isobath_storage::{Host, IoBuf, OpenMode, Storage};
 use std::path::Path;
 use std::sync::Arc;
+
+/// Bytes at the beginning of a file by which its format is detected.
+const PROBED: usize = 4096;
 
 /// Checks one image, without its backing files, and repairs it as far as `options` allow. If the image was not closed
 /// and its journal is in use, any repair recovers it, including a killed process's [restart
 /// log](crate::options::OpenOptions::restart_log); without a repair the check sees the image as after a crash.
 ///
 /// # Errors
-/// If the file cannot be opened, locked, read or written; it is not a qcow2 image
+/// If the file cannot be opened, locked, read or written; there is no check for its format, or no repair
 /// ([`DiskError::Unsupported`]); or its header cannot be used. Errors beyond the header
 /// are in the report.
 pub async fn check<H: Host>(
@@ -35,9 +40,14 @@ pub async fn check<H: Host>(
     let mode = OpenMode { writable, direct, locking };
     if writable {
         let opening = OpenOptions::new().format(options.format).locking(options.locking);
+        let opening = OpenOptions { unbounded_repair: true, ..opening };
         bring_in(host, name, &opening).await?;
     }
     let storage = Arc::new(host.open(name, mode).await?);
+    let start = storage.read_at(0, IoBuf::zeroed(PROBED)).await?;
+    if let ImageFormat::Foreign(format) = format_of(name, options.format, &start)? {
+        return check_foreign(host, name, format, options, &storage, events).await;
+    }
     let checked = check_storage(&storage, name, options.format, options.repair, events).await?;
     let Checked { report, incomplete: entries } = checked;
     if entries.is_empty() {
@@ -75,6 +85,41 @@ pub async fn check<H: Host>(
     })
 }
 
+/// Checks an image of another program.
+async fn check_foreign<H: Host>(
+    host: &H,
+    name: &Path,
+    format: Format,
+    options: &CheckOptions,
+    storage: &Arc<H::File>,
+    events: &mut dyn FnMut(CheckEvent<'_>),
+) -> Result<CheckReport> {
+    let unsupported = || DiskError::Unsupported("This image format does not support checks".into());
+    let repairs = options.repair != Repair::None;
+    if !format.can_be_checked() || repairs && !format.can_be_repaired() {
+        return Err(unsupported());
+    }
+    let opening = OpenOptions::new().direct(options.direct).locking(options.locking);
+    let image = Box::pin(open_foreign(host, name, format, &opening, storage)).await?;
+    let mut tell = |text: &str| match format {
+        Format::Vhdx => events(CheckEvent::Complaint(text)),
+        _ => events(CheckEvent::Finding(text)),
+    };
+    let found = image.check(options.repair == Repair::All, &mut tell).await?;
+    let found = found.ok_or_else(unsupported)?;
+    Ok(CheckReport {
+        total_clusters: found.total,
+        allocated_clusters: found.allocated,
+        fragmented_clusters: found.fragmented,
+        corruptions: found.corruptions,
+        leaks: found.leaks,
+        corruptions_fixed: found.corruptions_fixed,
+        foreign: Some(format),
+        ended_early: found.ended_early,
+        ..CheckReport::default()
+    })
+}
+
 /// Applies the restart log that a killed process left, if there is one. Says what was made of it: one that
 /// [does not match](ShownLog::Unfit) is set aside.
 ///
@@ -83,7 +128,9 @@ pub async fn check<H: Host>(
 pub async fn bring_in<H: Host>(host: &H, name: &Path, options: &OpenOptions) -> Result<ShownLog> {
     let OpenOptions { format, locking, named, .. } = *options;
     let trust = options.trust.clone();
+    let (memory, unbounded_repair) = (options.memory.clone(), options.unbounded_repair);
     let options = OpenOptions::new().writable(true).locking(locking).trust(trust).named(named);
+    let options = OpenOptions { memory, unbounded_repair, ..options };
     let storage = host.open(name, options.mode(true)).await?;
     if named {
         options.trust.check_place(&storage).await?;
@@ -91,7 +138,7 @@ pub async fn bring_in<H: Host>(host: &H, name: &Path, options: &OpenOptions) -> 
     let length = storage.len().await?;
     let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
     // Without a usable header there is no log either.
-    let header = read_header(&storage, name, start, length).await.ok();
+    let header = read_header(&storage, name, start, length, ParseMode::Open).await.ok();
     let header =
         header.filter(|header| header.incompatible.contains(IncompatibleFeatures::JOURNAL));
     let left = match &header {

@@ -1,6 +1,6 @@
 //! Opening one image.
 
-use crate::check::repair_dirty;
+use crate::check::{Amount, repair_dirty};
 use crate::encryption::{Key, Protection, unlock};
 use crate::index_area::{has_stamp, is_plain};
 use crate::l1_table::L1Table;
@@ -20,7 +20,7 @@ use isobath_formats::{Format, Image};
 use isobath_qcow2::head::MAX_HEAD_L1_ENTRIES;
 use isobath_qcow2::index::LayerStamp;
 use isobath_qcow2::l1::L1_ENTRY_SIZE;
-use isobath_qcow2::{Extension, Head, Header, IncompatibleFeatures, L1Entry};
+use isobath_qcow2::{Extension, Head, Header, IncompatibleFeatures, L1Entry, ParseMode};
 use isobath_storage::{Access, Host, IoBuf, Storage, StorageExt, is_descriptor_set};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -44,19 +44,58 @@ pub fn referenced_file<H: Host>(
                 ),
             });
         }
-        let real = host.canonical(&path)?;
-        if !directories.iter().any(|directory| real.starts_with(directory)) {
+        // Where nothing is allowed nothing is looked for: whether a file exists is nobody's business.
+        let real = if directories.is_empty() { None } else { Some(host.canonical(&path)?) };
+        let inside =
+            |real: PathBuf| directories.iter().any(|directory| real.starts_with(directory));
+        if !real.is_some_and(inside) {
             return Err(DiskError::Refused {
                 image: referrer.to_owned(),
                 reason: format!(
-                    "its {field} '{}' lies outside the directories allowed to an untrusted image",
-                    name.escape_debug()
+                    "its {field} '{}' lies outside the directories allowed to an untrusted image{}",
+                    name.escape_debug(),
+                    trust.way_out()
                 ),
             });
         }
     }
     Ok(path)
 }
+
+/// Checks that a data file with a relative name, which is found in the directory of the image `referrer`, is the one
+/// that QEMU takes, which looks in the directory that it runs in.
+///
+/// # Errors
+/// If that directory has another file by the name.
+pub fn check_data_file<H: Host>(
+    host: &H,
+    referrer: &Path,
+    name: &str,
+    path: &Path,
+    data: &H::File,
+) -> Result<()> {
+    let here = name_in_header(host, referrer, DATA_FILE, name, &Trust::Full)?;
+    let here = Path::new(&*here);
+    // What cannot be found there is no file that a program may take for this one.
+    match host.find(here) {
+        Ok(Some(other)) if here.is_relative() && other != data.id() => Err(DiskError::Refused {
+            image: referrer.to_owned(),
+            reason: format!(
+                "its {DATA_FILE} is '{}', which Isobath takes for '{}', in the image's directory, but QEMU for \
+                 another file of that name, in the current directory; give the image the absolute path of the right \
+                 one with 'isobath amend --data-file FILE -o data_file=PATH {}', or, for a command that opens it as \
+                 its active image, name that one with --data-file FILE",
+                name.escape_debug(),
+                isobath_storage::shown(path),
+                isobath_storage::shown(referrer),
+            ),
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// The field that names an external data file.
+pub const DATA_FILE: &str = "data file";
 
 /// How one image of a chain is opened.
 #[derive(Clone, Copy, Debug)]
@@ -147,14 +186,14 @@ pub async fn is_as_its_file<S: Storage>(layer: &Layer<S>) -> Result<bool> {
     let (storage, name) = (&**layer.storage(), layer.name());
     let length = storage.len().await?;
     let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
-    let mut header = read_header(storage, name, start, length).await?;
+    let mut header = read_header(storage, name, start, length, ParseMode::Read).await?;
     drop_unneeded(&mut header);
     if header != known {
         return Ok(false);
     }
-    let l1 = read_l1(storage, name, &header, length, None).await?;
+    let l1 = read_l1(storage, name, &header, (length, false), None).await?;
     let known = qcow2.l1.read();
-    Ok(l1.allocated().eq(known.allocated()))
+    Ok(l1.is_same(&known))
 }
 
 /// The image that a head is of; `None` if an image like that is refused, or has no head.
@@ -163,7 +202,7 @@ fn of_head(Known { stamp, head }: Known<'_>) -> Option<Qcow2> {
     if header.l1_size as usize > MAX_HEAD_L1_ENTRIES {
         return None;
     }
-    check_l1(Path::new(""), &header, stamp.length).ok()?;
+    check_l1(Path::new(""), &header, stamp.length, true).ok()?;
     let geometry = header.geometry().ok()?;
     let mut l1 = L1Table::default();
     l1.grow(header.l1_size as usize);
@@ -289,7 +328,8 @@ pub(crate) async fn load_qcow2<H: Host>(
     (mut length, start): (u64, IoBuf),
 ) -> Result<Layer<H::File>> {
     let Opening { writable, options, key, .. } = opening;
-    let mut header = read_header(&**storage, name, start, length).await?;
+    let mode = if writable { ParseMode::Open } else { ParseMode::Read };
+    let mut header = read_header(&**storage, name, start, length, mode).await?;
     let corrupt = header.incompatible.contains(IncompatibleFeatures::CORRUPT);
     if writable && corrupt && !options.repairing {
         return Err(DiskError::Corrupt {
@@ -315,14 +355,21 @@ pub(crate) async fn load_qcow2<H: Host>(
             length = length.max(replayed.end());
             replayed.put_over(0, &mut start);
         }
-        header = read_header(&**storage, name, start, length).await?;
+        header = read_header(&**storage, name, start, length, mode).await?;
     }
     let unclean = found_log.as_ref().is_some_and(FoundLog::is_unclean);
     if writable && (unclean || header.incompatible.contains(IncompatibleFeatures::DIRTY)) {
-        repair_dirty(storage, name).await?;
+        let memory = options.memory.as_ref();
+        let amount = match (&options.trust, memory) {
+            _ if options.unbounded_repair => Amount::Any,
+            (Trust::Within(_), memory) => Amount::Bounded(memory),
+            (Trust::Full, Some(memory)) => Amount::Within(memory),
+            (Trust::Full, None) => Amount::Any,
+        };
+        repair_dirty(storage, name, amount).await?;
         length = storage.len().await?;
         let start = storage.read_at(0, IoBuf::zeroed(4096)).await?;
-        header = read_header(&**storage, name, start, length).await?;
+        header = read_header(&**storage, name, start, length, mode).await?;
     }
     if !writable {
         drop_unneeded(&mut header);
@@ -333,7 +380,7 @@ pub(crate) async fn load_qcow2<H: Host>(
         show_snapshot(&**storage, name, &mut header, (length, writable), choice).await?;
     }
     let memory = reserve(options, name, &header)?;
-    let l1 = read_l1(&**storage, name, &header, length, replayed.as_ref()).await?;
+    let l1 = read_l1(&**storage, name, &header, (length, writable), replayed.as_ref()).await?;
     let data = if header.incompatible.contains(IncompatibleFeatures::DATA_FILE) {
         let path = match (&options.data_file, header.data_file()) {
             (Some(path), _) => path.clone(),
@@ -348,7 +395,7 @@ pub(crate) async fn load_qcow2<H: Host>(
                     ),
                 });
             }
-            (None, Some(file)) => referenced_file(host, name, "data file", file, &options.trust)?,
+            (None, Some(file)) => referenced_file(host, name, DATA_FILE, file, &options.trust)?,
             (None, None) => {
                 return Err(DiskError::Refused {
                     image: name.to_owned(),
@@ -360,6 +407,9 @@ pub(crate) async fn load_qcow2<H: Host>(
             }
         };
         let data = host.open(&path, options.mode(writable)).await?;
+        if let (None, Some(file)) = (&options.data_file, header.data_file()) {
+            check_data_file(host, name, file, &path, &data)?;
+        }
         if data.id() == storage.id() {
             return Err(DiskError::Refused {
                 image: name.to_owned(),
@@ -443,29 +493,35 @@ async fn show_snapshot<S: Storage>(
     Ok(())
 }
 
-/// Reads the header cluster, of which `start` is the beginning.
+/// Reads the header cluster, of which `start` is the beginning, as strictly as `mode` says.
 pub async fn read_header<S: Storage>(
     storage: &S,
     name: &Path,
     start: IoBuf,
     file_length: u64,
+    mode: ParseMode,
 ) -> Result<Header> {
     let error = |source| DiskError::Format { image: name.to_owned(), source };
     let head = Header::probe_length(&start).map_err(error)?.min(file_length as usize);
     let enough = head <= start.len() || Header::ends_in(&start);
     let bytes = if enough { start } else { storage.read_at(0, IoBuf::zeroed(head)).await? };
-    Header::parse(bytes.get(..head).unwrap_or(&bytes)).map_err(error)
+    Header::parse_for(bytes.get(..head).unwrap_or(&bytes), mode).map_err(error)
 }
 
 /// Bytes of an L1 table that are read at once.
 const L1_PIECE: u64 = 1 << 20;
 
-/// Checks that the active L1 table is in the file.
-fn check_l1(name: &Path, header: &Header, file_length: u64) -> Result<()> {
-    let bytes = u64::from(header.l1_size) * 8;
+/// The entries of the active L1 table that are in the file: all of them, or for reading at least those of the disk.
+/// Those of a virtual machine's state come after them. A snapshot's table may have fewer, if the disk has grown since.
+fn check_l1(name: &Path, header: &Header, file_length: u64, writable: bool) -> Result<u64> {
     let offset = header.l1_table_offset;
-    if offset.get().checked_add(bytes).is_some_and(|end| end <= file_length) {
-        return Ok(());
+    let all = u64::from(header.l1_size);
+    let there = all.min(file_length.saturating_sub(offset.get()) / L1_ENTRY_SIZE as u64);
+    let geometry =
+        header.geometry().map_err(|source| DiskError::Format { image: name.to_owned(), source })?;
+    let needed = if writable { all } else { geometry.l1_size_for(header.disk_size()).min(all) };
+    if there >= needed {
+        return Ok(there);
     }
     Err(DiskError::Refused {
         image: name.to_owned(),
@@ -482,11 +538,10 @@ async fn read_l1<S: Storage>(
     storage: &S,
     name: &Path,
     header: &Header,
-    file_length: u64,
+    (file_length, writable): (u64, bool),
     replayed: Option<&Replayed>,
 ) -> Result<L1Table> {
-    check_l1(name, header, file_length)?;
-    let bytes = u64::from(header.l1_size) * 8;
+    let bytes = check_l1(name, header, file_length, writable)? * L1_ENTRY_SIZE as u64;
     let offset = header.l1_table_offset;
     let mut table = L1Table::default();
     let mut at = 0;
@@ -501,6 +556,8 @@ async fn read_l1<S: Storage>(
         table.extend(&entries);
         at += length as u64;
     }
+    // Whoever reads there gets an error.
+    table.end_missing(header.l1_size as usize);
     Ok(table)
 }
 

@@ -43,6 +43,16 @@ pub enum Trust {
 }
 
 impl Trust {
+    /// What to do about a file that lies outside, to be appended to the reason.
+    pub(crate) fn way_out(&self) -> &'static str {
+        match self {
+            Self::Within(directories) if directories.is_empty() => {
+                ", which names no other file; if it may, allow the directory (--backing-dir)"
+            }
+            Self::Full | Self::Within(_) => "",
+        }
+    }
+
     /// Checks that a file that a header names is where that is allowed: the open file, since its name may have come to
     /// mean another.
     ///
@@ -56,7 +66,10 @@ impl Trust {
         }
         Err(DiskError::Refused {
             image: file.name().to_owned(),
-            reason: "it lies outside the directories allowed to an untrusted image".into(),
+            reason: format!(
+                "it lies outside the directories allowed to an untrusted image{}",
+                self.way_out()
+            ),
         })
     }
 }
@@ -177,6 +190,8 @@ pub struct OpenOptions {
     pub restart_log: bool,
     /// The repair of an image opens it: its corrupt bit is no reason not to.
     pub(crate) repairing: bool,
+    /// Who opens it has asked for its repair: that may take as long, and as much memory, as it takes.
+    pub(crate) unbounded_repair: bool,
 }
 
 impl Default for OpenOptions {
@@ -203,6 +218,7 @@ impl Default for OpenOptions {
             memory: None,
             restart_log: false,
             repairing: false,
+            unbounded_repair: false,
         }
     }
 }

@@ -20,6 +20,10 @@ pub async fn read_snapshots<S: Storage>(
     length: u64,
 ) -> Result<Vec<Snapshot>> {
     let error = |source: FormatError| DiskError::Format { image: name.to_owned(), source };
+    if header.nb_snapshots > 0 {
+        let geometry = header.geometry().map_err(error)?;
+        header.snapshot_table(&geometry).map_err(error)?;
+    }
     let start = header.snapshots_offset.get();
     let mut snapshots = Vec::new();
     let (mut at, mut window, mut window_at) = (start, IoBuf::empty(), start);

@@ -93,8 +93,14 @@ impl<H: Host> Mirror<H> {
         let surplus = Surplus { start, end: active.above(), seen: u64::MAX, below };
         if self.options.sync == MirrorSync::Full {
             let size = target.size();
-            let status = target.block_status(0, size, 1).await?;
-            if status.first().is_none_or(|run| !run.zero || run.length < size) {
+            // Zeroes of its backing file would not stay if it got another one. The file that its header names counts
+            // even if it is not open: others will read the target with it.
+            let header = target.chain.active().header();
+            let over_others =
+                target.depth() > 1 || header.is_some_and(|header| header.backing_file.is_some());
+            // What is damaged is overwritten.
+            let status = target.block_status(0, size, 1).await.unwrap_or_default();
+            if over_others || status.first().is_none_or(|run| !run.zero || run.length < size) {
                 let flags = ZeroFlags { may_unmap: true, only_fast: false };
                 target.write_zeroes(0, size, flags).await?;
             }

@@ -33,6 +33,9 @@ pub struct FormatError {
 }
 
 impl FormatError {
+    /// The field of the features that an image needs.
+    pub(crate) const FEATURES: &'static str = "incompatible_features";
+
     /// An error of `kind`: `field` holds `value`, which is wrong for `reason`.
     pub fn new(
         kind: FormatErrorKind,
@@ -98,6 +101,14 @@ impl FormatError {
 
 impl fmt::Display for FormatError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.kind == FormatErrorKind::Unsupported && self.field == Self::FEATURES {
+            // QEMU's words, which programs look for.
+            return write!(
+                f,
+                "Unsupported qcow2 feature(s): {} ({}); {}",
+                self.value, self.field, self.reason
+            );
+        }
         write!(f, "{} is {}: {}", self.field, self.value, self.reason)
     }
 }

@@ -183,15 +183,21 @@ impl FeatureNameTable {
         self.entries.iter().find(|entry| entry.kind == kind && entry.bit == bit)
     }
 
-    /// Names for the bits set in `bits`, from this table or as "bit N", joined by commas.
-    pub fn describe(&self, kind: FeatureKind, bits: u64) -> String {
-        let names: Vec<String> = (0..64u8)
-            .filter(|bit| bits >> bit & 1 != 0)
-            .map(|bit| match self.find(kind, bit).map(FeatureName::text) {
-                Some(text) if !text.is_empty() => format!("\"{text}\" (bit {bit})"),
-                _ => format!("bit {bit}"),
-            })
-            .collect();
+    /// The incompatible features set in `bits`, as QEMU lists them: names from this table, and the bits that it has no
+    /// name for as a hexadecimal number.
+    pub fn describe_incompatible(&self, bits: u64) -> String {
+        let mut unnamed = bits;
+        let mut names = Vec::new();
+        for bit in (0..64u8).filter(|bit| bits >> bit & 1 != 0) {
+            let name = self.find(FeatureKind::Incompatible, bit).map(FeatureName::text);
+            if let Some(name) = name.filter(|name| !name.is_empty()) {
+                names.push(name);
+                unnamed &= !(1 << bit);
+            }
+        }
+        if unnamed != 0 {
+            names.push(format!("Unknown incompatible feature: {unnamed:x}"));
+        }
         names.join(", ")
     }
 
@@ -237,10 +243,10 @@ mod tests {
         let mut table = FeatureNameTable::default();
         table.entries.push(FeatureName::new(FeatureKind::Incompatible, 9, "fast\x1b[2Jer"));
         assert_eq!(
-            table.describe(FeatureKind::Incompatible, 1 << 9 | 1 << 63),
-            "\"fast?[2Jer\" (bit 9), bit 63"
+            table.describe_incompatible(1 << 9 | 1 << 63),
+            "fast?[2Jer, Unknown incompatible feature: 8000000000000000"
         );
-        assert_eq!(table.describe(FeatureKind::Autoclear, 1 << 9), "bit 9");
+        assert_eq!(table.describe_incompatible(3 << 10), "Unknown incompatible feature: c00");
     }
 
     #[test]

@@ -7,12 +7,16 @@ use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// The longest reply accepted, enough for a disk with many thousands of layers.
 const LONGEST: usize = 256 << 20;
+
+/// Bytes of a socket file's path, by `sockaddr_un`.
+const LONGEST_PATH: usize = 107;
 
 /// How long a server may take to answer in a TLS handshake.
 const HANDSHAKE: Duration = Duration::from_secs(30);
@@ -22,7 +26,7 @@ const HANDSHAKE: Duration = Duration::from_secs(30);
 #[non_exhaustive]
 pub enum ClientError {
     /// The server cannot be reached.
-    #[error("cannot connect to '{address}': {error}")]
+    #[error("cannot connect to '{address}': {}", unreachable(address, error))]
     Connect {
         /// The server's address.
         address: String,
@@ -31,7 +35,7 @@ pub enum ClientError {
         error: io::Error,
     },
     /// The connection failed.
-    #[error("the connection failed: {0}")]
+    #[error("the connection failed: {}", isobath_storage::cause(.0))]
     Io(#[from] io::Error),
     /// The server closed the connection.
     #[error("the server closed the connection")]
@@ -47,6 +51,25 @@ pub enum ClientError {
         /// The server's message.
         description: String,
     },
+}
+
+/// Why a server cannot be reached.
+fn unreachable(address: &str, error: &io::Error) -> String {
+    if let Address::Unix(path) = Address::parse(address) {
+        let length = path.as_os_str().len();
+        if length > LONGEST_PATH {
+            return format!("its path has {length} bytes; a socket's has at most {LONGEST_PATH}");
+        }
+        if error.kind() == io::ErrorKind::ConnectionRefused {
+            let is_socket = path.metadata().is_ok_and(|found| found.file_type().is_socket());
+            return if is_socket {
+                "no server listens there; the one that made the socket has ended".into()
+            } else {
+                "it is no socket; give the path of the server's --qmp".into()
+            };
+        }
+    }
+    isobath_storage::cause(error)
 }
 
 impl ClientError {

@@ -4,7 +4,7 @@ use crate::attempts::Attempts;
 use crate::place::{self, Identity, Place};
 use crate::runtime::{Local, may_go_on, ops, required, sleep};
 use isobath_buf::IoBuf;
-use rustix::fs::{AtFlags, FileType, OFlags};
+use rustix::fs::{AtFlags, FileType};
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -87,12 +87,14 @@ impl Listener {
             }
             other => other?,
         };
-        let bound = place::identity(&place.stat()?);
+        // What was bound, which is not looked for by its name again.
+        let file = place.open_path()?;
+        let bound = check_own(&file)?;
         // From here on, the socket's file is removed on failure.
         let address = Address::Unix(path.to_owned());
         let listener =
             Self { socket: Arc::new(socket.into()), address, file: Some((place, bound)) };
-        give_access(path, access)?;
+        give_access(&file, access)?;
         let socket = socket2::SockRef::from(&listener.socket);
         socket.listen(libc::SOMAXCONN)?;
         socket.set_nonblocking(true)?;
@@ -258,19 +260,25 @@ fn bind_private(path: &Path) -> io::Result<socket2::Socket> {
     Ok(socket)
 }
 
-/// Sets the permissions of a socket file just created.
-fn give_access(path: &Path, access: Access) -> io::Result<()> {
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let file = rustix::fs::open(path, flags, rustix::fs::Mode::empty())?;
-    let stat = rustix::fs::fstat(&file)?;
+/// Checks that a file is a socket as [`bind_private`] makes it, and tells which one it is: between that and its
+/// opening another program may have put something else in its place.
+fn check_own(file: &OwnedFd) -> io::Result<Identity> {
+    let stat = rustix::fs::fstat(file)?;
     let is_socket = FileType::from_raw_mode(stat.st_mode) == FileType::Socket;
-    if !is_socket || stat.st_uid != own_user() {
+    let is_private = stat.st_mode & 0o7777 & !Access::default().mode == 0;
+    if !is_socket || stat.st_uid != own_user() || stat.st_nlink != 1 || !is_private {
         let message = "the socket was replaced by another file";
         return Err(io::Error::other(message));
     }
+    Ok(place::identity(&stat))
+}
+
+/// Sets the permissions of a socket file just created.
+fn give_access(file: &OwnedFd, access: Access) -> io::Result<()> {
+    let stat = rustix::fs::fstat(file)?;
     if let Some(group) = access.group {
         let group = Some(rustix::fs::Gid::from_raw(group));
-        rustix::fs::chownat(&file, "", None, group, AtFlags::EMPTY_PATH)?;
+        rustix::fs::chownat(file, "", None, group, AtFlags::EMPTY_PATH)?;
     }
     if stat.st_mode & 0o7777 != access.mode {
         // A descriptor of a path alone has its permissions changed only by this name.

@@ -101,6 +101,15 @@ impl Place {
         Ok(file.into())
     }
 
+    /// Opens what is here as a path alone, whatever it is; a link is not followed.
+    ///
+    /// # Errors
+    /// `NotFound` if nothing is here.
+    pub fn open_path(&self) -> io::Result<OwnedFd> {
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        Ok(openat(&self.directory, &self.name, flags, Mode::empty())?)
+    }
+
     /// Creates a file with this mode, less the umask, and opens it for reading and writing.
     ///
     /// # Errors

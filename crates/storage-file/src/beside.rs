@@ -147,7 +147,6 @@ impl Besides {
     }
 
     /// Whether a reader of the file lets writers in.
-    #[cfg(test)]
     pub(super) fn admits(&self, id: FileId) -> bool {
         self.0.lock().get(&id).is_some_and(|beside| !beside.readers.is_empty())
     }

@@ -58,6 +58,8 @@ async fn sync(file: &Arc<OwnedFd>, what: Syncing) -> io::Result<()> {
 pub(super) struct Durability {
     turn: isobath_sync::AsyncMutex<()>,
     poisoned: AtomicBool,
+    /// The end of the highest write so far.
+    highest: AtomicU64,
     cause: Mutex<String>,
     /// The directory of a file that was created, until its entry is durable.
     directory: Mutex<Option<Arc<OwnedFd>>>,
@@ -67,6 +69,19 @@ impl Durability {
     /// State of a file whose entry in `directory` is new.
     pub(super) fn created(directory: OwnedFd) -> Self {
         Self { directory: Mutex::new(Some(Arc::new(directory))), ..Self::default() }
+    }
+
+    /// Notes a write that ends there.
+    pub(super) fn note_write(&self, end: u64) {
+        // Most writes are below: they leave the cache line shared.
+        if end > self.highest() {
+            self.highest.fetch_max(end, Ordering::Relaxed);
+        }
+    }
+
+    /// The end of the highest write so far.
+    pub(super) fn highest(&self) -> u64 {
+        self.highest.load(Ordering::Relaxed)
     }
 
     /// Fails after a failed flush.

@@ -17,13 +17,16 @@ use super::sys;
 use arc_swap::ArcSwap;
 use isobath_ring::place::{self, Identity, Place};
 use isobath_storage::error::{Operation, StorageError};
-use isobath_storage::{FileId, Host, OpenMode, Result, StorageExt, is_descriptor_set};
+use isobath_storage::{FileId, Host, Made, OpenMode, Result, StorageExt, is_descriptor_set};
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
+
+/// How many links to files that do not exist are followed, one after another (the kernel's limit).
+const MOST_LINKS: u32 = 40;
 
 /// Opens files and block devices by path, and [descriptors that were handed in](crate::descriptor_sets). Relative paths
 /// start at the working directory.
@@ -73,8 +76,16 @@ impl Host for FileHost {
     }
 
     async fn create(&self, name: &Path, mode: OpenMode) -> Result<FileStorage> {
-        let created = create(name, mode, Pool::of_process()).await;
-        created.map_err(|error| error.named(Operation::Create, name))
+        create(name, mode, Pool::of_process()).await
+    }
+
+    async fn create_unlike(
+        &self,
+        name: &Path,
+        mode: OpenMode,
+        spared: &dyn Fn(FileId) -> bool,
+    ) -> Result<Option<Made<FileStorage>>> {
+        create_unlike(name, mode, spared, Pool::of_process()).await
     }
 
     async fn remove(&self, name: &Path) -> Result<()> {
@@ -122,8 +133,16 @@ impl Host for LimitedHost {
     }
 
     async fn create(&self, name: &Path, mode: OpenMode) -> Result<FileStorage> {
-        let created = create(name, mode, &self.pool).await;
-        created.map_err(|error| error.named(Operation::Create, name))
+        create(name, mode, &self.pool).await
+    }
+
+    async fn create_unlike(
+        &self,
+        name: &Path,
+        mode: OpenMode,
+        spared: &dyn Fn(FileId) -> bool,
+    ) -> Result<Option<Made<FileStorage>>> {
+        create_unlike(name, mode, spared, &self.pool).await
     }
 
     async fn remove(&self, name: &Path) -> Result<()> {
@@ -159,24 +178,53 @@ async fn open(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Result<FileStora
     storage.map_err(|error| error.named(Operation::Open, name))
 }
 
-async fn create(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Attempt<FileStorage> {
+async fn create(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Result<FileStorage> {
+    match create_unlike(name, mode, &|_| false, pool).await? {
+        Some(made) => Ok(made.file),
+        None => unreachable!("no file is spared"),
+    }
+}
+
+async fn create_unlike(
+    name: &Path,
+    mode: OpenMode,
+    spared: &dyn Fn(FileId) -> bool,
+    pool: &Arc<Pool>,
+) -> Result<Option<Made<FileStorage>>> {
     let mode = OpenMode { writable: true, ..mode };
     mode.check(name)?;
+    let made = async {
+        let Some((opened, durability, is_new)) = emptied(name, mode, spared, pool).await? else {
+            return Ok(None);
+        };
+        let file = storage(opened, name, mode, durability, pool)?;
+        Ok(Some(Made { file, is_new }))
+    };
+    made.await.map_err(|error: Failure| error.named(Operation::Create, name))
+}
+
+/// Opens a file, with its locks, and empties it, unless it is to be spared. Tells whether it is new.
+async fn emptied(
+    name: &Path,
+    mode: OpenMode,
+    spared: &dyn Fn(FileId) -> bool,
+    pool: &Arc<Pool>,
+) -> Attempt<Option<(Opened, OnceLock<Arc<Durability>>, bool)>> {
     if is_descriptor_set(name) {
         let opened = descriptor(name, name, mode, Taking::Alone, pool).await?;
-        if opened.kind == Kind::Regular {
-            sys::ftruncate(&opened.target.file, 0)?;
-        }
-        return storage(opened, name, mode, OnceLock::new(), pool);
+        let emptied = empty(&opened, spared)?;
+        return Ok(emptied.then(|| (opened, OnceLock::new(), false)));
     }
     for _ in 0..MOST_REPLACED {
         match fs::metadata(name) {
+            // Who names a source as the target is told that, and not that the source is in use.
+            Ok(found) if spared(id_at(&found)) => return Ok(None),
             Ok(found) => check_type(found.mode(), found.rdev(), mode)?,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(error.into()),
         }
         let permit = pool.admit().await;
-        let (file, is_new) = new_or_found(name, mode, pool).await?;
+        let Some((file, is_new)) = new_or_found(name, mode, pool).await? else { continue };
         let durability = OnceLock::new();
         if is_new {
             let directory = pool.open(|| File::open(directory_of(name)?)).await?;
@@ -196,31 +244,45 @@ async fn create(name: &Path, mode: OpenMode, pool: &Arc<Pool>) -> Attempt<FileSt
         if !opened.is_at(name)? {
             continue;
         }
-        if opened.kind == Kind::Regular {
-            sys::ftruncate(&opened.target.file, 0)?;
-        }
-        return storage(opened, name, mode, durability, pool);
+        let emptied = empty(&opened, spared)?;
+        return Ok(emptied.then_some((opened, durability, is_new)));
     }
     Err(replaced().into())
 }
 
-/// Opens a file, and tells whether it is new.
-async fn new_or_found(name: &Path, mode: OpenMode, pool: &Pool) -> Attempt<(File, bool)> {
+/// Empties a file whose locks are held, unless it is to be spared. Returns whether it may be written to.
+fn empty(opened: &Opened, spared: &dyn Fn(FileId) -> bool) -> io::Result<bool> {
+    if spared(opened.id) {
+        return Ok(false);
+    }
+    if opened.kind == Kind::Regular {
+        sys::ftruncate(&opened.target.file, 0)?;
+    }
+    Ok(true)
+}
+
+/// Opens a file, and tells whether it is new. `None` if the name has changed meanwhile.
+async fn new_or_found(name: &Path, mode: OpenMode, pool: &Pool) -> Attempt<Option<(File, bool)>> {
     let explained = |error| Failure::Plain(explain_direct(error, mode));
-    match pool.open(|| options(mode).create_new(true).open(name)).await {
-        Ok(file) => return Ok((file, true)),
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-        Err(error) => return Err(explained(error)),
-    }
-    match pool.open(|| existing(name, mode)).await {
-        Ok(file) => Ok((file, false)),
-        // The name is a link to a file that does not exist, or was removed in between.
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            let file = pool.open(|| options(mode).create(true).truncate(false).open(name)).await;
-            Ok((file.map_err(explained)?, true))
+    let mut name = name.to_owned();
+    for _ in 0..MOST_LINKS {
+        match pool.open(|| options(mode).create_new(true).open(&name)).await {
+            Ok(file) => return Ok(Some((file, true))),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(explained(error)),
         }
-        Err(error) => Err(explained(error)),
+        match pool.open(|| existing(&name, mode)).await {
+            Ok(file) => return Ok(Some((file, false))),
+            // The name is a link to a file that does not exist, which is created by its own name, or was removed in
+            // between.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let Ok(target) = fs::read_link(&name) else { return Ok(None) };
+                name = name.parent().map_or_else(|| target.clone(), |parent| parent.join(&target));
+            }
+            Err(error) => return Err(explained(error)),
+        }
     }
+    Err(io::Error::from_raw_os_error(libc::ELOOP).into())
 }
 
 /// Where a file is that was created under this name, and which one it is.

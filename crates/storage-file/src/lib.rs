@@ -307,6 +307,10 @@ impl Usage for FileStorage {
         let target = self.kept().ok().filter(|_| self.kind == Kind::Regular)?;
         sys::free_space(&target.file).ok()
     }
+
+    fn highest_write(&self) -> Option<u64> {
+        Some(self.durability.get().map_or(0, |durability| durability.highest()))
+    }
 }
 
 impl Hints for FileStorage {

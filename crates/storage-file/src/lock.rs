@@ -77,6 +77,12 @@ impl Wanted {
         self.used.len() > 1
     }
 
+    /// The bytes whose locks by another user are in its way.
+    pub(crate) fn conflicting(self) -> impl Iterator<Item = i64> {
+        let used = self.used.iter().map(|(number, _)| DENIED + number);
+        used.chain(self.denied.iter().map(|(number, _)| USED + number))
+    }
+
     fn bytes(self) -> impl Iterator<Item = i64> {
         let used = self.used.iter().map(|(number, _)| USED + number);
         used.chain(self.denied.iter().map(|(number, _)| DENIED + number))

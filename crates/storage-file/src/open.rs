@@ -225,7 +225,12 @@ pub(super) async fn attach(
                 {
                     (None, None)
                 }
-                Err(error) => return Err(users::named(error, &file).into()),
+                Err(error) => {
+                    // Readers that let it in are not what is in its way.
+                    let let_in = wanted.writes() && besides.admits(id);
+                    let bytes = wanted.conflicting().filter(|_| !let_in).collect::<Vec<_>>();
+                    return Err(users::named_at_open(error, &file, &bytes).into());
+                }
             }
         }
     };

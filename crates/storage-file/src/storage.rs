@@ -178,7 +178,17 @@ impl FileStorage {
             None if changes => Err(io::Error::from_raw_os_error(libc::EFBIG)),
             None => Err(io::Error::from_raw_os_error(libc::EINVAL)),
             Some(_) if changes && self.writing.has_ended() => Err(self.refusal()),
-            Some(end) if changes => self.durability().check().map(|()| end),
+            Some(end) if changes => {
+                let durability = self.durability();
+                let writes = matches!(
+                    operation,
+                    Operation::Write | Operation::WriteZeroes | Operation::Clone
+                );
+                if writes && length > 0 {
+                    durability.note_write(end);
+                }
+                durability.check().map(|()| end)
+            }
             Some(end) => Ok(end),
         };
         result.map_err(|error| self.at(operation, offset, length, error))

@@ -18,13 +18,44 @@ pub(super) fn named(error: StorageError, file: &OwnedFd) -> StorageError {
     if error.kind() != io::ErrorKind::ResourceBusy {
         return error;
     }
-    let users = holders(file);
+    said(error, &holders(file))
+}
+
+/// Like [`named`], for a file that was just opened and holds no locks: this program itself is named if nobody else is
+/// and it holds a lock of one of the `conflicting` bytes, by another descriptor.
+pub(super) fn named_at_open(
+    error: StorageError,
+    file: &OwnedFd,
+    conflicting: &[i64],
+) -> StorageError {
+    if error.kind() != io::ErrorKind::ResourceBusy {
+        return error;
+    }
+    let mut users = holders(file);
+    if users.is_empty() && held_here(file, conflicting) {
+        users.push("this program itself".into());
+    }
+    said(error, &users)
+}
+
+/// The error with who has the file open, if that is known.
+fn said(error: StorageError, users: &[String]) -> StorageError {
     if users.is_empty() {
         return error;
     }
     let text = format!("{} (it is open in {})", error.source, users.join(", "));
     let source = io::Error::new(io::ErrorKind::ResourceBusy, text);
     StorageError { source, ..error }
+}
+
+/// Whether this process holds a lock of one of these bytes of the file.
+fn held_here(file: &OwnedFd, bytes: &[i64]) -> bool {
+    let own = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    let (Some(name), Ok(stat)) = (name_of(&own), fs::metadata(&own)) else { return false };
+    let is_among = |line: &str| {
+        locked_bytes(line).is_some_and(|locked| bytes.iter().any(|byte| locked.contains(byte)))
+    };
+    holds(std::process::id(), &name, stat.ino(), is_among)
 }
 
 /// Other processes that hold locks of the file, by name and number.
@@ -40,7 +71,7 @@ fn holders(file: &OwnedFd) -> Vec<String> {
         .flatten()
         .filter_map(|process| number(&process))
         .filter(|process| *process != std::process::id())
-        .filter(|process| holds(*process, &name, stat.ino()))
+        .filter(|process| holds(*process, &name, stat.ino(), |_| true))
         .collect();
     found.sort_unstable();
     let named = found.iter().take(MOST).map(|process| {
@@ -59,13 +90,13 @@ fn name_of(descriptor: &Path) -> Option<OsString> {
     fs::read_link(descriptor).ok()?.file_name().map(OsString::from)
 }
 
-/// Whether a process holds locks of the file with this name and inode number.
-fn holds(process: u32, name: &OsString, inode: u64) -> bool {
+/// Whether a process holds locks of the file with this name and inode number, of which one `matters`.
+fn holds(process: u32, name: &OsString, inode: u64, matters: impl Fn(&str) -> bool) -> bool {
     let Ok(descriptors) = fs::read_dir(format!("/proc/{process}/fd")) else { return false };
     descriptors.flatten().filter(|one| name_of(&one.path()).as_ref() == Some(name)).any(|one| {
         let number = one.file_name();
         let locks = fs::read_to_string(format!("/proc/{process}/fdinfo/{}", number.display()));
-        locks.is_ok_and(|locks| locks.lines().any(|line| is_lock(line, inode)))
+        locks.is_ok_and(|locks| locks.lines().any(|line| is_lock(line, inode) && matters(line)))
     })
 }
 
@@ -88,6 +119,27 @@ pub(super) fn locked_bytes(line: &str) -> Option<RangeInclusive<i64>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::lock::{self, Wanted};
+    use isobath_storage::{Locking, OpenMode};
+    use std::fs::File;
+    use std::sync::Arc;
+
+    #[test]
+    fn only_locks_that_are_in_the_way_are_said_to_be_this_programs() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("file");
+        let _ = File::create(&path).unwrap();
+        let open = || Arc::new(OwnedFd::from(File::options().read(true).open(&path).unwrap()));
+        let (first, second) = (open(), open());
+        let writer = OpenMode { writable: true, direct: false, locking: Locking::Exclusive };
+        let writer: Vec<i64> = Wanted::of(writer).unwrap().conflicting().collect();
+        let reader: Vec<i64> = Wanted::READER.conflicting().collect();
+        assert!(!held_here(&second, &writer));
+        let _locks = lock::join(&first, &path).unwrap();
+        assert!(held_here(&second, &writer));
+        // Two readers may use it.
+        assert!(!held_here(&second, &reader) && !held_here(&second, &[]));
+    }
 
     #[test]
     fn locks_are_recognised() {

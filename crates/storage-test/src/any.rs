@@ -4,7 +4,7 @@
 //! [`AnyHost`] it is compiled once; each operation then costs an allocation and an indirect call.
 
 use isobath_storage::{
-    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, OpenMode,
+    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, Made, OpenMode,
     Reflink, Result, Storage, ZeroMode,
 };
 use std::any::Any;
@@ -36,6 +36,12 @@ struct Typed<T>(T);
 trait DynHost: Send + Sync {
     fn open<'a>(&'a self, name: &'a Path, mode: OpenMode) -> BoxFuture<'a, Result<AnyFile>>;
     fn create<'a>(&'a self, name: &'a Path, mode: OpenMode) -> BoxFuture<'a, Result<AnyFile>>;
+    fn create_unlike<'a>(
+        &'a self,
+        name: &'a Path,
+        mode: OpenMode,
+        spared: &'a dyn Fn(FileId) -> bool,
+    ) -> BoxFuture<'a, Result<Option<Made<AnyFile>>>>;
     fn remove<'a>(&'a self, name: &'a Path) -> BoxFuture<'a, Result<()>>;
     fn remove_file<'a>(&'a self, name: &'a Path, file: &'a AnyFile) -> BoxFuture<'a, Result<bool>>;
     fn canonical(&self, name: &Path) -> Result<PathBuf>;
@@ -51,6 +57,21 @@ impl<H: Host> DynHost for Typed<H> {
 
     fn create<'a>(&'a self, name: &'a Path, mode: OpenMode) -> BoxFuture<'a, Result<AnyFile>> {
         Box::pin(async move { Ok(AnyFile(Box::new(Typed(self.0.create(name, mode).await?)))) })
+    }
+
+    fn create_unlike<'a>(
+        &'a self,
+        name: &'a Path,
+        mode: OpenMode,
+        spared: &'a dyn Fn(FileId) -> bool,
+    ) -> BoxFuture<'a, Result<Option<Made<AnyFile>>>> {
+        Box::pin(async move {
+            let made = self.0.create_unlike(name, mode, spared).await?;
+            Ok(made.map(|Made { file, is_new }| {
+                let file = AnyFile(Box::new(Typed(file)));
+                Made { file, is_new }
+            }))
+        })
     }
 
     fn remove<'a>(&'a self, name: &'a Path) -> BoxFuture<'a, Result<()>> {
@@ -93,6 +114,15 @@ impl Host for AnyHost {
 
     async fn create(&self, name: &Path, mode: OpenMode) -> Result<AnyFile> {
         self.0.create(name, mode).await
+    }
+
+    async fn create_unlike(
+        &self,
+        name: &Path,
+        mode: OpenMode,
+        spared: &dyn Fn(FileId) -> bool,
+    ) -> Result<Option<Made<AnyFile>>> {
+        self.0.create_unlike(name, mode, spared).await
     }
 
     async fn remove(&self, name: &Path) -> Result<()> {

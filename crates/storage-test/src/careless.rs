@@ -1,7 +1,8 @@
 //! A host whose files can break what [`Storage`] promises: to find out whether those who rely on it would notice.
 
 use isobath_storage::{
-    Allocation, Capabilities, FileId, Host, Identity, IoBuf, OpenMode, Result, Storage, ZeroMode,
+    Allocation, Capabilities, FileId, Host, Identity, IoBuf, Made, OpenMode, Result, Storage,
+    ZeroMode,
 };
 use parking_lot::Mutex;
 use std::path::{Path, PathBuf};
@@ -79,6 +80,16 @@ impl<H: Host> Host for CarelessHost<H> {
 
     async fn create(&self, name: &Path, mode: OpenMode) -> Result<Self::File> {
         Ok(self.wrap(self.inner.create(name, mode).await?))
+    }
+
+    async fn create_unlike(
+        &self,
+        name: &Path,
+        mode: OpenMode,
+        spared: &dyn Fn(FileId) -> bool,
+    ) -> Result<Option<Made<Self::File>>> {
+        let made = self.inner.create_unlike(name, mode, spared).await?;
+        Ok(made.map(|Made { file, is_new }| Made { file: self.wrap(file), is_new }))
     }
 
     async fn remove(&self, name: &Path) -> Result<()> {

@@ -92,6 +92,14 @@ async fn opening<H: Host>(host: &H, name: &Path, writable: OpenMode, read_only: 
     assert_eq!(host.open(name, writable).await.err().unwrap().kind(), ErrorKind::ResourceBusy);
     drop((first, second));
 
+    let id = host.open(name, read_only).await.unwrap().id();
+    let spared = host.create_unlike(name, writable, &|other| other == id).await.unwrap();
+    assert!(spared.is_none(), "what is not to be replaced stays");
+    assert_eq!(read(&host.open(name, read_only).await.unwrap(), 0, 4).await, b"kept");
+    let made = host.create_unlike(name, writable, &|_| false).await.unwrap().unwrap();
+    assert!(!made.is_new);
+    assert_eq!(made.file.len().await.unwrap(), 0, "creating truncates");
+    drop(made);
     let file = host.create(name, writable).await.unwrap();
     assert_eq!(file.len().await.unwrap(), 0, "creating truncates");
     file.flush().await.unwrap();

@@ -2,7 +2,7 @@
 
 use isobath_storage::{
     Access, Allocation, BoxFuture, Capabilities, Extensions, FileId, Hints, Host, Identity, IoBuf,
-    Layout, OpenMode, Reflink, Result, Roles, Stamp, Stamps, Storage, ZeroMode,
+    Layout, Made, OpenMode, Reflink, Result, Roles, Stamp, Stamps, Storage, ZeroMode,
 };
 use std::future::Future;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 pub enum HostCall {
     /// [`Host::open`].
     Open,
-    /// [`Host::create`].
+    /// [`Host::create`] and [`Host::create_unlike`].
     Create,
     /// [`Host::remove`] and [`Host::remove_file`].
     Remove,
@@ -41,6 +41,8 @@ pub enum Call<'a> {
         offset: u64,
         /// How much.
         length: u64,
+        /// How.
+        mode: ZeroMode,
     },
     /// [`Storage::discard`].
     Discard {
@@ -172,6 +174,19 @@ impl<H: Host, K: HostHooks> Host for PassThrough<H, K> {
         Ok(file)
     }
 
+    async fn create_unlike(
+        &self,
+        name: &Path,
+        mode: OpenMode,
+        spared: &dyn Fn(FileId) -> bool,
+    ) -> Result<Option<Made<Self::File>>> {
+        let begun = self.hooks.begin(HostCall::Create, name).await?;
+        let made = self.inner.create_unlike(name, mode, spared).await?;
+        let made = made.map(|Made { file, is_new }| Made { file: self.wrap(file), is_new });
+        self.hooks.end(HostCall::Create, name, begun);
+        Ok(made)
+    }
+
     async fn remove(&self, name: &Path) -> Result<()> {
         let begun = self.hooks.begin(HostCall::Remove, name).await?;
         self.inner.remove(name).await?;
@@ -261,7 +276,7 @@ impl<S: Storage, K: Hooks> Storage for PassThroughFile<S, K> {
     }
 
     async fn write_zeroes(&self, offset: u64, length: u64, mode: ZeroMode) -> Result<()> {
-        let request = Call::WriteZeroes { offset, length };
+        let request = Call::WriteZeroes { offset, length, mode };
         self.around(request, self.inner.write_zeroes(offset, length, mode)).await
     }
 

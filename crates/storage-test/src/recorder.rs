@@ -223,7 +223,7 @@ impl Hooks for FileRecorder {
                 let parts: Vec<&[u8]> = bufs.iter().map(|buf| &buf[..]).collect();
                 Change::Write(offset, parts.concat().into())
             }
-            Some(Call::WriteZeroes { offset, length }) => Change::Zero(offset..offset + length),
+            Some(Call::WriteZeroes { offset, length, .. }) => Change::Zero(offset..offset + length),
             Some(Call::Discard { offset, length }) => Change::Discard(offset..offset + length),
             Some(Call::Flush | Call::Retire) => Change::Flush { started: asked },
             Some(Call::SetLength(length)) => Change::SetLength(length),

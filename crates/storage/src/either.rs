@@ -5,7 +5,7 @@
 
 use crate::error::{Operation, StorageError};
 use crate::{
-    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, OpenMode,
+    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, Made, OpenMode,
     Reflink, Result, Storage, ZeroMode,
 };
 use std::fmt;
@@ -65,6 +65,35 @@ impl<A: Host, B: Host> Host for EitherHost<A, B> {
         match (self.rule)(name) {
             Side::First => Ok(EitherFile::First(Box::pin(self.first.create(name, mode)).await?)),
             Side::Second => Ok(EitherFile::Second(Box::pin(self.second.create(name, mode)).await?)),
+        }
+    }
+
+    async fn create_unlike(
+        &self,
+        name: &Path,
+        mode: OpenMode,
+        spared: &dyn Fn(FileId) -> bool,
+    ) -> Result<Option<Made<Self::File>>> {
+        fn map<F, G>(made: Option<Made<F>>, to: impl FnOnce(F) -> G) -> Option<Made<G>> {
+            made.map(|Made { file, is_new }| Made { file: to(file), is_new })
+        }
+        match (self.rule)(name) {
+            Side::First => {
+                let made =
+                    Box::pin(self.first.create_unlike(name, mode, &|id| {
+                        spared(Self::File::id_of(Side::First, id))
+                    }))
+                    .await?;
+                Ok(map(made, EitherFile::First))
+            }
+            Side::Second => {
+                let made =
+                    Box::pin(self.second.create_unlike(name, mode, &|id| {
+                        spared(Self::File::id_of(Side::Second, id))
+                    }))
+                    .await?;
+                Ok(map(made, EitherFile::Second))
+            }
         }
     }
 

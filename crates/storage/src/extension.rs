@@ -181,6 +181,13 @@ pub trait Usage {
     fn free_space(&self) -> Option<u64> {
         None
     }
+
+    /// The end of what was written to the file through this handle that lies the furthest behind, in bytes; 0 before
+    /// the first write, and `None` if the host does not keep it. Zeroes count, discards and changes of the length do
+    /// not.
+    fn highest_write(&self) -> Option<u64> {
+        None
+    }
 }
 
 /// Hints that do not affect the data read.
@@ -335,6 +342,14 @@ pub trait StorageExt {
         Self: Storage,
     {
         self.extensions().usage?.free_space()
+    }
+
+    /// As [`Usage::highest_write`]; `None` without it.
+    fn highest_write(&self) -> Option<u64>
+    where
+        Self: Storage,
+    {
+        self.extensions().usage?.highest_write()
     }
 
     /// As [`Reflink::clone_range`]; `false` without it.

@@ -305,6 +305,15 @@ impl OpenMode {
     }
 }
 
+/// A file that was created, or emptied.
+#[derive(Debug)]
+pub struct Made<F> {
+    /// The file.
+    pub file: F,
+    /// There was no file of that name.
+    pub is_new: bool,
+}
+
 /// Opens files by name.
 pub trait Host: Send + Sync + 'static {
     /// The type of an open file.
@@ -315,6 +324,31 @@ pub trait Host: Send + Sync + 'static {
 
     /// Creates an empty file, or truncates an existing one once its lock is held, open for writing.
     fn create(&self, name: &Path, mode: OpenMode) -> impl Future<Output = Result<Self::File>>;
+
+    /// As [`create`](Self::create), unless the file is one that is to be `spared`, by its [id](StorageExt::id): then it
+    /// stays as it is, and the result is `None`. A host whose names other programs may change judges the file that it
+    /// has opened, not what its name leads to before; the default looks before.
+    fn create_unlike(
+        &self,
+        name: &Path,
+        mode: OpenMode,
+        spared: &dyn Fn(FileId) -> bool,
+    ) -> impl Future<Output = Result<Option<Made<Self::File>>>> {
+        async move {
+            let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
+            let found = self.open(name, look).await;
+            let is_new = match &found {
+                Ok(file) if spared(file.id()) => return Ok(None),
+                Ok(_) => false,
+                Err(error) => error.kind() == io::ErrorKind::NotFound,
+            };
+            // A server may end with its last client.
+            let found = found.ok().filter(|_| self.protocol_name(&name.to_string_lossy()));
+            let file = self.create(name, mode).await?;
+            drop(found);
+            Ok(Some(Made { file, is_new }))
+        }
+    }
 
     /// Removes a file.
     fn remove(&self, name: &Path) -> impl Future<Output = Result<()>>;

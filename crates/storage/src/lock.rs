@@ -30,17 +30,17 @@ impl Conflict {
     pub const SHARED_WRITE: Self = Self::denied("write");
 }
 
+/// How the error begins if it is a writer elsewhere that keeps this program from reading: without locks it could read.
+pub const READ_REFUSED: &str = "Failed to get shared ";
+
+/// What the error advises. Programs that can open an image without locks may say how, behind it.
+pub const WAY_OUT: &str = "Close it there first";
+
 /// The error of an image that another user holds, in QEMU's words.
 pub fn busy(name: &Path, conflict: Conflict) -> StorageError {
-    let shared = if conflict.shared { "shared " } else { "" };
-    // Who wants to write has no use for reading it.
-    let way_out = if conflict == Conflict::WRITE {
-        "Close it there first"
-    } else {
-        "Close it there first, or read it without a lock with -U (--force-share)"
-    };
+    let failed = if conflict.shared { READ_REFUSED } else { "Failed to get " };
     let message = format!(
-        "Failed to get {shared}\"{}\" lock. Is another process using the image [{}]? {way_out}",
+        "{failed}\"{}\" lock. Is another process using the image [{}]? {WAY_OUT}",
         conflict.permission,
         crate::shown(name)
     );

@@ -7,7 +7,7 @@
 use crate::error::{Operation, StorageError};
 use crate::sectors::{SectorCipher, Sectors, around};
 use crate::{
-    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, OpenMode,
+    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, Made, OpenMode,
     Reflink, Result, SECTOR, Storage, StorageExt, ZeroMode,
 };
 use std::io;
@@ -109,6 +109,22 @@ impl<H: Host> Host for WindowHost<H> {
             return Err(fixed(name, Operation::Create));
         }
         Ok(WindowFile { file: self.0.create(name, mode).await?, part: None, sectors: None })
+    }
+
+    async fn create_unlike(
+        &self,
+        name: &Path,
+        mode: OpenMode,
+        spared: &dyn Fn(FileId) -> bool,
+    ) -> Result<Option<Made<Self::File>>> {
+        if Part::of_name(name).is_some() {
+            return Err(fixed(name, Operation::Create));
+        }
+        let made = self.0.create_unlike(name, mode, spared).await?;
+        Ok(made.map(|Made { file, is_new }| {
+            let file = WindowFile { file, part: None, sectors: None };
+            Made { file, is_new }
+        }))
     }
 
     async fn remove(&self, name: &Path) -> Result<()> {

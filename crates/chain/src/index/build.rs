@@ -113,7 +113,8 @@ pub struct Place {
 }
 
 /// Builds an index of all layers of `chain`, none of which may change meanwhile. `above` is the name that the image
-/// above gives to the last of them. `progress` is called with the pages done and their total.
+/// above gives to the last of them. `progress` is called with the layers and pages done, and how many
+/// there are.
 ///
 /// # Errors
 /// The storage fails. An overlay does not need what earlier ones have left to it: that stays as it is then.
@@ -179,6 +180,8 @@ async fn build_on<S: Storage>(
     }
     let mut out = Out { bytes: Vec::new(), place };
     let mut owned = Owned::default();
+    let pages = size.div_ceil(1 << root.page_bits());
+    let (mut read, total) = (0, (chain.depth() - first) as u64 + pages);
     for (index, layer) in chain.layers().skip(first) {
         let name = match chain.get(LayerIndex::new(index.get().wrapping_add(1))) {
             Some(upper) if index != chain.active_index() => {
@@ -186,25 +189,26 @@ async fn build_on<S: Storage>(
             }
             _ => above.to_owned(),
         };
-        let (record, pages) = record(layer, name, root.page_bits(), limit).await?;
+        let (record, owns) = record(layer, name, root.page_bits(), limit).await?;
         if record.stamp.is_none() && record.digest.is_none() {
             return Ok(Some(Err(NoIndex::Unprovable(layer.name().to_owned()))));
         }
         root.tail.push(record);
-        owned.add(index, pages);
+        owned.add(index, owns);
+        read += 1;
+        progress(read, total);
     }
     let undigested = root.tail.iter().filter(|record| record.digest.is_none()).count() as u32;
     let folding = (!deferred).then_some(folding);
     let mut work = Work { chain, base, root: &root, folding, folds: 0, folded: 0, owned };
     let count = size.div_ceil(1 << root.segment_bits()) as u32;
-    let pages = size.div_ceil(1 << root.page_bits());
     let mut segments = Vec::with_capacity(count as usize);
     for number in 0..count {
         match work.segment(number, &mut out).await? {
             Made::Segment(segment) => segments.push(segment),
             Made::Broken => return Ok(None),
         }
-        progress(pages.min((u64::from(number) + 1) * SEGMENT_PAGES as u64), pages);
+        progress(read + pages.min((u64::from(number) + 1) * SEGMENT_PAGES as u64), total);
     }
     root.segments = segments;
     while root.tail.len() >= CHAPTER_LAYERS {

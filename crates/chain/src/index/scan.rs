@@ -42,9 +42,10 @@ pub(super) async fn scan<S: Storage>(layer: &Layer<S>, page_bits: u32, limit: u6
     let geometry = &qcow2.geometry;
     let l1 = qcow2.l1.read().clone();
     let mut hasher = head(qcow2, layer.size());
-    let mut whole = table_bytes(layer) <= limit;
+    // What is past the end of the file is past that of the disk, too, but has no digest.
+    let mut whole = table_bytes(layer) <= limit && l1.missing() == 0;
     let mut tables = Vec::new();
-    for (index, entry) in l1.iter().enumerate() {
+    for (index, entry) in l1.iter().take(l1.len() - l1.missing()).enumerate() {
         hasher.update(&entry.raw().to_be_bytes());
         let start = (index as u64).saturating_mul(geometry.l1_entry_span());
         match qcow2.l2_table(entry) {

@@ -9,6 +9,7 @@ use crate::{json, messages, runtime};
 use isobath_disk::{
     CheckEvent, CheckOptions, CheckReport, DiskError, ImageFormat, OpenOptions, Repair, check,
 };
+use isobath_formats::Format;
 use isobath_qcow2::text::Shown;
 use isobath_storage::{Host, OpenMode, StorageExt};
 use serde_json::{Map, Value, json};
@@ -86,6 +87,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             ..again
         };
     }
+    if report.ended_early {
+        return Err(Failure::new("Check failed: Invalid argument"));
+    }
     match args.output {
         OutputFormat::Human if args.quiet => {}
         OutputFormat::Human => print(out, &report)?,
@@ -121,10 +125,10 @@ async fn kept(image: &Image) -> Result<Option<ImageFile>, Failure> {
 
 fn examine(image: &Image, options: CheckOptions) -> Result<CheckReport, Failure> {
     runtime::block_on(async || {
-        let mut events = |event: CheckEvent<'_>| {
-            if let CheckEvent::Finding(text) = event {
-                messages::tell(Shown(text));
-            }
+        let mut events = |event: CheckEvent<'_>| match event {
+            CheckEvent::Finding(text) => messages::tell(Shown(text)),
+            CheckEvent::Complaint(text) => messages::complain(Shown(text)),
+            CheckEvent::Progress { .. } => {}
         };
         match check(images(), &image.path, &options, &mut events).await {
             Err(error @ DiskError::Unsupported(_)) => {
@@ -196,7 +200,7 @@ fn to_json(image: &Path, report: &CheckReport) -> Value {
         ("leaks-fixed", number(report.leaks_fixed)),
         ("allocated-clusters", number(report.allocated_clusters)),
         ("filename", Some(json!(image.display().to_string()))),
-        ("format", Some(json!("qcow2"))),
+        ("format", Some(json!(report.foreign.map_or("qcow2", Format::name)))),
         ("fragmented-clusters", number(report.fragmented_clusters)),
     ];
     let pairs = pairs.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?)));

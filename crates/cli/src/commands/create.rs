@@ -3,7 +3,7 @@
 use crate::commands::foreign;
 use crate::failure::{Failure, Outcome};
 use crate::host::images;
-use crate::image_name::{Naming, Objects, is_of_kind, is_too_big, reason};
+use crate::image_name::{Naming, Objects, is_not_qcow2, is_of_kind, is_too_big, reason};
 use crate::{messages, options, runtime, size};
 use isobath_disk::encryption::{CreateOptions, IvGenerator};
 use isobath_disk::{DiskError, ImageFormat, NewDisk, NewEncryption, Preallocation, create_held};
@@ -110,7 +110,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     }
     let mut new =
         NewDisk::default().format(format).open_backing(!args.unchecked).index(!args.no_index);
-    apply_all(&mut new, &given).map_err(|error| failure(&error))?;
+    let refused = apply_each(&mut new, &given).map_err(|error| failure(&error))?;
     new.backing_file = args.backing_file.clone().or(new.backing_file);
     new.backing_format = args.backing_format.clone().or(new.backing_format);
     if new.backing_file.as_deref() == Some("") {
@@ -125,9 +125,10 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         if new.size.is_some() {
             return Err(failure(&"The image size must be specified only once"));
         }
-        new.size = Some(size::parse(text).map_err(Failure::new)?);
+        new.size = Some(size::parse(text).map_err(|error| Failure::new(too_large(error)))?);
     }
-    let path = Naming::target(image)?;
+    let target = Naming::target(image)?;
+    new.on_device = target.device.is_some();
     if args.format.is_none() && !args.quiet {
         messages::note_raw(image, "-f");
     }
@@ -141,7 +142,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if let (Some(name), Some(driver), true) =
         (&new.backing_file, &new.backing_format, new.open_backing)
     {
-        let below = images().resolve(&path, name);
+        let below = images().resolve(&target.path, name);
         is_of_kind(driver, &below.to_string_lossy())
             .map_err(|error| failure(&format_args!("{error}\nCould not open backing image.")))?;
     }
@@ -151,14 +152,24 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if let Some(size) = early {
         announce(size)?;
     }
+    if let Some(refused) = refused {
+        let is_unsized = new.size.is_none() && (new.backing_file.is_none() || !new.open_backing);
+        let needs_size: &dyn std::fmt::Display = &"Image creation needs a size parameter";
+        return Err(failure(if is_unsized { needs_size } else { &refused }));
+    }
+    target.check().map_err(|error| failure(&error))?;
+    let path = &target.path;
     let new = new.clone().encryption(keys.map_err(|error| failure(&error))?);
     let (made, index_left) = runtime::block_on(async || {
-        let made = create_held(images(), &path, &new).await;
+        let made = create_held(images(), path, &new).await;
         let made = made.map(|created| (created.size(), created.is_index_left()));
         made.map_err(|error| {
             let text = match &error {
                 DiskError::Backing { source, .. } => {
                     let cause = match &**source {
+                        DiskError::Format { image, source: format } if is_not_qcow2(format) => {
+                            format!("'{}': {}", isobath_storage::shown(image), reason(source))
+                        }
                         // These errors name the image themselves.
                         source @ (DiskError::Format { .. } | DiskError::Refused { .. }) => {
                             source.to_string()
@@ -171,6 +182,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
                     "The image size is too large for file format '{}' (try using a larger cluster size)",
                     new.format.name()
                 ),
+                DiskError::Format { .. } => {
+                    contradiction(&new).map_or_else(|| reason(&error), str::to_owned)
+                }
                 error => reason(error),
             };
             Failure::new(text).context(image.display())
@@ -209,15 +223,18 @@ fn create_foreign(
         (None, Some(size)) => size,
         (None, None) => return Err(failure("Image creation needs a size parameter".into())),
     };
+    let target = Naming::target(image)?;
     if !args.quiet {
         let name = options::printable(&image.display().to_string());
         writeln!(out, "Formatting '{name}', {}", options.describe(size))?;
     }
-    let path = Naming::target(image)?;
+    target.check_file().map_err(failure)?;
     runtime::block_on(async || {
         let new = options.image().map_err(failure)?;
         let size = size.next_multiple_of(512);
-        let (writer, files) = new.create(&path, size, false).await.map_err(failure)?;
+        let (layout, path) = (options.layout(), &target.path);
+        let created = new.create(path, size, false, layout, &[]).await;
+        let (writer, files) = created.map_err(failure)?;
         if let Err(error) = writer.finish().await {
             files.remove(true).await;
             return Err(Failure::new(error));
@@ -267,9 +284,82 @@ pub(crate) fn help(format: ImageFormat, with_file: bool, out: &mut dyn Write) ->
 
 /// Applies the options of `-o`, except for those of [encryption](encryption).
 pub(crate) fn apply_all(new: &mut NewDisk, given: &[(String, String)]) -> Result<(), String> {
+    apply_each(new, given)?.map_or(Ok(()), Err)
+}
+
+/// Like [`apply_all`], but returns the first error of a value that QEMU refuses only when it creates the image, so
+/// after it has announced that.
+fn apply_each(new: &mut NewDisk, given: &[(String, String)]) -> Result<Option<String>, String> {
     let others = given.iter().filter(|(name, _)| !is_encryption(new, name));
     let others: Vec<_> = others.collect();
-    others.into_iter().try_for_each(|(name, value)| apply(new, name, value))
+    let mut refused = None;
+    for (name, value) in others {
+        match apply(new, name, value) {
+            Err(error) if is_of_creation(new.format, name) => {
+                refused.get_or_insert(error);
+            }
+            result => result?,
+        }
+    }
+    Ok(refused)
+}
+
+/// Whether QEMU examines the value of an option only when it creates the image.
+fn is_of_creation(format: ImageFormat, name: &str) -> bool {
+    match name {
+        "preallocation" => true,
+        "compat" | "compression_type" => format == ImageFormat::Qcow2,
+        _ => false,
+    }
+}
+
+/// QEMU's words for a size beyond what a disk may have.
+fn too_large(error: String) -> String {
+    if error.starts_with("Image size") {
+        return format!("Invalid image size specified. Must be between 0 and {}.", i64::MAX);
+    }
+    error
+}
+
+/// QEMU's words for options that contradict each other, if these do, in its order.
+fn contradiction(new: &NewDisk) -> Option<&'static str> {
+    let old = new.version < 3;
+    if new.extended_l2 && old {
+        return Some(
+            "Extended L2 entries are only supported with compatibility level 1.1 and above (use version=v3 or greater)",
+        );
+    }
+    if new.extended_l2 && new.cluster_size < 16384 {
+        return Some(
+            "Extended L2 entries are only supported with cluster sizes of at least 16384 bytes",
+        );
+    }
+    if old && new.lazy_refcounts {
+        return Some(
+            "Lazy refcounts only supported with compatibility level 1.1 and above (use version=v3 or greater)",
+        );
+    }
+    if old && new.refcount_bits != 16 {
+        return Some(
+            "Different refcount widths than 16 bits require compatibility level 1.1 or above (use version=v3 or \
+             greater)",
+        );
+    }
+    if new.data_file_raw && new.data_file.is_none() {
+        return Some("data-file-raw requires data-file");
+    }
+    if old && new.data_file.is_some() {
+        return Some(
+            "External data files are only supported with compatibility level 1.1 and above (use version=v3 or greater)",
+        );
+    }
+    if old && new.compression_type == CompressionType::Zstd {
+        return Some(
+            "Non-zlib compression type is only supported with compatibility level 1.1 and above (use version=v3 or \
+             greater)",
+        );
+    }
+    None
 }
 
 /// Whether an option is about encryption.
@@ -441,12 +531,15 @@ fn describe(new: &NewDisk, size: u64, given: &[(String, String)]) -> String {
                 put(option, &options::printable(value));
             }
         }
-        if typed("preallocation").is_some() {
-            put("preallocation", new.preallocation.name());
-        }
     }
     if let Some(nocow) = typed("nocow") {
         put("nocow", nocow);
+    }
+    // That of an image without tables is its file's.
+    if new.format != ImageFormat::Qcow2
+        && let Some(preallocation) = typed("preallocation")
+    {
+        put("preallocation", &options::printable(preallocation));
     }
     if let Some(size) = new.layout.extent_size {
         put("extent_size_hint", &size.to_string());
@@ -473,13 +566,14 @@ fn describe_qcow2(
     }
     put("cluster_size", &new.cluster_size.to_string());
     put("extended_l2", typed("extended_l2").unwrap_or("off"));
-    if typed("preallocation").is_some() {
-        put("preallocation", new.preallocation.name());
+    if let Some(preallocation) = typed("preallocation") {
+        put("preallocation", &options::printable(preallocation));
     }
-    put("compression_type", new.compression_type.name());
+    let compression = typed("compression_type").unwrap_or(new.compression_type.name());
+    put("compression_type", &options::printable(compression));
     put("size", &size.to_string());
     if let Some(compat) = typed("compat") {
-        put("compat", compat);
+        put("compat", &options::printable(compat));
     }
     let names = [
         ("backing_file", &new.backing_file),

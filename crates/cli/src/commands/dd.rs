@@ -1,17 +1,18 @@
 //! `isobath dd`
 
-use super::convert::refuse_source;
+use super::convert::{files_of, refuse_source};
 use super::foreign;
 use crate::failure::{Failure, Outcome};
 use crate::host::{ImageHost, images};
 use crate::image_name::Naming;
 use crate::{messages, options, runtime, size};
-use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, create_held};
+use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, create_held_beside};
 use isobath_formats::{Format, PIECE};
-use isobath_storage::IoBuf;
+use isobath_storage::{IoBuf, Layout};
 use std::io::Write;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
 /// Maximum bytes per read, whatever the block size.
 const CHUNK: u64 = 2 << 20;
@@ -84,6 +85,14 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     let block = operands.block.unwrap_or(512);
     let image = args.naming.image(Path::new(input), args.format)?;
     Naming::can_create(Path::new(output)).map_err(Failure::new)?;
+    let place = Naming::target(Path::new(output))?;
+    let checked = match args.output_format {
+        ImageFormat::Foreign(_) => place.check_file(),
+        _ => place.check(),
+    };
+    checked.map_err(|reason| {
+        Failure::new(reason).context(format_args!("{output}: error while creating output image"))
+    })?;
     let target = Naming::default().image(Path::new(output), Some(args.output_format))?;
     runtime::block_on(async || {
         let locking = options::locking(args.force_share);
@@ -105,8 +114,11 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
             );
         }
         // Without a secret, for which `dd` has no option, a LUKS image is refused.
-        let new = NewDisk::new(length.next_multiple_of(512)).format(args.output_format);
-        let created = create_held(images(), &target.path, &new).await.map_err(|error| {
+        let mut new = NewDisk::new(length.next_multiple_of(512)).format(args.output_format);
+        new.on_device = place.device.is_some();
+        let others = files_of(std::slice::from_ref(&source));
+        let created = create_held_beside(images(), &target.path, &new, &others).await;
+        let created = created.map_err(|error| {
             Failure::new(crate::image_name::reason(&error))
                 .context(format_args!("{output}: error while creating output image"))
         })?;
@@ -122,14 +134,16 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
 
 /// Copies a range to a new image in another program's format.
 async fn copy_to_foreign(
-    source: &Disk<ImageHost>,
+    source: &Arc<Disk<ImageHost>>,
     range: Range<u64>,
     format: Format,
     target: &Path,
 ) -> Result<(), Failure> {
     let length = range.end - range.start;
     let new = foreign::Options::parse(format, &[]).and_then(|options| options.image());
-    let made = new.map_err(Failure::new)?.create(target, length.next_multiple_of(512), false).await;
+    let (new, size) = (new.map_err(Failure::new)?, length.next_multiple_of(512));
+    let others = files_of(std::slice::from_ref(source));
+    let made = new.create(target, size, false, Layout::default(), &others).await;
     let (mut writer, files) = made.map_err(Failure::new)?;
     let work = async {
         let mut at = 0;
@@ -137,7 +151,8 @@ async fn copy_to_foreign(
             // A multiple of the size of a write.
             let (from, size) = (range.start + at, CHUNK.min(length - at));
             let status = source.block_status(from, size, usize::MAX).await?;
-            if status.iter().any(|run| !run.zero) {
+            let zero: u64 = status.iter().filter(|run| run.zero).map(|run| run.length).sum();
+            if zero < size {
                 let bytes = source.read(from, IoBuf::zeroed(size as usize)).await?;
                 let pieces = (at..).step_by(PIECE).zip(bytes.chunks(PIECE));
                 let pieces = pieces.filter_map(|(at, piece)| writer.prepare(at, piece)).collect();

@@ -109,7 +109,11 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         } else {
             measure(&new, Some(&disk)).await
         };
-        let measured = measured.map_err(refused)?;
+        let measured = measured.map_err(|error| match error {
+            DiskError::Unsupported(_) => refused(error),
+            // It is one of the image's.
+            error => error.into(),
+        })?;
         let bitmaps = match can {
             true if any => {
                 let look = image.look(options.locking);

@@ -19,6 +19,49 @@ use std::sync::Arc;
 /// Tasks that compare and copy at once.
 const TASKS: usize = 8;
 
+/// The most bytes of a backing file's name in a header.
+const MOST_NAME: usize = 1023;
+/// QEMU's drivers, which it accepts as the format of a backing file, besides the formats that Isobath has.
+const DRIVERS: &[&str] = &[
+    "blkdebug",
+    "blklogwrites",
+    "blkverify",
+    "bochs",
+    "cloop",
+    "compress",
+    "copy-before-write",
+    "copy-on-read",
+    "dmg",
+    "ftp",
+    "ftps",
+    "gluster",
+    "host_cdrom",
+    "http",
+    "https",
+    "io_uring",
+    "iscsi",
+    "iser",
+    "nbd",
+    "nfs",
+    "null-aio",
+    "null-co",
+    "nvme",
+    "nvme-io_uring",
+    "parallels",
+    "preallocate",
+    "qcow",
+    "quorum",
+    "rbd",
+    "replication",
+    "snapshot-access",
+    "ssh",
+    "throttle",
+    "virtio-blk-vfio-pci",
+    "virtio-blk-vhost-user",
+    "virtio-blk-vhost-vdpa",
+    "vvfat",
+];
+
 /// Change an image's backing file
 ///
 /// The disk's contents do not change: data that differs between the old and the new backing file is first copied to the
@@ -73,36 +116,42 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
             "Cannot use both compression and unsafe mode (-u): nothing is copied in that mode",
         ));
     }
+    let image = args.naming.image(&args.image, args.format)?;
     let name = args.backing_file.as_deref().unwrap_or_default();
     let backing = match (name, &args.backing_format) {
         ("", _) => None,
         (name, Some(format)) => Some((name, format.as_str())),
         // Guessing the format would let the guest of a raw disk choose what is opened.
         (name, None) => {
-            let path = images().resolve(&args.image, name);
-            if !is_export(&path)
+            let path = images().resolve(&image.path, name);
+            if !args.unsafe_mode
+                && !is_export(&path)
                 && let Err(error) = std::fs::metadata(&path)
             {
                 let error = isobath_storage::cause(&error);
                 return Err(new_backing(name, format_args!("Could not open '{name}': {error}")));
             }
-            return Err(Failure::new(format_args!(
-                "Could not change the backing file to '{}': backing format must be specified",
-                options::printable(name)
-            )));
+            return Err(cannot_change(name, "backing format must be specified"));
         }
     };
-    if let Some((name, format)) = backing {
-        described_format(&args.image, name, Some(format))?;
+    if name.len() > MOST_NAME {
+        let reason = format_args!("the name has {} bytes; at most {MOST_NAME} fit", name.len());
+        return Err(cannot_change(name, reason));
     }
-    let below = backing.map(|(name, format)| file_of(args, name).map(|file| (file, format)));
+    // In unsafe mode the name is only written, whatever it means to whoever opens it: it may be one that this program
+    // refuses, that of a file that is not there yet, or of one that is about to be replaced.
+    let known = backing.filter(|_| !args.unsafe_mode);
+    if let Some((name, format)) = known {
+        described_format(&image.path, name, Some(format))?;
+    }
+    let below = known.map(|(name, format)| file_of(&image.path, name).map(|file| (file, format)));
     let below = below.transpose()?;
-    if let (Some((file, driver)), false) = (&below, args.unsafe_mode) {
+    if let Some((file, driver)) = &below {
         let file = file.to_string_lossy();
         is_of_kind(driver, &file).map_err(|error| new_backing(&file, error))?;
     }
-    let image = args.naming.image(&args.image, args.format)?;
-    let options = image.writable(args.cache.is_direct())?.backing(!args.unsafe_mode);
+    let with_backing = image.has_backing() && !args.unsafe_mode;
+    let options = image.writable(args.cache.is_direct())?.backing(with_backing);
     runtime::block_on(async || {
         let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
         let disk = image.open(&options).await?;
@@ -111,6 +160,10 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
                 "The format of '{}' does not support backing files",
                 args.image.display()
             )));
+        }
+        if let Some(format) = args.backing_format.as_deref().filter(|name| !is_driver(name)) {
+            let format = options::printable(format);
+            return Err(Failure::new(format_args!("Invalid format name: '{format}'")));
         }
         if let Some((file, format)) = &below
             && !sabotage::is(Sabotage::UnseenLoop)
@@ -141,11 +194,16 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     Ok(0)
 }
 
+/// Whether QEMU has a driver of this name: it accepts no other as a format.
+fn is_driver(name: &str) -> bool {
+    DRIVERS.contains(&name) || backing_format(name).is_ok()
+}
+
 /// The file that the new backing file's name, as stored in the header, refers to.
-fn file_of(args: &Args, name: &str) -> Result<PathBuf, Failure> {
+fn file_of(image: &Path, name: &str) -> Result<PathBuf, Failure> {
     let field = "new backing file";
-    let named = name_in_header(images(), &args.image, field, name, &Trust::Full);
-    Ok(images().resolve(&args.image, &named?))
+    let named = name_in_header(images(), image, field, name, &Trust::Full);
+    Ok(images().resolve(image, &named?))
 }
 
 /// The format of the new backing file.
@@ -171,6 +229,11 @@ async fn refuse_loop(disk: &Disk<ImageHost>, below: &Path, format: &str) -> Resu
     Ok(())
 }
 
+fn cannot_change(name: &str, reason: impl std::fmt::Display) -> Failure {
+    let name = options::printable(name);
+    Failure::new(format_args!("Could not change the backing file to '{name}': {reason}"))
+}
+
 fn new_backing(name: &str, reason: impl std::fmt::Display) -> Failure {
     let name = options::printable(name);
     Failure::new(format_args!("Could not open new backing file '{name}': {reason}"))
@@ -189,7 +252,7 @@ async fn open_below(
         .locking(options::locking(args.force_share))
         .direct(args.source_cache.is_direct())
         .bring_in(true)
-        .trust(args.naming.trusting.of(path)?)
+        .trust(args.naming.trusting.trust()?)
         .secrets(args.naming.secrets().map_err(Failure::new)?);
     let below = Disk::open(images().clone(), path, &options).await;
     let below = below.map_err(|error| new_backing(name, crate::image_name::reason(&error)));

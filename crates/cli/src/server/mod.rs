@@ -7,6 +7,7 @@ pub(crate) mod group;
 pub(crate) mod handed_in;
 pub(crate) mod listen;
 pub(crate) mod log_file;
+mod owned;
 pub(crate) mod pid_file;
 pub(crate) mod runtime_directory;
 pub(crate) mod sandbox;

@@ -1,11 +1,12 @@
 //! A file with the process ID, locked for as long as the process lives.
 
+use super::owned;
 use crate::failure::Failure;
 use isobath_ring::place::{Identity, Place, identity_of};
 use rustix::fs::OFlags;
 use std::fs::{File, Permissions, TryLockError};
 use std::io::{self, Write};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 /// Whoever stops the server reads the file, maybe as another user.
@@ -24,18 +25,18 @@ impl PidFile {
     /// Writes this process's ID. A stale file of a process that has ended is reused.
     ///
     /// # Errors
-    /// `EBUSY` while another process holds the lock; if something else than a regular file with one name is there,
-    /// which is left as it is; and errors of the file system.
+    /// `EBUSY` while another process holds the lock; if something is there that is no file of [its
+    /// own](owned::check), which is left as it is; and errors of the file system.
     pub(crate) fn create(path: &Path) -> io::Result<Self> {
         let place = Place::of(path)?;
         loop {
             let found = match place.create_new(MODE) {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                    place.open(OFlags::RDWR)
+                    place.open(OFlags::RDWR).map(|file| (file, false))
                 }
-                created => created,
+                created => created.map(|file| (file, true)),
             };
-            let mut file = match found {
+            let (mut file, is_new) = match found {
                 Err(error)
                     if error.kind() == io::ErrorKind::NotFound
                         && place.directory()?.st_nlink > 0 =>
@@ -53,13 +54,10 @@ impl PidFile {
             if !place.holds(id) {
                 continue;
             }
-            if file.metadata()?.nlink() != 1 {
-                return Err(io::Error::other("it has another name as well (a hard link)"));
-            }
-            match file.set_permissions(Permissions::from_mode(MODE)) {
-                // Another user has made it for this one to write to.
-                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
-                changed => changed?,
+            // Before anything is written to it.
+            owned::check(&file.metadata()?, None)?;
+            if is_new {
+                file.set_permissions(Permissions::from_mode(MODE))?;
             }
             file.set_len(0)?;
             writeln!(file, "{}", std::process::id())?;
@@ -116,7 +114,9 @@ mod tests {
         fs::hard_link(at("precious"), at("hard")).unwrap();
         let (kind, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::from_raw_mode(0o600));
         rustix::fs::mknodat(rustix::fs::CWD, at("pipe"), kind, mode, 0).unwrap();
-        for name in ["link", "dangling", "hard", "pipe"] {
+        fs::write(at("shared"), "").unwrap();
+        fs::set_permissions(at("shared"), Permissions::from_mode(0o666)).unwrap();
+        for name in ["link", "dangling", "hard", "pipe", "shared"] {
             PidFile::create(&at(name)).expect_err(name);
             assert!(fs::symlink_metadata(at(name)).is_ok());
         }

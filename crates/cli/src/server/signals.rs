@@ -1,57 +1,92 @@
 //! Signals that end the server.
 
 use crate::failure::Failure;
-use crate::messages;
 use isobath_ring::{Signals, spawn};
+use std::cell::Cell;
 use std::future;
 use std::pin::pin;
-use std::process;
-use std::task::Poll;
-use std::time::{Duration, Instant};
+use std::rc::Rc;
+use std::task::{Poll, Waker};
 
-/// How long a repeated signal counts as the same one.
-const REPEATED: Duration = Duration::from_secs(1);
 /// The signals that end the server.
 const SIGNALS: [i32; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
-/// Receives the signals that end the server.
-pub(crate) fn receive() -> Result<Signals, Failure> {
-    Signals::new(&SIGNALS)
-        .map_err(|error| Failure::new(error).context("cannot set up signal handlers"))
+/// The order to end, which comes by a signal. Signals are received until the process ends: no second one ends it before
+/// what clients were told is written has reached the images.
+#[derive(Clone)]
+pub(crate) struct Order(Rc<State>);
+
+struct State {
+    /// A signal has come.
+    given: Cell<bool>,
+    /// Who waits for one.
+    waiting: Cell<Option<Waker>>,
+    /// What the end of the server waits for.
+    waits_for: Cell<&'static str>,
 }
 
-/// Ends the process at once when a signal other than `first`, which was just received, arrives.
-pub(crate) fn end_at_the_second(mut signals: Signals, first: Option<i32>) {
-    let stopped = Instant::now();
-    spawn(async move {
-        loop {
-            let another = wait(&mut signals).await;
-            if !is_repeat(first, another, stopped.elapsed()) {
-                break;
+impl Order {
+    /// Receives signals from now on.
+    ///
+    /// # Errors
+    /// The signals cannot be caught.
+    pub(crate) fn receive() -> Result<Self, Failure> {
+        let mut signals = Signals::new(&SIGNALS)
+            .map_err(|error| Failure::new(error).context("cannot set up signal handlers"))?;
+        let state = Rc::new(State {
+            given: Cell::new(false),
+            waiting: Cell::new(None),
+            waits_for: Cell::new("requests in flight"),
+        });
+        let order = Self(Rc::clone(&state));
+        spawn(async move {
+            loop {
+                if let Err(error) = signals.recv().await {
+                    tracing::error!(%error, "cannot receive signals");
+                    // Those that come are not the default ones, either: they would end the process at once.
+                    return future::pending().await;
+                }
+                if state.given.replace(true) {
+                    tracing::warn!(
+                        "still ending: waiting for {}; another signal makes no difference, except SIGKILL, which \
+                         loses writes that were not flushed",
+                        state.waits_for.get()
+                    );
+                } else if let Some(waiting) = state.waiting.take() {
+                    waiting.wake();
+                }
             }
-            tracing::info!("ignoring a repeated signal");
-        }
-        tracing::warn!("second signal received, exiting immediately");
-        messages::settle();
-        process::exit(1);
-    });
-}
-
-/// Waits for a signal; forever if none can be received.
-pub(crate) async fn wait(signals: &mut Signals) -> i32 {
-    match signals.recv().await {
-        Ok(signal) => signal,
-        Err(error) => {
-            tracing::error!(%error, "cannot receive signals");
-            future::pending().await
-        }
+        });
+        Ok(order)
     }
-}
 
-/// Whether a signal this long after the one that stops the server counts as the same one: `timeout` and similar
-/// programs signal both the process and its group.
-fn is_repeat(first: Option<i32>, another: i32, after: Duration) -> bool {
-    first == Some(another) && after < REPEATED
+    /// Waits for it. Only one task may.
+    pub(crate) async fn given(&self) {
+        future::poll_fn(|context| {
+            if self.0.given.get() {
+                return Poll::Ready(());
+            }
+            self.0.waiting.set(Some(context.waker().clone()));
+            Poll::Pending
+        })
+        .await;
+    }
+
+    /// The server ends, for whatever reason, and waits for this from now on.
+    pub(crate) fn ends(&self, waits_for: &'static str) {
+        self.0.given.set(true);
+        self.0.waits_for.set(waits_for);
+    }
+
+    /// The server ends: it only has to close its images.
+    pub(crate) fn closes(&self) {
+        self.ends("the images to be flushed and closed");
+    }
+
+    /// The output of `work`, unless the order comes first.
+    pub(crate) async fn unless_given<F: Future>(&self, work: F) -> Option<F::Output> {
+        either(work, self.given()).await
+    }
 }
 
 /// Waits for whichever completes first; returns the output if that is `one`.
@@ -65,31 +100,4 @@ pub(crate) async fn either<T>(
         Poll::Pending => other.as_mut().poll(context).map(|()| None),
     })
     .await
-}
-
-/// The output of `work`, unless a signal arrives first.
-pub(crate) async fn unless_signalled<F: Future>(
-    signals: &mut Signals,
-    work: F,
-) -> Option<F::Output> {
-    let work = pin!(work);
-    either(work, async {
-        let _ = wait(signals).await;
-    })
-    .await
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_same_signal_in_a_moment_is_no_second_one() {
-        let term = Some(libc::SIGTERM);
-        assert!(is_repeat(term, libc::SIGTERM, Duration::ZERO));
-        assert!(is_repeat(term, libc::SIGTERM, Duration::from_millis(999)));
-        assert!(!is_repeat(term, libc::SIGTERM, Duration::from_secs(1)));
-        assert!(!is_repeat(term, libc::SIGINT, Duration::ZERO));
-        assert!(!is_repeat(None, libc::SIGTERM, Duration::ZERO));
-    }
 }

@@ -2,6 +2,7 @@
 
 use super::endpoint::{Endpoint, is_public};
 use super::listen::bind;
+use crate::cores;
 use crate::failure::Failure;
 use crate::options;
 use crate::tls_objects::{self, TlsObject};
@@ -231,6 +232,7 @@ impl SecuredEndpoint {
 impl Tls {
     /// Reads credentials from a directory.
     pub(crate) fn new(directory: &std::path::Path, admission: Admission) -> Result<Self, Failure> {
+        cores::withhold();
         let authenticated = admission != Admission::Everyone;
         let credentials = ServerCredentials::read(directory, admission).map_err(Failure::new)?;
         Ok(Self { credentials: Some(Arc::new(credentials)), authenticated })

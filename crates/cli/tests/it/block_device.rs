@@ -53,3 +53,39 @@ fn every_mode_keeps_an_image_on_a_block_device() {
         }
     }
 }
+
+#[test]
+fn what_is_copied_to_a_device_by_its_drivers_name_is_on_the_device() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    fs::write(path("device"), vec![0xa5; 8 * MIB as usize]).unwrap();
+    fs::write(path("raw"), vec![7; 2 * MIB as usize]).unwrap();
+    let device = LoopDevice::new(&path("device"));
+    let name = format!("host_device:{}", device.path().display());
+    let run_both = |arguments: &[&str]| {
+        [qemu::program("qemu-img"), path("qemu-img")].map(|program| {
+            let mut command = Command::new(program);
+            run(command.current_dir(directory.path()).args(arguments))
+        })
+    };
+    std::os::unix::fs::symlink(ISOBATH, path("qemu-img")).unwrap();
+    let plain = device.path().to_str().unwrap();
+    for (arguments, format) in [
+        (&["convert", "-O", "host_device", "raw", plain][..], "raw"),
+        (&["convert", "-O", "raw", "raw", &name], "raw"),
+        (&["convert", "-n", "-O", "raw", "raw", &name], "raw"),
+        (&["convert", "-O", "qcow2", "raw", &name], "qcow2"),
+        (&["create", "-f", "raw", &name, "2M"], "raw"),
+        (&["create", "-f", "qcow2", &name, "2M"], "qcow2"),
+        (&["create", "-f", "raw", &name, "20M"], ""),
+    ] {
+        let [theirs, ours] = run_both(arguments);
+        assert_eq!(theirs.code(), ours.code(), "{}{}", theirs.report(), ours.report());
+        assert_eq!(theirs.code() == 0, !format.is_empty(), "{}", theirs.report());
+        assert_eq!(theirs.text(), ours.text(), "{}", ours.report());
+        if arguments[0] == "convert" {
+            let disk = qemu::read_disk(device.path(), format);
+            assert!(disk[..2 * MIB as usize].iter().all(|byte| *byte == 7), "{arguments:?}");
+        }
+    }
+}

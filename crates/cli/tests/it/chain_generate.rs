@@ -1,6 +1,6 @@
 //! `isobath chain generate`: what it makes, refuses and leaves behind.
 
-use isobath_testkit::process::{Finished, run_program};
+use isobath_testkit::process::{Finished, run, run_program};
 use isobath_testkit::{args, qemu, until};
 use std::ffi::OsString;
 use std::fs;
@@ -155,6 +155,21 @@ fn a_chain_whose_index_cannot_be_written_is_removed() {
     assert_eq!(done.status.code(), Some(1), "{said}");
     assert!(said.contains("File too large"), "{said}");
     assert!(!chain.exists());
+}
+
+#[test]
+fn on_a_terminal_there_is_progress_unless_it_is_not_wanted() {
+    let directory = tempfile::tempdir().unwrap();
+    let on_a_terminal = |options: &str, chain: &str| {
+        let command = format!("'{ISOBATH}' chain generate --layers 2 --size 1M {options} {chain}");
+        let mut script = Command::new("script");
+        script.current_dir(directory.path()).args(["-qec", &command, "/dev/null"]);
+        run(&mut script).ok().text()
+    };
+    assert!(on_a_terminal("", "a").contains("(100.00/100%)"));
+    assert!(!on_a_terminal("-q", "b").contains("/100%"));
+    let elsewhere = generate(&directory.path().join("c"), "--layers 2 --size 1M").ok().text();
+    assert!(elsewhere.ends_with("/c/layer-00001.qcow2\n") && !elsewhere.contains('%'));
 }
 
 #[test]

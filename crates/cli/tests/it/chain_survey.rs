@@ -32,7 +32,7 @@ fn every_form_goes_where_it_should() {
     let at = |name: &str| directory.path().join(name);
     let text = survey(directory.path(), &["fleet"]).ok();
     assert!(
-        text.text().contains("2 qcow2 images form 1 chains, 2 files in all"),
+        text.text().contains("2 qcow2 images form 1 chain, 2 files in all"),
         "{}",
         text.report()
     );
@@ -112,7 +112,7 @@ fn images_in_use_are_surveyed_and_left_as_they_are() {
     let before = stat();
     let one = |arguments: &[&str]| {
         let text = survey(directory.path(), arguments).ok().text();
-        assert!(text.contains("1 chains, 2 files in all"), "{text}");
+        assert!(text.contains("1 chain, 2 files in all"), "{text}");
     };
     one(&["fleet", "--bytes"]);
     assert_eq!(stat(), before, "not even the time of the last access");

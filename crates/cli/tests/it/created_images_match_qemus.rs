@@ -1,6 +1,7 @@
 //! `isobath create` makes what `qemu-img create` makes, says the same, and refuses the same.
 
-use isobath_testkit::process::{Finished, run};
+use crate::serving::ISOBATH;
+use isobath_testkit::process::{Finished, Ready, Server, run};
 use isobath_testkit::qemu;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -138,16 +139,25 @@ fn what_qemu_refuses_is_refused_and_leaves_nothing_behind() {
         ),
         (&["-f", "qcow2", "-o", "refcount_bits=5", "x", "1M"], "may not exceed 64 bits"),
         (&["-f", "qcow2", "-o", "compat=0.1", "x", "1M"], "does not accept value '0.1'"),
-        (&["-f", "qcow2", "-o", "compat=0.10,refcount_bits=8", "x", "1M"], "version 3"),
-        (&["-f", "qcow2", "-o", "compat=0.10,lazy_refcounts=on", "x", "1M"], "version 3"),
+        (
+            &["-f", "qcow2", "-o", "compat=0.10,refcount_bits=8", "x", "1M"],
+            "use version=v3 or greater",
+        ),
+        (
+            &["-f", "qcow2", "-o", "compat=0.10,lazy_refcounts=on", "x", "1M"],
+            "use version=v3 or greater",
+        ),
         (&["-f", "qcow2", "-o", "compression_type=lz4", "x", "1M"], "does not accept value 'lz4'"),
-        (&["-f", "qcow2", "-o", "extended_l2=on,cluster_size=4k", "x", "1M"], "16 KiB"),
-        (&["-f", "qcow2", "-o", "data_file_raw=on", "x", "1M"], "needs a data_file"),
+        (
+            &["-f", "qcow2", "-o", "extended_l2=on,cluster_size=4k", "x", "1M"],
+            "at least 16384 bytes",
+        ),
+        (&["-f", "qcow2", "-o", "data_file_raw=on", "x", "1M"], "data-file-raw requires data-file"),
         (&["-f", "qcow2", "-o", "preallocation=some", "x", "1M"], "does not accept value 'some'"),
         (&["-f", "qcow2", "-o", "lazy_refcounts=maybe", "x", "1M"], "expects 'on' or 'off'"),
         (&["-f", "qcow2", "-o", "nonsense=1", "x", "1M"], "Invalid parameter 'nonsense'"),
         (&["-f", "qcow2", "x", "1x"], "size"),
-        (&["-f", "qcow2", "x", "9E"], "8 EiB"),
+        (&["-f", "qcow2", "x", "9E"], "Must be between 0 and 9223372036854775807."),
         (&["-f", "nonsense", "x", "1M"], "nonsense"),
         (&["-f", "qcow2", "no/such/directory", "1M"], "No such file or directory"),
         (&["-f", "raw", "-o", "cluster_size=4k", "x", "1M"], "Invalid parameter 'cluster_size'"),
@@ -188,4 +198,61 @@ fn an_image_in_use_or_below_is_not_overwritten() {
     let _ = made.ok();
     drop(server);
     assert_eq!(fs::metadata(&base).unwrap().len(), before.len() as u64);
+}
+
+/// An image that is exported by NBD is its own backing file, source or target under another kind of name.
+#[test]
+fn what_a_server_exports_is_not_replaced_by_what_is_made_of_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    let contents = [vec![5; 1 << 16], vec![0; 1 << 20]].concat();
+    fs::write(at("disk"), &contents).unwrap();
+    for options in [&[][..], &["--read-only"]] {
+        let mut command = Command::new(ISOBATH);
+        command.current_dir(directory.path());
+        command.args(["serve", "--format", "raw", "disk", "--nbd", "unix:s"]).args(options);
+        let server = Server::start(&mut command, Ready::Line("-blockdev"));
+        let export = "nbd+unix:///disk?socket=s";
+        for line in [
+            &["create", "-f", "qcow2", "-b", export, "-F", "raw", "disk"][..],
+            &["create", "-f", "qcow2", "-u", "-b", export, "-F", "raw", "disk", "1M"],
+            &["create", "-f", "vdi", "disk", "1M"],
+            &["convert", "-f", "raw", "-O", "qcow2", export, "disk"],
+            &["convert", "-f", "raw", "-O", "raw", export, "disk"],
+            &["convert", "-n", "-f", "raw", "-O", "raw", export, "disk"],
+            &["convert", "-U", "-f", "raw", "-O", "vdi", export, "disk"],
+            &["dd", "-f", "raw", "-O", "raw", &format!("if={export}"), "of=disk"],
+            &["dd", "-f", "raw", "-O", "vpc", &format!("if={export}"), "of=disk"],
+        ] {
+            let done = run(Command::new(ISOBATH).args(line).current_dir(directory.path())).exits(1);
+            assert!(done.stderr.contains("lock"), "{line:?}: {}", done.report());
+            assert!(fs::read(at("disk")).unwrap() == contents, "{line:?}");
+        }
+        let _ = server.stop().ok();
+    }
+}
+
+/// Without locks nothing but the files tells.
+#[test]
+fn a_copy_does_not_replace_its_source_that_is_read_without_locks() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    qemu::create(&at("base"), "qcow2", 1 << 20, "");
+    qemu::create_overlay(&at("top"), &at("base"), "qcow2", "");
+    let _ = qemu::io(&at("top"), "qcow2", &["write -P 5 0 64k"]).ok();
+    fs::hard_link(at("base"), at("hard")).unwrap();
+    std::os::unix::fs::symlink("top", at("link")).unwrap();
+    let before = ["base", "top"].map(|name| fs::read(at(name)).unwrap());
+    for target in ["top", "link", "base", "hard"] {
+        for line in [
+            &["convert", "-U", "-O", "qcow2", "top", target][..],
+            &["convert", "-U", "-O", "vdi", "top", target],
+            &["convert", "-U", "-n", "-O", "qcow2", "top", target],
+            &["dd", "-U", "-O", "raw", "if=top", &format!("of={target}")],
+        ] {
+            let done = run(Command::new(ISOBATH).args(line).current_dir(directory.path())).exits(1);
+            assert!(done.stderr.contains("one of the images to copy"), "{}", done.report());
+            assert!(["base", "top"].map(|name| fs::read(at(name)).unwrap()) == before, "{line:?}");
+        }
+    }
 }

@@ -5,10 +5,10 @@ use isobath_testkit::process::{Finished, PATIENCE, Ready, Server, run};
 use isobath_testkit::{args, qemu, tools, until, until_some};
 use serde_json::Value;
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use tempfile::TempDir;
 
 const SIZE: u64 = 32 << 20;
@@ -225,6 +225,20 @@ fn jobs_can_be_steered_and_left_alone() {
     assert_eq!(served.ctl(&slow), "");
     let listed = served.ctl(&["jobs"]);
     assert!(listed.contains("64 KiB/s"), "{listed}");
+    let heads = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    let first = listed.lines().next().unwrap();
+    assert_eq!(heads(first), ["JOB", "KIND", "DONE", "OF", "COPIED", "LIMIT", "STATE"]);
+    // What is watched also has a rate, and a time left.
+    let mut watch = Command::new(ISOBATH);
+    watch.current_dir(served.directory.path()).args(["ctl", "qmp", "jobs", "--watch"]);
+    let mut watch = watch.stdout(Stdio::piped()).spawn().unwrap();
+    let mut watched = BufReader::new(watch.stdout.take().unwrap()).lines();
+    let first = watched.next().unwrap().unwrap();
+    let all = ["JOB", "KIND", "DONE", "OF", "COPIED", "RATE", "LEFT", "LIMIT", "STATE"];
+    assert_eq!(heads(&first), all);
+    assert!(watched.next().unwrap().unwrap().contains("░"));
+    watch.kill().unwrap();
+    let _ = watch.wait().unwrap();
     let busy = served.run(&["commit"]).exits(1);
     assert!(busy.stderr.contains("is busy"), "{}", busy.report());
     let _ = served.ctl(&["pause", "j"]);
@@ -249,6 +263,35 @@ fn jobs_can_be_steered_and_left_alone() {
     }
     served.wait_for_jobs();
     assert_eq!(served.chain(), ["vm"]);
+    served.quit("vm");
+}
+
+#[test]
+fn watching_ends_with_the_reader_though_nothing_changes() {
+    let mut served = Controlled::start(&[]);
+    let mut watch = Command::new(ISOBATH);
+    watch.current_dir(served.directory.path()).args(["ctl", "qmp", "jobs", "--watch"]);
+    let mut watch = watch.stdout(Stdio::piped()).spawn().unwrap();
+    let mut shown = BufReader::new(watch.stdout.take().unwrap());
+    let mut line = String::new();
+    let _ = shown.read_line(&mut line).unwrap();
+    assert_eq!(line, "No jobs.\n");
+    drop(shown);
+    assert_eq!(watch.wait().unwrap().code(), Some(1));
+    served.quit("vm");
+}
+
+#[test]
+fn another_programs_lock_is_not_said_to_be_the_servers() {
+    let mut served = Controlled::start(&[]);
+    // Under another name, by which it is not found.
+    fs::hard_link(served.path("base"), served.path("linked")).unwrap();
+    let options = ["--read-only"];
+    let other = qemu::nbd(&served.path("linked"), "qcow2", &served.path("other"), &options);
+    let refused = served.run(&["commit"]).exits(1);
+    assert!(refused.stderr.contains("Failed to get \"write\" lock"), "{}", refused.report());
+    assert!(!refused.stderr.contains("this program"), "{}", refused.report());
+    drop(other);
     served.quit("vm");
 }
 

@@ -510,12 +510,10 @@ pub(crate) fn an_image_is_not_rebased_onto_what_cannot_be_opened_or_onto_itself(
     let read = || images.map(|image| fs::read(work.join(image)).unwrap());
     let before = read();
     for (name, image) in [("x:y", "mid"), ("top", "mid"), ("mid", "mid"), ("./top", "base")] {
-        for mode in ["-u", "-U"] {
-            let rebase = args!["rebase", mode, "-b", name, "-F", "qcow2", image];
-            let refused = isobath(work, rebase).exits(1);
-            assert!(refused.stderr.contains("new backing file"), "{}", refused.report());
-            assert!(read() == before, "{mode}, {name}");
-        }
+        let rebase = args!["rebase", "-U", "-b", name, "-F", "qcow2", image];
+        let refused = isobath(work, rebase).exits(1);
+        assert!(refused.stderr.contains("new backing file"), "{}", refused.report());
+        assert!(read() == before, "{name}");
     }
     let _ = isobath(work, args!["rebase", "-b", "./x:y", "-F", "qcow2", "mid"]).ok();
     let _ = isobath(work, args!["rebase", "-u", "-b", "gone", "-F", "qcow2", "mid"]).ok();

@@ -7,6 +7,8 @@ use isobath_testkit::{args, qemu, until};
 use rand::RngExt;
 use rand::rngs::StdRng;
 use std::fs;
+use std::io;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use tempfile::TempDir;
@@ -166,9 +168,275 @@ fn what_cannot_be_done_with_them_is_refused() {
             "{}",
             writing.report()
         );
-        let check = isobath(directory, args!["check", "image"]).exits(63);
-        assert!(check.stderr.contains("does not support checks"), "{}", check.report());
     }
+}
+
+/// An image with data in 4 of its blocks.
+fn with_four_blocks(directory: &Path, format: &str, options: &str) -> Vec<u8> {
+    let create = args!["create", "-q", "-f", format, "-o", options, "image", "8M"];
+    let _ = qemu_img(directory, create).ok();
+    let image = directory.join("image");
+    let _ = qemu::io(&image, format, &["write -P 7 0 4M"]).ok();
+    fs::read(image).unwrap()
+}
+
+/// The number at an offset, with so many bytes.
+fn number_at(image: &[u8], at: usize, bytes: usize) -> u64 {
+    let mut number = [0; 8];
+    number[..bytes].copy_from_slice(&image[at..at + bytes]);
+    u64::from_le_bytes(number)
+}
+
+/// The image with other bytes in some places, and cut off or continued.
+fn changed(image: &[u8], places: &[(usize, &[u8])], length: usize) -> Vec<u8> {
+    let mut image = image.to_vec();
+    for (at, bytes) in places {
+        image[*at..*at + bytes.len()].copy_from_slice(bytes);
+    }
+    image.resize(length, 0);
+    image
+}
+
+/// Checks an image with both programs and all options: exit codes, output and messages are the same, and so is what a
+/// repair leaves. Where QEMU finds nothing wrong, Isobath may have found something; that is what it says.
+fn both_check(what: &str, format: &str, bytes: &[u8], found_by_isobath_only: &str) {
+    let roots = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let link = roots[1].path().join("qemu-img");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_isobath"), &link).unwrap();
+    for options in [&[][..], &["--output=json"], &["-q"], &["-r", "leaks"], &["-r", "all"]] {
+        let done = [qemu::program("qemu-img"), link.clone()].map(|program| {
+            let root = &roots[usize::from(program == link)];
+            fs::write(root.path().join("image"), bytes).unwrap();
+            let mut command = Command::new(program);
+            command.current_dir(root.path()).args(["check", "-f", format]).args(options);
+            isobath_testkit::process::run(command.arg("image"))
+        });
+        let [theirs, ours] = &done;
+        let report = || format!("{what} {options:?}\n{}\n{}", theirs.report(), ours.report());
+        if found_by_isobath_only.is_empty() {
+            assert_eq!(theirs.code(), ours.code(), "{}", report());
+            assert_eq!(theirs.text(), ours.text(), "{}", report());
+            let said = ours.stderr.starts_with(&theirs.stderr) || format == "qed";
+            assert!(said, "{}", report());
+        } else {
+            assert_eq!((theirs.code(), ours.code()), (0, 2), "{}", report());
+            assert!(ours.stderr.contains(found_by_isobath_only), "{}", report());
+        }
+        let left = [0, 1].map(|side| fs::read(roots[side].path().join("image")).unwrap());
+        assert!(left[1] == bytes || left[1] == left[0], "{}", report());
+    }
+}
+
+#[test]
+fn vdis_are_checked_as_by_qemu_and_blocks_are_in_the_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = with_four_blocks(directory.path(), "vdi", "static=off");
+    let (map, length) = (number_at(&image, 340, 4) as usize, image.len());
+    let check = |what: &str, places: &[(usize, &[u8])]| {
+        both_check(what, "vdi", &changed(&image, places, length), "");
+    };
+    let at = |block: usize| map + 4 * block;
+    check("as it is", &[]);
+    check("a block twice", &[(at(1), &[0; 4])]);
+    check("a block that the disk does not have", &[(at(1), &[99, 0, 0, 0])]);
+    let more = changed(&image, &[(at(6), &[4, 0, 0, 0])], length + (1 << 20));
+    both_check("a block too many", "vdi", &more, "");
+    check("a wrong count", &[(388, &[3, 0, 0, 0])]);
+    check("everything at once", &[(at(0), &[3, 0, 0, 0]), (at(1), &[99, 0, 0, 0]), (388, &[9])]);
+    let directory = directory.path();
+    for (cut, says) in
+        [(1 << 20, "points after end of file"), (1 << 19, "ends at"), (512, "ends at")]
+    {
+        fs::write(directory.join("image"), changed(&image, &[], length - cut)).unwrap();
+        let done = isobath(directory, args!["check", "image"]).exits(2);
+        let told = done.stderr.contains("block index 3 at offset") && done.stderr.contains(says);
+        assert!(told, "{}", done.report());
+    }
+    // A disk of 3.5 blocks needs half of its last one.
+    let size = (7_u64 << 19).to_le_bytes();
+    for (cut, code) in [(1 << 19, 0), ((1 << 19) + 512, 2)] {
+        let bytes = changed(&image, &[(368, &size)], length - cut);
+        fs::write(directory.join("image"), bytes).unwrap();
+        let _ = isobath(directory, args!["check", "image"]).exits(code);
+    }
+}
+
+#[test]
+fn vhdxs_are_checked_as_by_qemu_and_blocks_do_not_overlap() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = with_four_blocks(directory.path(), "vhdx", "block_size=1M");
+    let region = |id: &[u8]| {
+        let table = 192 << 10;
+        let mut entries = (0..2).map(|number| table + 16 + 32 * number);
+        let entry = entries.find(|at| image[*at..].starts_with(id)).unwrap();
+        number_at(&image, entry + 16, 8) as usize
+    };
+    let (table, metadata) = (region(&[0x66, 0x77, 0xc2, 0x2d]), region(&[0x06, 0xa2, 0x7c, 0x8b]));
+    let present = |offset: u64| (offset | 6).to_le_bytes();
+    let at = |block: usize| table + 8 * block;
+    let length = image.len();
+    let check = |what: &str, places: &[(usize, &[u8])], length: usize, only_ours: &str| {
+        both_check(what, "vhdx", &changed(&image, places, length), only_ours);
+    };
+    check("as it is", &[], length, "");
+    check("past the end", &[(at(1), &present(100 << 20))], length, "");
+    check("at the end", &[(at(1), &present(length as u64))], length, "");
+    check("cut off", &[], length - 512, "");
+    check("too large", &[(at(1), &present(0xffff_ffff_fff0_0000))], length, "");
+    check("in the metadata", &[(at(1), &present(metadata as u64))], length, "");
+    check("in the log", &[(at(1), &present(1 << 20))], length, "");
+    let two = [(at(1), &present(100 << 20)[..]), (at(2), &present(101 << 20)[..])];
+    check("two past the end", &two, length, "");
+    check("in the headers", &[(at(1), &present(0))], length, "is that of the image's headers");
+    let first = present(number_at(&image, at(0), 8) & !7);
+    check("one place for two", &[(at(1), &first)], length, "and overlap");
+    check(
+        "a state of overlays",
+        &[(at(1), &(9_u64 << 20 | 7).to_le_bytes())],
+        length,
+        "has state 7",
+    );
+}
+
+#[test]
+fn vmdks_are_checked_as_by_qemu() {
+    for options in ["subformat=monolithicSparse", "subformat=streamOptimized"] {
+        let directory = tempfile::tempdir().unwrap();
+        let image = if options.ends_with("Sparse") {
+            with_four_blocks(directory.path(), "vmdk", options)
+        } else {
+            fs::write(directory.path().join("raw"), vec![7; 4 << 20]).unwrap();
+            let convert =
+                args!["convert", "-f", "raw", "-O", "vmdk", "-o", options, "raw", "image"];
+            let _ = qemu_img(directory.path(), convert).ok();
+            fs::read(directory.path().join("image")).unwrap()
+        };
+        both_check(options, "vmdk", &image, "");
+        if options.ends_with("Sparse") {
+            let directory = number_at(&image, 56, 8) as usize * 512;
+            let table = number_at(&image, directory, 4) as usize * 512;
+            let past = changed(&image, &[(table + 8, &[0, 0, 0xff, 0])], image.len());
+            both_check("a grain past the end", "vmdk", &past, "");
+            let last = changed(&image, &[], image.len() - (2 << 20));
+            both_check("cut off", "vmdk", &last, "");
+        }
+    }
+}
+
+#[test]
+fn qeds_are_checked_and_repaired_as_by_qemu() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = with_four_blocks(directory.path(), "qed", "cluster_size=65536,table_size=2");
+    let length = image.len();
+    let l1 = number_at(&image, 40, 8) as usize;
+    let l2 = number_at(&image, l1, 8) as usize;
+    let first = number_at(&image, l2, 8).to_le_bytes();
+    let check = |what: &str, places: &[(usize, &[u8])], length: usize| {
+        let bytes = changed(&image, places, length);
+        both_check(what, "qed", &bytes, "");
+        both_check(what, "qed", &changed(&bytes, &[(16, &[2])], length), "");
+    };
+    check("as it is", &[], length);
+    check("a cluster that nothing refers to", &[(l2 + 8, &[0; 8])], length);
+    check("some after the end", &[], length + (3 << 16) + 512);
+    check("a cluster twice", &[(l2 + 8, &first)], length);
+    check("a table that is data", &[(l1 + 8, &first)], length);
+    // These are errors that a repair clears; -r leaks leaves them as they are here.
+    let bad: [(&str, usize, u64); 5] = [
+        ("a cluster past the end", l2 + 8, 1 << 40),
+        ("a cluster that is not aligned", l2 + 8, 77_777),
+        ("a table past the end", l1 + 8, 1 << 40),
+        ("a cluster in the header", l2 + 8, 4096),
+        ("a feature that a writer clears", 32, 1 << 7),
+    ];
+    for (what, at, offset) in bad {
+        let wrong = (l2 + 8, &77_777_u64.to_le_bytes()[..]);
+        let places = [wrong, (at, &offset.to_le_bytes()), (16, &[2])];
+        let bytes = changed(&image, &places[usize::from(at != 32)..], length);
+        let roots = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+        for options in [&["check"][..], &["check", "-r", "all"], &["check"]] {
+            let done = [0, 1].map(|side| {
+                let root = roots[side].path();
+                if options.len() > 1 || !root.join("image").exists() {
+                    fs::write(root.join("image"), &bytes).unwrap();
+                }
+                let arguments = [options, &["image"]].concat();
+                if side == 0 { qemu_img(root, arguments) } else { isobath(root, arguments) }
+            });
+            let [theirs, ours] = &done;
+            let report = || format!("{what} {options:?}\n{}\n{}", theirs.report(), ours.report());
+            assert_eq!(theirs.code(), ours.code(), "{}", report());
+            assert_eq!(theirs.text(), ours.text(), "{}", report());
+        }
+        let [theirs, ours] =
+            roots.each_ref().map(|root| fs::read(root.path().join("image")).unwrap());
+        assert!(theirs == ours, "{what}");
+        let root = roots[1].path();
+        fs::write(root.join("image"), &bytes).unwrap();
+        let _ = isobath(root, args!["check", "-r", "leaks", "image"]).exits(2);
+        assert!(fs::read(root.join("image")).unwrap() == bytes, "{what}");
+    }
+}
+
+/// A QED of which all entries of both levels are wrong: 2 Mi entries each.
+#[test]
+fn a_check_of_a_qed_takes_no_memory_for_what_is_wrong() {
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let options = "cluster_size=1M,table_size=16";
+    let _ =
+        qemu_img(directory, args!["create", "-q", "-f", "qed", "-o", options, "image", "8M"]).ok();
+    let image = directory.join("image");
+    let _ = qemu::io(&image, "qed", &["write -P 7 0 1M"]).ok();
+    let mut bytes = fs::read(&image).unwrap();
+    let table = 16 << 20;
+    let l1 = number_at(&bytes, 40, 8) as usize;
+    let l2 = number_at(&bytes, l1, 8) as usize;
+    for at in [l1 + 8..l1 + table, l2 + 8..l2 + table] {
+        bytes[at].fill(0x77);
+    }
+    fs::write(&image, &bytes).unwrap();
+    let wrong = 2 * ((table as u64 >> 3) - 1);
+    let check = |options: &[&str], code: i32| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_isobath"));
+        command.args(["check", "--output", "json"]).args(options).arg(&image);
+        // SAFETY: between fork and exec it makes one system call.
+        unsafe { command.pre_exec(limit_memory) };
+        isobath_testkit::process::run(&mut command).exits(code)
+    };
+    let done = check(&[], 2);
+    assert_eq!(done.json()["corruptions"], wrong, "{}", done.report());
+    let told = done.stderr.lines().filter(|line| line.contains("refers to offset")).count();
+    assert_eq!(told, 1000);
+    assert!(done.stderr.contains("only counted"), "{}", done.stderr);
+    let done = check(&["-r", "all"], 0);
+    assert_eq!(done.json()["corruptions-fixed"], wrong, "{}", done.report());
+    let _ = check(&[], 0);
+    let after = fs::read(&image).unwrap();
+    for at in [l1 + 8..l1 + table, l2 + 8..l2 + table] {
+        bytes[at].fill(0);
+    }
+    assert!(after == bytes);
+}
+
+/// Limits a command's address space to less than what the wrong entries of the test above would take.
+fn limit_memory() -> io::Result<()> {
+    let limit = libc::rlimit { rlim_cur: 300 << 20, rlim_max: 300 << 20 };
+    // SAFETY: the limit is read during the call only; setrlimit may be called after a fork.
+    if unsafe { libc::setrlimit(libc::RLIMIT_AS, &raw const limit) } == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+#[test]
+fn vhds_have_no_check() {
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let _ = qemu_img(directory, args!["create", "-q", "-f", "vpc", "image", "8M"]).ok();
+    let check = isobath(directory, args!["check", "image"]).exits(63);
+    assert!(check.stderr.contains("does not support checks"), "{}", check.report());
 }
 
 #[test]
@@ -425,7 +693,6 @@ fn what_cannot_be_written_is_refused_and_leaves_nothing() {
         (args!["-O", "vhdx", "-o", "block_size=3M"], "power of two"),
         (args!["-O", "vhdx", "-o", "cluster_size=64k"], "Invalid parameter"),
         (args!["-O", "vhdx", "-c"], "Compression not supported"),
-        (args!["-O", "vdi", "-o", "nocow=on"], "not supported"),
         (args!["-O", "qed", "-B", "source", "-F", "raw"], "Backing file not supported"),
         (args!["-O", "qed", "-o", "backing_file=source"], "Backing file not supported"),
         (args!["-O", "vhdx", "-B", "source", "-F", "raw"], "Backing file not supported"),

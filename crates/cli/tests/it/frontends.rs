@@ -191,6 +191,44 @@ fn what_cannot_be_a_door_is_refused() {
     assert!(!is_mounted(&directory.path().join("file")), "what was opened is closed again");
 }
 
+/// As in QEMU: of the guest's writes for an image, and of the server's for its file.
+#[test]
+fn the_highest_offset_written_is_that_of_the_disk_and_that_of_its_file() {
+    let directory = directory();
+    let [raw, over] = ["raw", "over"].map(|name| directory.path().join(name));
+    qemu::create_overlay(&over, &directory.path().join("disk"), "qcow2", "");
+    File::create(&raw).unwrap().set_len(8 << 20).unwrap();
+    let highest = |node: &Value| node["stats"]["wr_highest_offset"].as_u64().unwrap();
+    let stats =
+        |live: &Live| live.control().execute("query-blockstats", &json!({})).unwrap()[0].clone();
+    let commands = ["write 2M 100k", "write -z 3M 64k", "write 4k 4k", "discard 5M 64k", "flush"];
+    for (image, options) in [("over", &[][..]), ("raw", &["--format", "raw"][..])] {
+        let live = Live::start(directory.path(), image, options);
+        let before = stats(&live);
+        assert_eq!((highest(&before), highest(&before["parent"])), (0, 0), "{before}");
+        let uri = format!("nbd+unix:///{DEVICE}?socket={}", live.nbd().display());
+        let mut client = QemuIo::open("raw", uri);
+        for command in commands {
+            client.ok(command);
+        }
+        let after = stats(&live);
+        assert_eq!(highest(&after), (3 << 20) + (64 << 10), "{after}");
+        let of_file = highest(&after["parent"]);
+        if image == "raw" {
+            assert_eq!(of_file, (3 << 20) + (64 << 10));
+            assert_eq!(after["backing"], Value::Null);
+        } else {
+            let length = directory.path().join(image).metadata().unwrap().len();
+            // The data of the first write lies behind the tables.
+            assert!(of_file > 100 << 10 && of_file <= length, "{of_file} of {length}");
+            let backing = &after["backing"];
+            assert_eq!((highest(backing), highest(&backing["parent"])), (0, 0), "{after}");
+        }
+        drop(client);
+        let _ = live.server.stop().ok();
+    }
+}
+
 /// Random writes of all sizes, zero-writes and discards by the file system, each read again and compared.
 const VERIFY: &str = "[global]\nfilename=/dev/vda\ndirect=1\nioengine=libaio\niodepth=16\nrw=randwrite\n\
      bsrange=512-128k\nblocksize_unaligned=0\nsize=24m\nverify=crc32c\nverify_fatal=1\ndo_verify=1\n\

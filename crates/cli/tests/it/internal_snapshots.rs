@@ -420,3 +420,29 @@ fn a_snapshot_takes_the_machines_state_with_it_and_brings_it_back() {
         qemu::assert_clean(&image);
     }
 }
+
+#[test]
+fn an_image_whose_refcounts_are_too_small_for_a_snapshot_is_not_called_corrupt() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join(NAME);
+    for (bits, fit) in [(1, 0), (2, 2)] {
+        qemu::create(&image, "qcow2", 1 << 20, &format!("refcount_bits={bits}"));
+        let _ = qemu::io(&image, "qcow2", &["write 0 64k"]).ok();
+        let take = |name: &str| isobath(directory.path(), args!["snapshot", "-c", name, NAME]);
+        for number in 0..fit {
+            let _ = take(&format!("s{number}")).ok();
+        }
+        let refused = take("more").exits(1);
+        let says = format!("more references than refcounts of {bits} bits can count");
+        assert!(refused.stderr.contains(&says), "{}", refused.report());
+        assert!(refused.stderr.contains("refcount_bits=16"), "{}", refused.report());
+        assert!(!refused.stderr.contains("corrupt"), "{}", refused.report());
+        assert!(!refused.stderr.contains("check"), "{}", refused.report());
+        let theirs = qemu_img(directory.path(), args!["snapshot", "-c", "more", NAME]);
+        assert_eq!(theirs.code(), 1, "{}", theirs.report());
+        let _ = isobath(directory.path(), args!["check", "-r", "leaks", NAME]).ok();
+        let snapshots = qemu_img(directory.path(), args!["snapshot", "-l", NAME]).ok().text();
+        assert_eq!(snapshots.matches("00:00:00.000").count(), fit, "{snapshots}");
+        qemu::assert_clean(&image);
+    }
+}

@@ -1,4 +1,4 @@
-//! Images by which other programs were harmed: each is refused. `SECURITY.md` lists them.
+//! Images and clients by which other programs were harmed: each is refused. `SECURITY.md` lists them, with the tests.
 
 use crate::serving::ISOBATH;
 use isobath_testkit::nbd::Nbd;
@@ -6,6 +6,9 @@ use isobath_testkit::process::{Ready, Server, run};
 use isobath_testkit::{args, qemu};
 use std::ffi::OsString;
 use std::fs;
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
 
@@ -50,6 +53,30 @@ fn with_data_file(name: &str) -> Vec<u8> {
     let fits = rest.len().min(4096 - after);
     bytes[after..after + fits].copy_from_slice(&rest[..fits]);
     bytes
+}
+
+/// A VHDX image whose blocks have no length.
+fn without_blocks() -> Vec<u8> {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("image");
+    qemu::create(&image, "vhdx", 64 << 20, "");
+    let mut bytes = fs::read(image).unwrap();
+    // The entry for the file's parameters, whose place counts from the table that it is in.
+    let id = [0x37, 0x67, 0xa1, 0xca, 0x36, 0xfa, 0x43, 0x4d];
+    let found = bytes.windows(8).position(|eight| eight == id).unwrap();
+    let place = u32::from_le_bytes(bytes[found + 16..found + 20].try_into().unwrap()) as usize;
+    let table = found - 32;
+    bytes[table + place..][..4].fill(0);
+    bytes
+}
+
+/// An overlay of a file of the host.
+fn over_a_hosts_file() -> Vec<u8> {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("image");
+    let create = args!["create", "-q", "-u", "-f", "qcow2", "-b", "/etc/passwd", "-F", "raw"];
+    let _ = qemu::img([create, args![&image, "1M"]].concat()).ok();
+    fs::read(image).unwrap()
 }
 
 fn cases() -> Vec<Case> {
@@ -98,8 +125,20 @@ fn cases() -> Vec<Case> {
         ),
         case("CVE-2014-0147", put(48, &[0x80, 0, 0, 0, 0, 0, 0, 0]), "refcount_table_offset is"),
         case("CVE-2014-0147", put(56, &[0x7f, 0xff, 0xff, 0xff]), "refcount_table_clusters is"),
+        Case {
+            name: "CVE-2014-0148",
+            image: without_blocks(),
+            command: args!["convert", "-f", "vhdx", "-O", "raw", "image", "out"],
+            says: "block size",
+        },
         case("CVE-2014-0222", qcow1.clone(), "version is 1"),
         case("CVE-2014-0223", qcow1, "version is 1"),
+        Case {
+            name: "CVE-2015-5163",
+            image: over_a_hosts_file(),
+            command: untrusted.clone(),
+            says: "outside the directories",
+        },
         Case {
             name: "CVE-2022-47951",
             image: descriptor.into(),
@@ -155,6 +194,57 @@ fn a_raw_disk_stays_one_when_its_guest_writes_another_formats_header() {
     let _ = server.stop().ok();
 }
 
+/// What a client says first, after the server's greeting, and then nothing more.
+fn clients() -> Vec<(&'static str, Vec<u8>)> {
+    let flags = 3_u32.to_be_bytes();
+    let option = |number: u32, length: u32, data: &[u8]| {
+        let head = [b"IHAVEOPT".as_slice(), &number.to_be_bytes(), &length.to_be_bytes()].concat();
+        [&flags, head.as_slice(), data].concat()
+    };
+    let (by_name, list, info) = (1, 3, 6);
+    let named = [&4096_u32.to_be_bytes(), vec![b'x'; 4096].as_slice(), &[0, 0]].concat();
+    vec![
+        // It ends within an option, and after none.
+        ("CVE-2017-7539", option(list, 0, &[])[..15].to_vec()),
+        ("CVE-2017-9524", Vec::new()),
+        // A name that is longer than any buffer for names.
+        ("CVE-2017-15118", option(by_name, 100_000, &[b'x'; 100_000])),
+        // An option that would be kept until it is whole.
+        ("CVE-2017-15119", option(list, u32::MAX, &[])),
+        // A name that does not fit into the answer that there is no such export.
+        ("CVE-2020-10761", option(info, named.len() as u32, &named)),
+    ]
+}
+
+/// A server goes on after each of them, and ends while others are still there.
+#[test]
+fn clients_that_harmed_other_servers_do_no_harm() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    fs::write(at("disk"), vec![7; 1 << 20]).unwrap();
+    let mut command = Command::new(ISOBATH);
+    command.current_dir(directory.path());
+    command.args(["serve", "disk", "--format", "raw", "--nbd", "unix:n"]);
+    let server = Server::start(&mut command, Ready::Line("-blockdev"));
+    for (name, says) in clients() {
+        let mut client = UnixStream::connect(at("n")).unwrap();
+        client.read_exact(&mut [0; 18]).unwrap();
+        // The server may have heard enough before it has heard all.
+        let _ = client.write_all(&says);
+        let _ = client.shutdown(Shutdown::Write);
+        let mut answer = Vec::new();
+        let _ = client.read_to_end(&mut answer);
+        assert!(answer.len() < 1 << 16, "{name}: {} bytes", answer.len());
+        let all = Nbd::connect(&at("n"), "disk").unwrap().read_all().unwrap();
+        assert!(all == vec![7; 1 << 20], "{name}");
+    }
+    // CVE-2024-7409: clients that have not said yet what they want when the server ends.
+    let _waiting: Vec<UnixStream> =
+        (0..20).map(|_| UnixStream::connect(at("n")).unwrap()).collect();
+    let _ = server.stop().ok();
+}
+
+/// Each is listed with the test that tries it, and the test is there.
 #[test]
 fn the_page_lists_them() {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../SECURITY.md");
@@ -165,8 +255,43 @@ fn the_page_lists_them() {
         .map(|line| format!("CVE-{}", line.split_once(' ').unwrap().0))
         .collect();
     listed.sort();
-    let mut tested: Vec<_> = cases().iter().map(|case| case.name.to_owned()).collect();
+    let clients = clients().into_iter().map(|(name, _)| name).chain(["CVE-2024-7409"]);
+    let mut tested: Vec<_> =
+        cases().iter().map(|case| case.name).chain(clients).map(str::to_owned).collect();
     tested.sort();
     tested.dedup();
     assert_eq!(listed, tested);
+    assert!(page.contains("`images_that_harmed_other_programs_are_refused`"));
+    assert!(page.contains("`clients_that_harmed_other_servers_do_no_harm`"));
+}
+
+/// The page names tests of this repository as `file.rs`: `name`.
+#[test]
+fn every_test_that_the_page_names_is_there() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let page = fs::read_to_string(root.join("SECURITY.md")).unwrap();
+    let mut files = Vec::new();
+    let mut directories = vec![root.join("crates")];
+    while let Some(directory) = directories.pop() {
+        for entry in fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                directories.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                files.push(fs::read_to_string(path).unwrap());
+            }
+        }
+    }
+    let quoted = page.split('`').skip(1).step_by(2);
+    // A test's name is a sentence.
+    let is_name = |text: &str| {
+        let letters = text.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_');
+        letters && text.matches('_').count() >= 2
+    };
+    let named: Vec<&str> = quoted.filter(|text| is_name(text)).collect();
+    assert!(named.len() > 20, "{named:?}");
+    for name in named {
+        let function = format!("fn {name}(");
+        assert!(files.iter().any(|file| file.contains(&function)), "{name}");
+    }
 }

@@ -165,3 +165,23 @@ fn links_are_all_made_or_none_and_a_file_is_there_until_its_link_is() {
     assert_eq!(names(), all);
     assert!(at("qemu-io").is_dir());
 }
+
+#[test]
+fn a_layer_that_is_removed_is_said_to_be_deleted_or_kept() {
+    for (options, says, kept) in [
+        (vec![], "Layer removed; 'DIR/middle' is deleted.\n", false),
+        (vec!["--keep"], "Layer removed; its file is kept.\n", true),
+        (vec!["-q"], "", false),
+    ] {
+        let directory = tempfile::tempdir().unwrap();
+        let [base, middle, top] = ["base", "middle", "top"].map(|name| directory.path().join(name));
+        qemu::create(&base, "qcow2", 1 << 20, "");
+        qemu::create_overlay(&middle, &base, "qcow2", "");
+        qemu::create_overlay(&top, &middle, "qcow2", "");
+        let delete = [vec!["chain", "delete"], options, vec!["top", "middle"]].concat();
+        let done = isobath(directory.path(), delete).ok();
+        let shown = done.text().replace(directory.path().to_str().unwrap(), "DIR");
+        assert_eq!(shown, says, "{}", done.report());
+        assert_eq!(middle.exists(), kept, "{}", done.report());
+    }
+}

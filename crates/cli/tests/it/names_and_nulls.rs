@@ -225,7 +225,7 @@ fn a_description_names_the_secret_of_a_backing_file() {
         let done = done.exits(1);
         assert!(done.stderr.contains("No secret with id 'base'"), "{}", done.report());
     }
-    let untrusted = args!["convert", "--untrusted", "-O", "raw"];
+    let untrusted = args!["convert", "--untrusted", "--backing-dir", ".", "-O", "raw"];
     let untrusted = with(with(untrusted, key("base")), args!["over", "copy"]);
     let untrusted = isobath(directory, untrusted).exits(1);
     assert!(untrusted.stderr.contains("is required for cipher"), "{}", untrusted.report());

@@ -4,8 +4,9 @@ use crate::programs::isobath;
 use crate::serving::ISOBATH;
 use isobath_testkit::process::{Finished, PATIENCE, run};
 use isobath_testkit::{args, qemu, tools};
+use std::fmt::Write as _;
 use std::fs;
-use std::io::{ErrorKind, Read};
+use std::io::{ErrorKind, Read, Write as _};
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -336,4 +337,151 @@ fn command_lines_are_refused_as_by_qemu() {
     }
     let done = isobath(world.directory.path(), ["qemu-nbd", "--help"]).ok();
     assert!(done.text().contains("--load-snapshot"), "{}", done.report());
+}
+
+/// What a test does with an option, and what the table says of it.
+enum Does {
+    /// Both programs serve the image with these options, and list the same.
+    Serves(&'static str),
+    /// Both end at once with these words, alike.
+    Ends(&'static str),
+    /// Other tests do it: those of TLS, and of the handshake below.
+    Elsewhere,
+    /// Isobath alone refuses these words, for this reason.
+    Refused(&'static str, &'static str),
+}
+
+/// Every option, in the order of qemu-nbd's help: its forms, what is done with it, and a remark.
+const OPTIONS: &[(&str, Does, &str)] = &[
+    ("-h, --help", Does::Ends("--help"), "the text is Isobath's"),
+    ("-V, --version", Does::Ends("-V"), "Isobath's version follows that of QEMU"),
+    ("-p, --port", Does::Ends("-L -b 127.0.0.1 -p 1"), ""),
+    ("-b, --bind", Does::Ends("-L -b 127.0.0.1 -p 1"), ""),
+    ("-k, --socket", Does::Serves("-t base.qcow2"), ""),
+    ("-e, --shared", Does::Serves("-t -e 3 base.qcow2"), ""),
+    ("-t, --persistent", Does::Serves("-t base.qcow2"), ""),
+    ("-v, --verbose", Does::Ends("-v -L -k /nosuch/socket"), "nothing more is printed"),
+    ("-x, --export-name", Does::Serves("-t -x a base.qcow2"), ""),
+    ("-D, --description", Does::Serves("-t -D text base.qcow2"), ""),
+    ("--handshake-limit", Does::Elsewhere, ""),
+    ("-o, --offset", Does::Serves("-t -o 1048576 base.qcow2"), "also with a suffix, and with `-B`"),
+    ("-A, --allocation-depth", Does::Serves("-t -A top.qcow2"), ""),
+    ("-B, --bitmap", Does::Serves("-t -B disabled base.qcow2"), "an enabled one only with `-r`"),
+    ("-L, --list", Does::Ends("-L -k /nosuch/socket"), ""),
+    (
+        "--object",
+        Does::Serves("-t --object secret,id=s,file=raw.img base.qcow2"),
+        "`secret` (from a file), `tls-creds-x509`, `authz-simple`",
+    ),
+    ("--tls-creds", Does::Elsewhere, ""),
+    ("--tls-authz", Does::Elsewhere, ""),
+    ("--tls-hostname", Does::Elsewhere, ""),
+    ("-T, --trace", Does::Serves("-t -T events=/dev/null base.qcow2"), "has no effect"),
+    ("--fork", Does::Serves("-t base.qcow2"), ""),
+    ("--pid-file", Does::Serves("-t base.qcow2"), ""),
+    (
+        "--selinux-label",
+        Does::Refused("--selinux-label=x base.qcow2", "--selinux-label is not supported"),
+        "sockets get no labels",
+    ),
+    (
+        "-c, --connect",
+        Does::Refused("-c /dev/nbd0 base.qcow2", "--connect is not supported"),
+        "attach the socket with `nbd-client`",
+    ),
+    (
+        "-d, --disconnect",
+        Does::Refused("-d base.qcow2", "--disconnect is not supported"),
+        "use `nbd-client -d`",
+    ),
+    (
+        "-f, --format",
+        Does::Serves("-t -f raw raw.img"),
+        "required for a raw image, unless with `-r`",
+    ),
+    ("-r, --read-only", Does::Serves("-t -r base.qcow2"), ""),
+    ("-s, --snapshot", Does::Serves("-t -s base.qcow2"), ""),
+    ("-l, --load-snapshot", Does::Serves("-t -r -l before base.qcow2"), ""),
+    ("-n, --nocache", Does::Serves("-t -n base.qcow2"), ""),
+    ("--cache", Does::Serves("-t --cache=writethrough base.qcow2"), ""),
+    ("--aio", Does::Serves("-t --aio=threads base.qcow2"), "makes no difference"),
+    ("--discard", Does::Serves("-t --discard=unmap base.qcow2"), ""),
+    ("--detect-zeroes", Does::Serves("-t --detect-zeroes=on base.qcow2"), ""),
+    (
+        "--image-opts",
+        Does::Serves("-t --image-opts driver=qcow2,file.filename=base.qcow2"),
+        "[the drivers and options](commands/image-names.md) that all commands have",
+    ),
+];
+
+#[test]
+fn every_option_of_qemu_nbd_is_taken_or_refused_with_a_reason() {
+    let world = World::new();
+    // Every option that the installed version has.
+    let help = run(world.program(false).arg("--help")).ok().text();
+    for word in help.split([' ', '=', ',', '\n']).filter(|word| word.starts_with("--")) {
+        let known = |forms: &str| forms.split(", ").any(|form| form == word);
+        assert!(OPTIONS.iter().any(|(forms, ..)| known(forms)), "{word}");
+    }
+    let mut table = String::from("| option | as in QEMU | |\n|---|---|---|\n");
+    for (forms, option, remark) in OPTIONS {
+        let mut verdict = "yes";
+        match option {
+            Does::Serves(options) => {
+                let [theirs, ours] = [false, true].map(|ours| {
+                    let serving = world.serve(ours, options);
+                    let list = without_sizes(&world.list(false));
+                    serving.stop();
+                    list
+                });
+                assert_eq!(theirs, ours, "{options}");
+            }
+            Does::Ends(options) => {
+                let [theirs, ours] = [false, true]
+                    .map(|ours| run(world.program(ours).args(options.split_whitespace())));
+                assert_eq!(theirs.code(), ours.code(), "{}", ours.report());
+            }
+            Does::Elsewhere => {}
+            Does::Refused(options, words) => {
+                verdict = "refused";
+                let done = run(world.program(true).args(options.split_whitespace())).exits(1);
+                assert!(done.stderr.contains(words), "{}", done.report());
+            }
+        }
+        let forms = forms.replace(", ", "`, `");
+        writeln!(table, "| `{forms}` | {verdict} | {remark} |").unwrap();
+    }
+    let page = tools::workspace().join("docs/compatibility.md");
+    let text = fs::read_to_string(&page).unwrap();
+    let (start, end) = ("<!-- options of qemu-nbd -->\n", "<!-- end of qemu-nbd's -->");
+    let (before, rest) = text.split_once(start).expect("the table's start");
+    let (old, after) = rest.split_once(end).expect("the table's end");
+    if old != table && std::env::var_os("ISOBATH_UPDATE").is_some() {
+        fs::write(&page, format!("{before}{start}{table}{end}{after}")).unwrap();
+        return;
+    }
+    assert!(old == table, "docs/compatibility.md is out of date; run this with ISOBATH_UPDATE=1");
+}
+
+/// A client that says nothing keeps the only place. With a limit it is closed, and another one served.
+#[test]
+fn a_handshake_has_a_limit_unless_it_is_0() {
+    let world = World::new();
+    for (limit, is_ended) in [("1", true), ("0", false)] {
+        let serving = world.serve(true, &format!("-t -e 2 --handshake-limit={limit} base.qcow2"));
+        let mut silent = UnixStream::connect(world.at("socket")).unwrap();
+        silent.set_read_timeout(Some(PATIENCE)).unwrap();
+        silent.read_exact(&mut [0; 18]).unwrap();
+        if is_ended {
+            assert_eq!(silent.read(&mut [0]).unwrap(), 0, "it is closed");
+        } else {
+            // Another client comes and goes, and this one may still choose an export.
+            let _ = world.list(true);
+            silent.write_all(&3_u32.to_be_bytes()).unwrap();
+            silent.write_all(b"IHAVEOPT\0\0\0\x01\0\0\0\0").unwrap();
+            silent.read_exact(&mut [0; 10]).unwrap();
+        }
+        drop(silent);
+        serving.stop();
+    }
 }

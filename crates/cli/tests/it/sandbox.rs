@@ -50,6 +50,22 @@ fn serve(directory: &Path, options: &[&str]) -> Server {
     Server::start(&mut command, Ready::Line("-blockdev"))
 }
 
+#[test]
+fn a_server_that_cannot_be_confined_to_an_images_directory_names_the_image() {
+    let directory = directory();
+    if !kernel_can(directory.path()) {
+        return;
+    }
+    let mut command = Command::new("sh");
+    let script = "exec 7<>images/vm.qcow2 && rm images/vm.qcow2 && exec \"$@\"";
+    command.current_dir(directory.path()).args(["-c", script, "sh", ISOBATH]);
+    command.args(["serve", "/proc/self/fd/7", "--format", "qcow2", "--nbd", "unix:n"]);
+    let refused = run(&mut command).exits(1);
+    for part in ["'/proc/self/fd/7'", "has no name", "--sandbox off"] {
+        assert!(refused.stderr.contains(part), "{}", refused.report());
+    }
+}
+
 /// A thread of another process, stopped for as long as this lives.
 struct Thread {
     number: libc::pid_t,

@@ -49,20 +49,47 @@ fn commands(image: &str) -> Vec<Vec<OsString>> {
     ]
 }
 
+/// A command for an untrusted image that may name files in the working directory.
+fn with_own(mut command: Vec<OsString>) -> Vec<OsString> {
+    command.splice(1..1, args!["--untrusted", "--backing-dir", "."]);
+    command
+}
+
 #[test]
-fn no_command_follows_an_untrusted_image_out_of_its_directory() {
+fn no_command_follows_an_untrusted_image_out_of_what_is_allowed() {
     let directory = tempfile::tempdir().unwrap();
     let work = directory.path();
     laid_out(work);
     let own = work.join("own");
-    let image = fs::read(own.join("over")).unwrap();
-    for command in commands("over") {
-        let done = isobath(&own, &command);
-        assert!(done.code() != 0, "{command:?}: {}", done.report());
-        assert!(done.stderr.contains("outside the directories"), "{command:?}: {}", done.report());
-        assert!(!own.join("copy").exists(), "{command:?}");
-        assert!(fs::read(own.join("over")).unwrap() == image, "{command:?}");
+    // The second names a neighbour in its own directory.
+    for name in ["over", "inside"] {
+        let image = fs::read(own.join(name)).unwrap();
+        let allowing = args!["--backing-dir", &own];
+        let given = if name == "over" { vec![Vec::new(), allowing] } else { vec![Vec::new()] };
+        for (allowed, mut command) in given
+            .into_iter()
+            .flat_map(|allowed| commands(name).into_iter().map(move |one| (allowed.clone(), one)))
+        {
+            let way_out = if allowed.is_empty() { "(--backing-dir)" } else { "untrusted image" };
+            command.splice(1..1, allowed);
+            let done = isobath(&own, &command);
+            assert!(done.code() != 0, "{command:?}: {}", done.report());
+            let told = done.stderr.contains("outside the directories");
+            assert!(told && done.stderr.contains(way_out), "{command:?}: {}", done.report());
+            assert!(!own.join("copy").exists(), "{command:?}");
+            assert!(fs::read(own.join(name)).unwrap() == image, "{command:?}");
+        }
     }
+    // Whether there is a file is not told.
+    for (image, backing) in [("missing", "no-such-file"), ("there", "base")] {
+        let named = ["create", "-q", "-f", "qcow2", "-u", "-b", backing, "-F", "raw", image, "64k"];
+        let _ = run(Command::new(qemu::program("qemu-img")).args(named).current_dir(&own)).ok();
+    }
+    let told = |image: &str, backing: &str| {
+        let done = isobath(&own, args!["map", "--untrusted", image]).exits(1);
+        done.stderr.replace(image, "IMAGE").replace(backing, "BACKING")
+    };
+    assert_eq!(told("missing", "no-such-file"), told("there", "base"));
     // Where the operator allows it, it is read.
     let allowed =
         args!["convert", "--untrusted", "--backing-dir", work, "-O", "raw", "over", "copy"];
@@ -94,11 +121,11 @@ fn no_command_opens_a_data_file_that_an_untrusted_image_names() {
 }
 
 #[test]
-fn an_untrusted_image_is_taken_in_with_what_its_directory_has() {
+fn an_untrusted_image_is_taken_in_with_what_the_operator_allows() {
     let directory = tempfile::tempdir().unwrap();
     laid_out(directory.path());
     let own = directory.path().join("own");
-    let _ = isobath(&own, args!["convert", "--untrusted", "-O", "raw", "inside", "copy"]).ok();
+    let _ = isobath(&own, with_own(args!["convert", "-O", "raw", "inside", "copy"])).ok();
     assert!(fs::read(own.join("copy")).unwrap() == vec![0x7e; 65536]);
     let alone = args!["convert", "--untrusted", "--no-backing", "-O", "raw", "inside", "alone"];
     let _ = isobath(&own, &alone).ok();
@@ -141,7 +168,9 @@ fn a_server_writes_to_the_data_file_that_the_operator_names_for_an_image() {
     fs::copy(own.join("neighbour"), directory.path().join("moved")).unwrap();
     let moved = directory.path().join("moved").display().to_string();
     let images = [own.join("inside"), own.join("data")];
-    let options = ["--untrusted", "--data-file", "", "--data-file", &moved];
+    let allowed = own.display().to_string();
+    let options =
+        ["--untrusted", "--backing-dir", &allowed, "--data-file", "", "--data-file", &moved];
     let served = Served::start(&images, &options);
     let mut client = QemuIo::open("raw", served.uri("data"));
     client.ok("write -P 0x11 0 64k");
@@ -162,7 +191,7 @@ fn a_server_refuses_data_files_that_no_image_has_use_for() {
         (args!["--data-file", "", "data"], "does not choose"),
         (args!["data"], "serve' take the file's name as --data-file"),
     ] {
-        let serve = [args!["serve", "--untrusted", "--nbd", "unix:socket"], options].concat();
+        let serve = [with_own(args!["serve", "--nbd", "unix:socket"]), options].concat();
         let done = isobath(&own, &serve).exits(1);
         assert!(done.stderr.contains(told), "{}", done.report());
     }
@@ -185,7 +214,7 @@ fn an_untrusted_images_chain_is_not_guessed() {
     let place = bytes.windows(4).position(|four| four == [0xe2, 0x79, 0x2a, 0xca]).unwrap();
     bytes[place..place + 4].copy_from_slice(b"none");
     fs::write(own.join("inside"), bytes).unwrap();
-    let done = isobath(&own, args!["info", "--untrusted", "--backing-chain", "top"]);
+    let done = isobath(&own, with_own(args!["info", "--backing-chain", "top"]));
     assert!(done.code() != 0 && done.stderr.contains("not probed"), "{}", done.report());
 }
 
@@ -208,18 +237,24 @@ fn an_image_added_to_an_untrusted_server_is_untrusted_itself() {
             json!({"driver": "qcow2", "node-name": "added", "read-only": true, "file": file}),
         )
     };
-    let own = work.join("own/inside");
+    let own = work.join("own/single");
+    for alone in [&own, &work.join("tenant/alone")] {
+        qemu::create(alone, "qcow2", 65536, "");
+    }
     let qmp = work.join("qmp");
     let listen = format!("unix:{}", qmp.display());
     let own_directory = work.join("own").display().to_string();
+    let tenants = work.join("tenant").display().to_string();
     // Otherwise the server is confined to the directory of its first image.
     let directory = work.display().to_string();
     let sandbox = ["--sandbox-dir", &directory];
     for (options, image, allowed) in [
-        (&[][..], "tenant/inside", true),
-        (&[], "tenant/over", false),
+        (&[][..], "tenant/alone", true),
+        (&[], "tenant/inside", false),
         (&["--backing-dir", &own_directory], "tenant/over", true),
         (&["--backing-dir", &own_directory], "tenant/inside", false),
+        (&["--backing-dir", &tenants], "tenant/inside", true),
+        (&["--backing-dir", &tenants], "tenant/over", false),
     ] {
         let served = Served::start(
             &[&own],
@@ -254,7 +289,7 @@ fn a_description_of_a_backing_file_is_judged_as_the_name_in_it() {
     overlay("near", &described(&own.join("base"), ""));
     overlay("relative", &described(Path::new("base"), ""));
     for image in ["near", "relative"] {
-        let _ = isobath(&own, args!["convert", "--untrusted", "-O", "raw", image, "copy"]).ok();
+        let _ = isobath(&own, with_own(args!["convert", "-O", "raw", image, "copy"])).ok();
         assert!(fs::read(own.join("copy")).unwrap() == vec![0x7e; 65536], "{image}");
         fs::remove_file(own.join("copy")).unwrap();
         assert!(
@@ -277,8 +312,7 @@ fn a_description_of_a_backing_file_is_judged_as_the_name_in_it() {
     overlay("part", &described(&own.join("base"), r#","offset":"512""#));
     let part = isobath(&own, args!["convert", "-O", "raw", "part", "copy"]).exits(1);
     assert!(part.stderr.contains("'offset' is not supported"), "{}", part.report());
-    let other =
-        args!["rebase", "-u", "-F", "qcow2", "-b", described(&own.join("base"), ""), "near"];
+    let other = args!["rebase", "-F", "qcow2", "-b", described(&own.join("base"), ""), "near"];
     let other = isobath(&own, &other).exits(1);
     assert!(other.stderr.contains("another format"), "{}", other.report());
     let same = args!["rebase", "-F", "raw", "-b", described(&own.join("base"), ""), "inside"];

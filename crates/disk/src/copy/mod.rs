@@ -225,7 +225,7 @@ impl<H: Host> DiskCopy<H> {
             }
             self.keep_speed(length).await;
             let buf = spare.split_to(length as usize);
-            let buf = self.read(piece.range.start, buf).await?;
+            let (buf, is_salvaged) = self.read(piece.range.start, buf).await?;
             let mut buf = if self.options.compressed {
                 self.write_compressed(piece.range.start, buf).await?
             } else if self.wait_for(piece.ticket).await {
@@ -240,8 +240,11 @@ impl<H: Host> DiskCopy<H> {
             } else {
                 return Ok(());
             };
-            buf.unsplit(spare);
-            spare = buf;
+            // What was salvaged is in a buffer of its own: the failed read kept the other.
+            if !is_salvaged {
+                buf.unsplit(spare);
+                spare = buf;
+            }
             let done = self.done.fetch_add(length, Ordering::Relaxed);
             if done / WRITE_BACK != (done + length) / WRITE_BACK {
                 self.write_back().await;
@@ -284,11 +287,15 @@ impl<H: Host> DiskCopy<H> {
         self.clock.sleep_until(start).await;
     }
 
-    async fn read(&self, start: u64, buf: IoBuf) -> Result<IoBuf> {
+    /// Fills a buffer, or another one of its length, if that is all that can be done: returns whether it did so.
+    async fn read(&self, start: u64, buf: IoBuf) -> Result<(IoBuf, bool)> {
         let length = buf.len();
         match self.sources.read(start, buf).await {
-            Err(error) if self.may_salvage(&error) => self.salvage(start, length).await,
-            result => result,
+            Ok(buf) => Ok((buf, false)),
+            Err(error) if self.may_salvage(&error) => {
+                Ok((self.salvage(start, length).await?, true))
+            }
+            Err(error) => Err(error),
         }
     }
 
@@ -522,7 +529,7 @@ mod tests {
     fn what_is_read_is_in_the_sources() {
         let copy = copy(false);
         let read = |start, length| {
-            block_on(Box::pin(copy.read(start, IoBuf::zeroed(length)))).map(|buf| buf.len())
+            block_on(Box::pin(copy.read(start, IoBuf::zeroed(length)))).map(|(buf, _)| buf.len())
         };
         assert_eq!(read(SIZE - 512, 512).unwrap(), 512);
         must_violate(read(SIZE - 512, 513), "the sources have every byte that is copied");

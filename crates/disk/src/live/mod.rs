@@ -370,6 +370,9 @@ impl<H: Host> LiveDisk<H> {
         let (offset, length) = range;
         let tracked = &self.tracked;
         self.request(kind, length, |disk| async move {
+            if kind == Kind::Write {
+                disk.chain.active().note_guest_write(offset.saturating_add(length));
+            }
             let result = run(disk).await;
             // Even after a failure, which may have changed something. This must happen before the gate is left, because
             // a change of the chain relies on it.
@@ -489,6 +492,7 @@ impl<H: Host> LiveDisk<H> {
     /// As for [`write`](Self::write); [`DiskError::Unsupported`] if it must be fast and is not.
     pub async fn write_zeroes(&self, offset: u64, length: u64, flags: ZeroFlags) -> Result<()> {
         self.in_steps(offset, length, |disk, at, length| async move {
+            disk.chain.active().note_guest_write(at.saturating_add(length));
             Box::pin(disk.write_zeroes(at, length, flags)).await
         })
         .await

@@ -56,7 +56,7 @@ impl Surplus {
                 Need::Data
             }
             Source::Invalid(layer) if ours(layer) => Need::Data,
-            Source::Zero(layer) if ours(layer) && extent.guest < self.below => Need::Zeroes,
+            Source::Zero(layer) if ours(layer) && self.below > 0 => Need::Zeroes,
             Source::Absent
                 if self.seen < extent.guest + extent.length && self.seen < self.below =>
             {
@@ -215,7 +215,7 @@ impl<H: Host> Disk<H> {
         let length = range.end - range.start;
         let buf = self.read_extents(run, IoBuf::zeroed(length as usize)).await?;
         if is_zero(&buf) {
-            if surplus.below > range.start {
+            if surplus.below > 0 {
                 self.pull_zeroes(qcow2, &range).await?;
             }
             return Ok(());

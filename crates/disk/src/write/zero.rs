@@ -3,7 +3,6 @@
 use super::Qcow2Writer;
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
-use isobath_chain::map::Source;
 use isobath_image::placement::References;
 use isobath_image::references::referenced;
 use isobath_image::{DiskError, Result, always, invariant, violated};
@@ -38,20 +37,20 @@ impl<H: Host> Disk<H> {
         };
         qcow2.note_write(offset..offset + length).await?;
         let geometry = qcow2.geometry();
-        // The range of one bit or entry; version 2 has neither.
-        let granule = geometry.subcluster_size();
         let end = offset + length;
-        let (mut first, mut last) = (offset.next_multiple_of(granule), end / granule * granule);
+        if geometry.version() < 3 && !qcow2.alone() {
+            return self.zero_as_data(offset..end, flags).await;
+        }
+        // The range of one bit or entry; version 2 has neither, but may have no cluster.
+        let granule = geometry.subcluster_size();
+        let (first, mut last) = (offset.next_multiple_of(granule), end / granule * granule);
         if end == active.visible() {
             last = end.next_multiple_of(granule);
         }
-        if geometry.version() < 3 && !qcow2.alone() {
-            (first, last) = (end, end);
+        if first > last {
+            return self.zero_part(offset..end, flags).await;
         }
-        if first >= last {
-            return self.zero_as_data(offset..end, flags).await;
-        }
-        self.zero_as_data(offset..first, flags).await?;
+        self.zero_part(offset..first.min(end), flags).await?;
         let step = CLUSTERS_AT_ONCE * geometry.cluster_size();
         let mut at = first;
         while at < last {
@@ -63,32 +62,89 @@ impl<H: Host> Disk<H> {
             }
             at = next;
         }
-        self.zero_as_data(last.min(end)..end, flags).await
+        self.zero_part(last.min(end)..end, flags).await
     }
 
-    /// Writes zeroes as data, except where the disk already reads as zeroes.
+    /// Writes zeroes as data: the active layer has them then, whatever is below.
     async fn zero_as_data(&self, range: Range<u64>, flags: ZeroFlags) -> Result<()> {
+        if flags.only_fast {
+            return Err(DiskError::Unsupported(
+                "zeroes can only be written as data here, which would be slow".into(),
+            ));
+        }
         let mut at = range.start;
         while at < range.end {
             let next = range.end.min(at + CHUNK);
-            let extents = {
-                let _pass = self.readers.epoch.enter();
-                self.extents(at..next).await?
-            };
-            for extent in extents {
-                if matches!(extent.source, Source::Absent | Source::Zero(_)) {
-                    continue;
-                }
-                if flags.only_fast {
-                    return Err(DiskError::Unsupported(
-                        "zeroes can only be written as data here, which would be slow".into(),
-                    ));
-                }
-                self.write_range(extent.guest, IoBuf::zeroed(extent.length as usize)).await?;
-            }
+            self.write_range(at, IoBuf::zeroed((next - at) as usize)).await?;
             at = next;
         }
         Ok(())
+    }
+
+    /// Makes a part of a granule zero: by its entry, if the active layer has no data there and the rest is known to be
+    /// zero, else as data.
+    async fn zero_part(&self, part: Range<u64>, flags: ZeroFlags) -> Result<()> {
+        if part.is_empty() || self.zero_whole_granule(&part, flags).await? {
+            return Ok(());
+        }
+        self.zero_as_data(part, flags).await
+    }
+
+    /// Marks the granule with this part as zero: the active layer has zeroes then, whatever is below. Returns `false`,
+    /// without changes, if the layer has data there, or the rest may not be zero.
+    async fn zero_whole_granule(&self, part: &Range<u64>, flags: ZeroFlags) -> Result<bool> {
+        let writer = self.writer()?;
+        let qcow2 = writer.qcow2().ok_or(DiskError::ReadOnly)?;
+        let geometry = qcow2.geometry();
+        let (size, granule) = (geometry.cluster_size(), geometry.subcluster_size());
+        let start = part.start / granule * granule;
+        let within = part.end <= start + granule;
+        invariant(within, self.name(), "a part of a granule lies in it")?;
+        let cluster = start / size;
+        {
+            // A write in place is in nobody's way: the cluster is not locked for it.
+            let _pass = self.readers.epoch.enter();
+            if self.has_data(qcow2, start).await? {
+                return Ok(false);
+            }
+        }
+        writer.commit_if_much(&self.readers).await?;
+        let _range = writer.ranges.lock(cluster * size..(cluster + 1) * size).await;
+        let _pass = self.readers.epoch.enter();
+        self.check_visible(part.clone())?;
+        let end = self.chain.active().visible().min(start + granule);
+        if self.has_data(qcow2, start).await? {
+            return Ok(false);
+        }
+        for rest in [start..part.start, part.end..end] {
+            let length = rest.end.saturating_sub(rest.start);
+            let known = self.status_of(rest.start, length, usize::MAX).await?;
+            let zero: u64 = known.iter().filter(|run| run.zero).map(|run| run.length).sum();
+            if zero < length {
+                return Ok(false);
+            }
+        }
+        if qcow2.data_file_raw() {
+            let mode = ZeroMode { may_unmap: false, only_fast: flags.only_fast };
+            self.chain.active().data().write_zeroes(start, end - start, mode).await?;
+        }
+        self.zero_clusters(qcow2, start..start + granule, false).await?;
+        Ok(true)
+    }
+
+    /// Whether the active layer has data in the granule at `start`. The caller is inside the epoch.
+    async fn has_data(&self, qcow2: &Qcow2Writer<H::File>, start: u64) -> Result<bool> {
+        let geometry = qcow2.geometry();
+        let size = geometry.cluster_size();
+        let entry = qcow2.entry(ClusterIndex::new(start / size)).await?;
+        match entry.kind(&geometry) {
+            Ok(ClusterKind::Data { .. } | ClusterKind::Compressed(_)) => Ok(true),
+            Ok(ClusterKind::Subclusters { allocated, .. }) => {
+                Ok(allocated >> (start % size / geometry.subcluster_size()) & 1 == 1)
+            }
+            Ok(_) => Ok(false),
+            Err(error) => Err(qcow2.metadata.layer.format_error(error)),
+        }
     }
 
     /// Marks whole granules as zero in the tables. `end` is the end of the part to be zeroed; the range may extend to
@@ -223,6 +279,7 @@ mod tests {
     use super::*;
     use crate::testing::{CLUSTER, disk, must_panic, must_violate, old_overlay, writers};
     use futures_executor::block_on;
+    use futures_util::FutureExt;
     use isobath_qcow2::HostOffset;
 
     const PLACE: HostOffset = HostOffset::new(5 << 16);
@@ -240,6 +297,28 @@ mod tests {
         let (_, qcow2) = writers(&old);
         let zero = block_on(Box::pin(old.zero_clusters(qcow2, 0..CLUSTER, true)));
         must_violate(zero, "what is marked as zeroes hides what is below");
+    }
+
+    #[test]
+    fn a_part_lies_in_one_granule() {
+        let disk = disk();
+        let flags = ZeroFlags { may_unmap: true, only_fast: false };
+        let zero = |part: Range<u64>| block_on(Box::pin(disk.zero_whole_granule(&part, flags)));
+        assert!(zero(512..CLUSTER).unwrap());
+        must_violate(zero(512..CLUSTER + 512), "a part of a granule lies in it");
+    }
+
+    #[test]
+    fn zeroes_over_data_wait_for_their_own_bytes_only() {
+        let disk = disk();
+        let (writer, _) = writers(&disk);
+        let data = IoBuf::copy_of(&vec![1; CLUSTER as usize]);
+        let _ = block_on(Box::pin(disk.write_range(0, data))).unwrap();
+        let _held = block_on(writer.ranges.lock(0..512));
+        let flags = ZeroFlags { may_unmap: true, only_fast: false };
+        let zero = |offset| Box::pin(disk.zero_range(offset, 4096, flags)).now_or_never();
+        zero(4096).expect("others have no part in these bytes").unwrap();
+        assert!(zero(0).is_none(), "another has a part in these bytes");
     }
 
     #[test]

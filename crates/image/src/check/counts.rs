@@ -1,5 +1,6 @@
 //! A number for each host cluster.
 
+use crate::violated;
 use std::collections::HashMap;
 
 /// Clusters in a page.
@@ -15,13 +16,23 @@ const WIDE: u16 = u16::MAX;
 pub(crate) struct Counts {
     pages: Vec<Option<Box<[u16; PAGE as usize]>>>,
     wide: HashMap<u64, u64>,
+    /// How many pages there are.
+    made: u64,
 }
+
+/// Bytes of a page.
+const PAGE_BYTES: u64 = 2 * PAGE;
+/// Bytes that a number in `wide` takes, or an entry in another map or set.
+pub(crate) const ENTRY_BYTES: u64 = 64;
 
 impl Counts {
     pub(crate) fn get(&self, cluster: u64) -> u64 {
         let page = self.pages.get((cluster / PAGE) as usize).and_then(Option::as_ref);
         match page.map_or(0, |page| page[(cluster % PAGE) as usize]) {
-            WIDE => self.wide.get(&cluster).copied().unwrap_or(0),
+            WIDE => match self.wide.get(&cluster) {
+                Some(wide) => *wide,
+                None => violated("a number that is too wide for its page is kept beside it"),
+            },
             narrow => u64::from(narrow),
         }
     }
@@ -31,6 +42,7 @@ impl Counts {
         if index >= self.pages.len() {
             self.pages.resize_with(index + 1, || None);
         }
+        self.made += u64::from(self.pages[index].is_none());
         let page = self.pages[index].get_or_insert_with(|| Box::new([0; PAGE as usize]));
         let slot = &mut page[(cluster % PAGE) as usize];
         if *slot == WIDE {
@@ -43,6 +55,12 @@ impl Counts {
                 WIDE
             }
         };
+    }
+
+    /// How many bytes of memory it takes.
+    pub(crate) fn bytes(&self) -> u64 {
+        let list = self.pages.capacity() * size_of::<Option<Box<[u16; PAGE as usize]>>>();
+        list as u64 + self.made * PAGE_BYTES + self.wide.len() as u64 * ENTRY_BYTES
     }
 
     /// Whether any cluster of the page that holds `cluster` was ever set.
@@ -77,6 +95,15 @@ impl Counts {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::broken::must_panic;
+
+    #[test]
+    fn a_wide_number_that_is_lost_is_noticed() {
+        let mut counts = Counts::default();
+        counts.set(7, u64::MAX);
+        counts.wide.clear();
+        must_panic(|| counts.get(7), "a number that is too wide for its page is kept beside it");
+    }
 
     #[test]
     fn numbers_of_any_width_are_kept() {
@@ -92,5 +119,7 @@ mod tests {
         counts.set(100_000, 0);
         assert_eq!((counts.get(7), counts.highest(), counts.wide.len()), (2, Some(7), 1));
         assert!(counts.has_page(255) && !counts.has_page(256));
+        let pages = 2 * PAGE_BYTES + counts.pages.capacity() as u64 * 8;
+        assert_eq!(counts.bytes(), pages + ENTRY_BYTES);
     }
 }

@@ -1,5 +1,6 @@
 //! The image under examination.
 
+use super::budget::Budget;
 use crate::layer::ImageFormat;
 use crate::probe::format_of;
 use crate::recovery::{Purpose, Recovered, recover};
@@ -27,6 +28,8 @@ pub(crate) struct Image<S> {
     pub(crate) length: u64,
     /// What a journal that is in use puts over what is read.
     view: Option<Replayed>,
+    /// What an examination may take.
+    pub(crate) budget: Budget,
 }
 
 impl<S: Storage> Image<S> {
@@ -61,7 +64,8 @@ impl<S: Storage> Image<S> {
         }
         let geometry = header.geometry().map_err(error)?;
         let (storage, name) = (Arc::clone(storage), name.to_owned());
-        let image = Self { storage, name, header, geometry, length, view };
+        let image =
+            Self { storage, name, header, geometry, length, view, budget: Budget::default() };
         if image.clusters() > MAX_CLUSTERS {
             return Err(image.refused(format!(
                 "the file has {} clusters; a check counts at most {MAX_CLUSTERS}",
@@ -100,10 +104,13 @@ impl<S: Storage> Image<S> {
     /// Reads at most `length` bytes: what the file has of them.
     pub(crate) async fn read_existing(&self, offset: u64, length: u64) -> Result<IoBuf> {
         let there = self.length.saturating_sub(offset).min(length);
+        self.budget.read(there)?;
         self.read(offset, there as usize).await
     }
 
     pub(crate) async fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let settled = self.budget.is_settled();
+        invariant(settled, &self.name, "a repair within bounds writes once it is known to be")?;
         self.storage.write_at(offset, IoBuf::copy_of(bytes)).await?;
         Ok(())
     }
@@ -137,6 +144,7 @@ impl<S: Storage> Image<S> {
             length: self.length,
             // Only what is opened to be viewed has one.
             view: None,
+            budget: Budget::default(),
         }
     }
 
@@ -197,6 +205,22 @@ mod tests {
         let write = |at| block_on(image.write_fields([(at, vec![0; 8])]));
         write(SECTOR - 8).unwrap();
         must_violate(write(SECTOR - 7), "a header has its fields in its first sector");
+    }
+
+    #[test]
+    fn nothing_is_written_before_a_repair_is_known_to_be_within_its_bounds() {
+        let layer = layer();
+        let storage = Arc::clone(layer.storage());
+        block_on(async {
+            let opened = Image::open(&storage, Path::new(NAME), None, Purpose::Examine);
+            let mut image = Box::pin(opened).await.unwrap();
+            image.budget = Budget::of_file(&*storage, Path::new(NAME), None).await.unwrap();
+            let end = image.length;
+            let early = image.write(end, &[0; 512]).await;
+            must_violate(early, "a repair within bounds writes once it is known to be");
+            image.budget.settle();
+            image.write(end, &[0; 512]).await.unwrap();
+        });
     }
 
     #[test]

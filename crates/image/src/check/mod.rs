@@ -17,6 +17,7 @@
 //! - Entries are repaired only if that changes nothing that a guest could read before, and if there is only one way to
 //!   repair them.
 
+mod budget;
 pub(crate) mod copied;
 mod counts;
 mod entry;
@@ -30,8 +31,10 @@ mod structure;
 pub(crate) mod survey;
 
 use crate::layer::ImageFormat;
+use crate::memory::MemoryLimit;
 use crate::recovery::Purpose;
 use crate::{DiskError, Result};
+use budget::Budget;
 use image::Image;
 use isobath_qcow2::IncompatibleFeatures;
 use isobath_storage::{Locking, Storage};
@@ -58,10 +61,24 @@ pub struct CheckOptions {
 /// Corrects the refcounts of an image that was not closed (dirty bit), and clears the bit. The image has been
 /// recovered, except for a restart log: its journal, if in use, is empty and stays in use.
 ///
+/// Of an image that is not trusted this takes a [bounded](budget) amount of time and memory.
+///
 /// # Errors
-/// If the file cannot be read or written, or errors remain; the bit is then still set.
-pub async fn repair_dirty<S: Storage>(storage: &Arc<S>, name: &Path) -> Result<()> {
+/// If the file cannot be read or written, or errors remain; the bit is then still set. If it takes too much; nothing is
+/// then changed.
+pub async fn repair_dirty<S: Storage>(
+    storage: &Arc<S>,
+    name: &Path,
+    amount: Amount<'_>,
+) -> Result<()> {
     let mut image = Image::open(storage, name, Some(ImageFormat::Qcow2), Purpose::Examine).await?;
+    match amount {
+        Amount::Bounded(memory) => {
+            image.budget = Budget::of_file(&**storage, name, memory).await?;
+        }
+        Amount::Within(memory) => image.budget = Budget::of_trusted(name, memory),
+        Amount::Any => {}
+    }
     let mut first = String::new();
     let mut events = |event: CheckEvent<'_>| {
         if let CheckEvent::Finding(text) = event {
@@ -85,6 +102,17 @@ pub async fn repair_dirty<S: Storage>(storage: &Arc<S>, name: &Path) -> Result<(
         });
     }
     Ok(())
+}
+
+/// What the repair of an image that was not closed may take.
+#[derive(Clone, Copy, Debug)]
+pub enum Amount<'a> {
+    /// No more than any image of a file with so much space takes, and as part of this limit.
+    Bounded(Option<&'a Arc<MemoryLimit>>),
+    /// As much memory as this limit has left.
+    Within(&'a Arc<MemoryLimit>),
+    /// Whatever it takes.
+    Any,
 }
 
 /// Checks an open image, and repairs it as far as `repair` allows, except for incomplete entries of its snapshot table.
@@ -141,9 +169,6 @@ async fn find_and_repair<S: Storage>(
     repair: Repair,
     log: &mut Log<'_>,
 ) -> Result<Vec<u32>> {
-    if repair != Repair::None {
-        image.clear_unknown_autoclear().await?;
-    }
     log.report.total_clusters = image.geometry.clusters_for(image.header.disk_size());
     if image.geometry.has_data_file() && image.header.data_file().is_none() {
         log.check_error(
@@ -153,6 +178,11 @@ async fn find_and_repair<S: Storage>(
         return Ok(Vec::new());
     }
     let Some(mut survey) = Survey::take(image, log).await? else { return Ok(Vec::new()) };
+    refcounts::afford(image, &survey, repair)?;
+    image.budget.settle();
+    if repair != Repair::None {
+        image.clear_unknown_autoclear().await?;
+    }
     if repair == Repair::All && survey.has_fixes() {
         let fixed = survey.apply_fixes(image).await?;
         if fixed > 0 {

@@ -1,6 +1,6 @@
 //! The host clusters that hold the image's own structures, which nothing else may use.
 
-use super::counts::Counts;
+use super::counts::{Counts, ENTRY_BYTES};
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
@@ -45,6 +45,11 @@ impl Own {
         let more: Vec<u64> = more.collect();
         self.disputed.extend(more);
         !self.disputed.is_empty()
+    }
+
+    /// How many bytes of memory it takes.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.expected.bytes() + self.disputed.len() as u64 * ENTRY_BYTES
     }
 
     /// Whether a cluster of a structure is part of something else as well.

@@ -1,6 +1,6 @@
 //! Comparing the refcounts in the file with the references that were counted.
 
-use super::counts::{Counts, PAGE};
+use super::counts::{Counts, ENTRY_BYTES, PAGE};
 use super::image::{Image, MAX_CLUSTERS};
 use super::log::Log;
 use super::rebuild;
@@ -85,6 +85,54 @@ pub(crate) async fn check<S: Storage>(
     Ok(refcounts)
 }
 
+/// Checks that a repair after this survey, and everything that it reads, keeps and writes, is within the image's
+/// bounds. Nothing has been changed yet.
+///
+/// # Errors
+/// It is not.
+pub(crate) fn afford<S: Storage>(image: &Image<S>, survey: &Survey, repair: Repair) -> Result<()> {
+    let (budget, size) = (&image.budget, image.geometry.cluster_size());
+    if !budget.is_bounded() {
+        return Ok(());
+    }
+    let entries = image.geometry.refcount_block_entries();
+    let numbers = blocks_to_compare(image, survey, compared_clusters(image, survey, repair));
+    let count = numbers.len() as u64;
+    // Blocks are compared, and then written; flags are compared.
+    let tables = survey.tables.len() as u64;
+    budget.read(count.saturating_mul(size.saturating_mul(2).saturating_add(entries)))?;
+    budget.read(tables.saturating_mul(size))?;
+    let mut kept = survey.bytes();
+    if survey.has_fixes() {
+        budget.read_again()?;
+        kept = kept.saturating_mul(2);
+    }
+    let different = count.saturating_mul(entries.max(PAGE)).saturating_mul(2);
+    budget.hold(kept.saturating_add(different).saturating_add(count.saturating_mul(ENTRY_BYTES)))
+}
+
+/// How many clusters from the beginning of the file are compared.
+fn compared_clusters<S: Storage>(image: &Image<S>, survey: &Survey, repair: Repair) -> u64 {
+    let used = survey.counts.highest().map_or(0, |last| last + 1);
+    match repair {
+        Repair::None => image.clusters().max(used),
+        // Refcounts past the end of the file are not leaks yet, but become leaks when it grows.
+        _ => (image.clusters().max(used) * 2 + PAST_END).min(MAX_CLUSTERS),
+    }
+}
+
+/// The places of the blocks that are there, and of those that clusters in use need.
+fn blocks_to_compare<S: Storage>(image: &Image<S>, survey: &Survey, clusters: u64) -> Vec<u64> {
+    let entries = image.geometry.refcount_block_entries();
+    let mut numbers: Vec<u64> =
+        survey.structure.blocks.keys().copied().filter(|n| n * entries < clusters).collect();
+    let counted = survey.counts.nonzero().map(|cluster| cluster / entries);
+    numbers.extend(Deduplicated(counted.peekable()));
+    numbers.sort_unstable();
+    numbers.dedup();
+    numbers
+}
+
 /// Compares, for an image that is about to have these references.
 pub(crate) async fn compare<S: Storage>(image: &Image<S>, survey: &Survey) -> Result<Refcounts> {
     let compared = Comparison::run(image, survey, Repair::Leaks, &mut Log::quiet()).await?;
@@ -135,24 +183,14 @@ impl Comparison {
         let entries = image.geometry.refcount_block_entries();
         let size = image.geometry.cluster_size() as usize;
         let order = image.geometry.refcount_order();
-        let used = survey.counts.highest().map_or(0, |last| last + 1);
-        let clusters = match repair {
-            Repair::None => image.clusters().max(used),
-            // Refcounts past the end of the file are not leaks yet, but become leaks when it grows.
-            _ => (image.clusters().max(used) * 2 + PAST_END).min(MAX_CLUSTERS),
-        };
+        let clusters = compared_clusters(image, survey, repair);
         let mut result = Self {
             refcounts: Refcounts { different: Counts::default(), highest: None },
             too_low: 0,
             too_high: 0,
             without_block: false,
         };
-        let mut numbers: Vec<u64> =
-            survey.structure.blocks.keys().copied().filter(|n| n * entries < clusters).collect();
-        let counted = survey.counts.nonzero().map(|cluster| cluster / entries);
-        numbers.extend(Deduplicated(counted.peekable()));
-        numbers.sort_unstable();
-        numbers.dedup();
+        let numbers = blocks_to_compare(image, survey, clusters);
         for batch in numbers.chunks(tables_at_once(image)) {
             let blocks = try_join_all(batch.iter().map(async |number| {
                 match survey.structure.blocks.get(number) {

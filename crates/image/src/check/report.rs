@@ -1,5 +1,7 @@
 //! What a check may do, and what it says.
 
+use isobath_formats::Format;
+
 /// What a check may change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Repair {
@@ -17,6 +19,8 @@ pub enum Repair {
 pub enum CheckEvent<'a> {
     /// Something is wrong, or is being repaired: one line for the user, as QEMU words it.
     Finding(&'a str),
+    /// The same, for formats of which QEMU's program says it with its own name in front.
+    Complaint(&'a str),
     /// The number of L2 tables read so far, and the total.
     Progress {
         /// Tables read.
@@ -49,6 +53,10 @@ pub struct CheckReport {
     pub leaks_fixed: u64,
     /// Structures that could not be examined, so that the rest of the report is incomplete.
     pub check_errors: u64,
+    /// The format of an image that is not a qcow2 image.
+    pub foreign: Option<Format>,
+    /// The check has ended at the first error, as QEMU's does for some formats.
+    pub ended_early: bool,
 }
 
 impl CheckReport {

@@ -1,6 +1,6 @@
 //! Counting the references to every host cluster.
 
-use super::counts::Counts;
+use super::counts::{Counts, ENTRY_BYTES};
 use super::entry::{Refers, inspect};
 use super::image::Image;
 use super::log::Log;
@@ -23,6 +23,8 @@ use std::ops::RangeInclusive;
 const READ_AT_ONCE: u64 = 4 << 20;
 /// Bytes written at once into a table: what changes, with its neighbours.
 pub(crate) const PIECE: usize = 4096;
+/// After how many entries of a table the memory is looked at.
+const ENTRIES_AT_ONCE: usize = 4096;
 
 /// The number of references to an L2 table.
 #[derive(Clone, Copy, Debug, Default)]
@@ -68,6 +70,8 @@ pub(crate) struct Survey {
     pub(crate) l1_certain: bool,
     /// The refcount table and its blocks, which `counts` includes.
     pub(crate) structure: Structure,
+    /// Errors that are references to clusters beyond what refcounts can count.
+    pub(crate) overflows: u64,
     /// Something leads nowhere: clusters that seem unused may not be.
     pub(crate) lost: bool,
     /// Entries of the snapshot table without a field that version 3 demands.
@@ -96,6 +100,7 @@ impl Survey {
             l1_doubtful: false,
             l1_certain: false,
             structure: Structure::default(),
+            overflows: 0,
             lost: false,
             incomplete: Vec::new(),
             allocated: 0,
@@ -107,16 +112,18 @@ impl Survey {
         let l1_bytes = u64::from(header.l1_size) * 8;
         survey.refer_own(image, header.l1_table_offset.get(), l1_bytes, 1, log);
         if let Some((offset, length)) = header.encryption() {
+            image.budget.read(length)?;
             survey.refer_own(image, offset.get(), length, 1, log);
         }
         survey.l1 = read_l1(image, header.l1_table_offset, l1_bytes).await?;
         let l1 = std::mem::take(&mut survey.l1);
-        survey.visit_l1(image, &l1, 1, 1, log);
+        survey.visit_l1(image, &l1, 1, 1, log)?;
         survey.l1 = l1;
         if !survey.visit_snapshots(image, log).await? {
             return Ok(None);
         }
-        for (at, uses) in &survey.tables {
+        for (number, (at, uses)) in survey.tables.iter().enumerate() {
+            survey.afford(image, number, 0)?;
             let cluster = at >> image.geometry.cluster_bits();
             survey.own.claim(cluster..=cluster, uses.total);
             if uses.active > 1 {
@@ -155,6 +162,8 @@ impl Survey {
         }
         let table = image.read_existing(at, if at == 0 { 0 } else { bytes }).await?;
         for index in 0..table.len() / 8 {
+            let kept = structure.blocks.len() + structure.ranges.len();
+            self.afford(image, index, table.len() + kept * ENTRY_BYTES as usize)?;
             let entry = RefcountTableEntry::read(&table, index).unwrap_or_default();
             if entry.raw() == 0 {
                 continue;
@@ -254,6 +263,7 @@ impl Survey {
         for cluster in clusters.clone() {
             let count = self.counts.get(cluster).saturating_add(weight);
             if count > self.most {
+                self.overflows += 1;
                 let at = cluster << bits;
                 log.corruption(format_args!(
                     "ERROR: overflow cluster offset={at:#x}: it has more references than refcounts \
@@ -275,9 +285,11 @@ impl Survey {
         active: u64,
         weight: u64,
         log: &mut Log<'_>,
-    ) {
+    ) -> Result<()> {
         let cluster_size = image.geometry.cluster_size();
-        for (index, entry) in l1.iter().enumerate().filter(|(_, entry)| entry.raw() != 0) {
+        let used = l1.iter().enumerate().filter(|(_, entry)| entry.raw() != 0);
+        for (number, (index, entry)) in used.enumerate() {
+            self.afford(image, number, size_of_val(l1))?;
             let reserved = entry.reserved_bits();
             if reserved != 0 {
                 log.corruption(format_args!(
@@ -318,6 +330,26 @@ impl Survey {
                 table.total += weight;
             }
         }
+        image.budget.hold(self.bytes())
+    }
+
+    /// Every so many entries of a table, allows for the memory that this takes, and for so many bytes beside it.
+    ///
+    /// # Errors
+    /// They are too many.
+    fn afford<S: Storage>(&self, image: &Image<S>, entry: usize, beside: usize) -> Result<()> {
+        if entry.is_multiple_of(ENTRIES_AT_ONCE) {
+            image.budget.hold(self.bytes() + beside as u64)?;
+        }
+        Ok(())
+    }
+
+    /// How many bytes of memory it takes.
+    pub(crate) fn bytes(&self) -> u64 {
+        let kept = self.tables.len() + self.fixes.len() + self.l1_fixes.len() + self.doubtful.len();
+        let blocks = self.structure.blocks.len() + self.structure.ranges.len();
+        let l1 = (self.l1.len() * size_of::<L1Entry>()) as u64;
+        self.counts.bytes() + self.own.bytes() + l1 + (kept + blocks) as u64 * ENTRY_BYTES
     }
 
     /// Walks the snapshot table; `false` if it cannot be read.
@@ -394,7 +426,7 @@ impl Survey {
             let bytes = u64::from(l1_size) * 8;
             self.refer_own(image, offset, bytes, weight, log);
             let l1 = read_l1(image, HostOffset::new(offset), bytes).await?;
-            self.visit_l1(image, &l1, 0, weight, log);
+            self.visit_l1(image, &l1, 0, weight, log)?;
         }
         self.refer_own(image, start, at - start, 1, log);
         Ok(true)
@@ -413,9 +445,10 @@ impl Survey {
         log.progress(0, total);
         for batch in tables.chunks(tables_at_once(image)) {
             let size = image.geometry.cluster_size() as usize;
+            image.budget.read((batch.len() * size) as u64)?;
             let contents = try_join_all(batch.iter().map(|(at, _)| image.read(*at, size))).await?;
             for ((at, uses), bytes) in batch.iter().zip(contents) {
-                self.visit_table(image, *at, *uses, &bytes, log);
+                self.visit_table(image, *at, *uses, &bytes, log)?;
             }
             done += batch.len() as u64;
             log.progress(done, total);
@@ -430,10 +463,11 @@ impl Survey {
         uses: TableUse,
         bytes: &[u8],
         log: &mut Log<'_>,
-    ) {
+    ) -> Result<()> {
         let geometry = &image.geometry;
         let mut contiguous = 0;
         for index in 0..geometry.l2_entries() as usize {
+            self.afford(image, index, 0)?;
             let entry = L2Entry::read(bytes, index, geometry).unwrap_or(L2Entry::unallocated());
             if entry == L2Entry::unallocated() {
                 continue;
@@ -479,6 +513,7 @@ impl Survey {
                 }
             }
         }
+        Ok(())
     }
 
     /// Counts the references of an entry of an L2 table to a range, offset and length.
@@ -514,6 +549,7 @@ impl Survey {
         let (at, size) = (extension.directory_offset.get(), extension.directory_size);
         let Some(clusters) = self.refer(image, at, size, 1, log) else { return Ok(()) };
         self.own.claim(clusters, 1);
+        image.budget.read(size)?;
         let directory = image.read(at, size as usize).await?;
         let bitmaps = match Bitmap::parse_directory(&directory, extension.count) {
             Ok(bitmaps) => bitmaps,
@@ -530,8 +566,11 @@ impl Survey {
             }
             let (at, bytes) = (bitmap.table_offset.get(), u64::from(bitmap.table_size) * 8);
             self.refer_own(image, at, bytes, 1, log);
+            image.budget.hold(self.bytes() + bytes)?;
             let table = image.read_existing(at, bytes).await?;
-            for raw in table.chunks_exact(8).filter_map(|raw| raw.first_chunk::<8>()) {
+            let entries = table.chunks_exact(8).filter_map(|raw| raw.first_chunk::<8>());
+            for (number, raw) in entries.enumerate() {
+                self.afford(image, number, table.len())?;
                 match BitmapCluster::from_raw(u64::from_be_bytes(*raw), &image.geometry) {
                     Ok(BitmapCluster::Data(offset)) => {
                         let size = image.geometry.cluster_size();

@@ -108,6 +108,24 @@ async fn write(host: &MemoryHost, layer: usize, cluster: u64, byte: u8) {
     disk.close().await.unwrap();
 }
 
+#[test]
+fn the_progress_of_an_index_counts_its_layers_too() {
+    block_on(async {
+        let depth = 20;
+        let host = chain(depth).await;
+        let options = OpenOptions::new().writable(true).heads(false);
+        let disk = Disk::open(host.any(), &name(depth - 1), &options).await.unwrap();
+        let mut seen = Vec::new();
+        disk.write_index(|now| seen.push((now.done, now.total))).await.unwrap();
+        disk.close().await.unwrap();
+        let total = seen[0].1;
+        assert!(seen.len() >= depth, "{seen:?}");
+        assert!(seen.iter().all(|(_, all)| *all == total), "{seen:?}");
+        assert!(seen.is_sorted_by(|one, next| one.0 < next.0), "{seen:?}");
+        assert_eq!(seen.last(), Some(&(total, total)));
+    });
+}
+
 async fn write_index(host: &MemoryHost, layer: usize) {
     let options = OpenOptions::new().writable(true).heads(false);
     let disk = Disk::open(host.any(), &name(layer), &options).await.unwrap();

@@ -38,3 +38,4 @@ mod snapshots_stay;
 mod stop_and_go;
 mod stopped;
 mod write_back;
+mod zeroes_stay;

@@ -67,6 +67,9 @@ pub mod field {
 pub enum ParseMode {
     /// For reading and writing the disk.
     Open,
+    /// For reading the disk: a refcount table or a snapshot table that cannot be used is not needed, unless there is a
+    /// journal to replay.
+    Read,
     /// For a check or repair: a missing refcount table, an impossible snapshot table or bitmap
     /// directory, and tables that overlap are left for the check to report.
     Check,

@@ -6,7 +6,7 @@ use crate::compress::CompressionType;
 use crate::error::{FormatError, FormatErrorKind};
 use crate::extension::{self, Extension, Extents};
 use crate::features::{
-    AutoclearFeatures, CompatibleFeatures, FeatureKind, FeatureNameTable, IncompatibleFeatures,
+    AutoclearFeatures, CompatibleFeatures, FeatureNameTable, IncompatibleFeatures,
 };
 use crate::geometry::Geometry;
 use crate::offset::HostOffset;
@@ -208,16 +208,25 @@ impl Header {
             return Ok(());
         }
         let empty = FeatureNameTable::default();
-        let names = extensions.iter().rev().find_map(|extension| match extension {
-            Extension::FeatureNames(names) => Some(names),
-            _ => None,
-        });
-        Err(FormatError::unsupported(
-            "incompatible_features",
-            names.unwrap_or(&empty).describe(FeatureKind::Incompatible, unknown.bits()),
-            "the image needs unsupported features; open it with a program that supports them",
-        ))
+        Err(unsupported(names(extensions).unwrap_or(&empty), unknown))
     }
+}
+
+/// The last feature name table of a header's extensions.
+pub(super) fn names(extensions: &[Extension]) -> Option<&FeatureNameTable> {
+    extensions.iter().rev().find_map(|extension| match extension {
+        Extension::FeatureNames(names) => Some(names),
+        _ => None,
+    })
+}
+
+/// The error of an image that needs these features.
+pub(super) fn unsupported(names: &FeatureNameTable, unknown: IncompatibleFeatures) -> FormatError {
+    FormatError::unsupported(
+        FormatError::FEATURES,
+        names.describe_incompatible(unknown.bits()),
+        "open the image with a program that supports this",
+    )
 }
 
 fn truncated(length: usize, needed: usize) -> FormatError {
@@ -231,7 +240,7 @@ fn truncated(length: usize, needed: usize) -> FormatError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::features::{FeatureName, IncompatibleFeatures};
+    use crate::features::{FeatureKind, FeatureName, IncompatibleFeatures};
     use crate::header::tests::sample;
     use proptest::prelude::*;
 
@@ -277,10 +286,14 @@ mod tests {
         header.incompatible = IncompatibleFeatures::from_bits(1 << 7 | 1 << 50);
         let error = Header::parse(&header.encode().unwrap()).unwrap_err();
         assert_eq!(error.kind(), FormatErrorKind::Unsupported);
-        assert_eq!(error.value(), "\"time?travel\" (bit 7), bit 50");
+        assert_eq!(
+            error.to_string(),
+            "Unsupported qcow2 feature(s): time?travel, Unknown incompatible feature: 4000000000000 \
+             (incompatible_features); open the image with a program that supports this"
+        );
         // Even where the extensions are broken.
         let error = patched(&header, 116, &[0xff; 4]).unwrap_err();
-        assert_eq!(error.value(), "bit 7, bit 50");
+        assert_eq!(error.value(), "Unknown incompatible feature: 4000000000080");
     }
 
     #[test]

@@ -1,15 +1,18 @@
 //! Validation of a header.
 
 use super::{
-    Header, MAX_BACKING_FILE_BYTES, MAX_ENCRYPTION_HEADER_BYTES, MAX_SNAPSHOTS, ParseMode,
+    Header, MAX_BACKING_FILE_BYTES, MAX_ENCRYPTION_HEADER_BYTES, MAX_SNAPSHOTS, ParseMode, parse,
 };
 use crate::compress::CompressionType;
 use crate::error::{FormatError, FormatErrorKind, printable};
 use crate::extension::{Extension, MAX_BACKING_FORMAT_BYTES};
-use crate::features::{AutoclearFeatures, IncompatibleFeatures};
+use crate::features::{
+    AutoclearFeatures, FeatureKind, FeatureName, FeatureNameTable, IncompatibleFeatures,
+};
 use crate::geometry::{Geometry, HOST_OFFSET_LIMIT, MAX_L1_BYTES, MAX_REFCOUNT_TABLE_BYTES};
 use crate::journal::{self, JournalExtension};
 use crate::offset::HostOffset;
+use std::ops::Range;
 
 /// Bytes of the smallest snapshot table entry.
 const SNAPSHOT_ENTRY_MIN: u64 = 40;
@@ -45,9 +48,12 @@ impl Header {
         self.validate_encryption(&geometry)?;
         self.validate_journal(&geometry)?;
         self.validate_strings()?;
-        if mode == ParseMode::Open {
+        if mode != ParseMode::Check {
             self.validate_pointers(&geometry)?;
         }
+        // A journal is replayed in memory, and what is in it may be anywhere.
+        let replays = self.incompatible.contains(IncompatibleFeatures::JOURNAL);
+        let mode = if mode == ParseMode::Read && replays { ParseMode::Open } else { mode };
         self.validate_tables(&geometry, mode)
     }
 
@@ -152,6 +158,11 @@ impl Header {
                 format_args!("present {there} times"),
                 "exactly one must give the journal's location",
             )),
+            // Whoever sets this bit for a journal here says so in the table of names: it is another program's feature.
+            _ if there == 0 && !self.names_journal() => Err(parse::unsupported(
+                parse::names(&self.extensions).unwrap_or(&FeatureNameTable::default()),
+                IncompatibleFeatures::JOURNAL,
+            )),
             _ => Err(journal::irrecoverable(
                 "journal extension",
                 if there == 0 { "missing" } else { "not valid" },
@@ -159,6 +170,14 @@ impl Header {
                  location is unknown",
             )),
         }
+    }
+
+    /// Whether the table of names says that the journal's bit is one.
+    fn names_journal(&self) -> bool {
+        let bit = IncompatibleFeatures::JOURNAL.bits().trailing_zeros() as u8;
+        let kind = FeatureKind::Incompatible;
+        let name = parse::names(&self.extensions).and_then(|names| names.find(kind, bit));
+        name.is_some_and(|name| name.text() == FeatureName::journal().text())
     }
 
     /// Checks what extensions point to.
@@ -243,40 +262,18 @@ impl Header {
         }
         let l1 = table("l1_table_offset", self.l1_table_offset, l1_bytes, geometry)?;
 
-        let clusters = u64::from(self.refcount_table_clusters);
-        if clusters > MAX_REFCOUNT_TABLE_BYTES >> self.cluster_bits {
-            return Err(FormatError::too_large(
-                "refcount_table_clusters",
-                clusters,
-                format!(
-                    "must not exceed {} (8 MiB)",
-                    MAX_REFCOUNT_TABLE_BYTES >> self.cluster_bits
-                ),
-            ));
-        }
-        let bytes = clusters << self.cluster_bits;
-        let refcounts =
-            table("refcount_table_offset", self.refcount_table_offset, bytes, geometry)?;
-        geometry.check_offset("snapshots_offset", self.snapshots_offset)?;
-        if mode == ParseMode::Check {
-            return Ok(());
-        }
-        if clusters == 0 {
-            return Err(FormatError::invalid(
-                "refcount_table_clusters",
-                0,
-                "the image has no refcount table; repair it with check -r all",
-            ));
-        }
-        if self.nb_snapshots > MAX_SNAPSHOTS {
-            return Err(FormatError::too_large(
-                "nb_snapshots",
-                self.nb_snapshots,
-                format!("must not exceed {MAX_SNAPSHOTS}"),
-            ));
-        }
-        let bytes = u64::from(self.nb_snapshots) * SNAPSHOT_ENTRY_MIN;
-        let snapshots = table("snapshots_offset", self.snapshots_offset, bytes, geometry)?;
+        let (refcounts, snapshots) = match mode {
+            ParseMode::Check => {
+                self.refcount_area(geometry)?;
+                geometry.check_offset("snapshots_offset", self.snapshots_offset)?;
+                return Ok(());
+            }
+            ParseMode::Open => (self.refcount_table(geometry)?, self.snapshot_table(geometry)?),
+            ParseMode::Read => (
+                self.refcount_table(geometry).unwrap_or_default(),
+                self.snapshot_table(geometry).unwrap_or_default(),
+            ),
+        };
         let encryption =
             self.encryption().map_or(0..0, |(offset, length)| offset.get()..offset.get() + length);
         let tables = [
@@ -285,7 +282,9 @@ impl Header {
             ("refcount_table_offset", refcounts),
             ("snapshots_offset", snapshots),
         ];
-        for (i, (field, a)) in tables.iter().enumerate() {
+        // What is not needed to read the disk comes last.
+        let needed = if mode == ParseMode::Read { 2 } else { tables.len() };
+        for (i, (field, a)) in tables.iter().enumerate().take(needed) {
             for (other, b) in tables.iter().skip(i + 1) {
                 if a.start < b.end && b.start < a.end {
                     return Err(FormatError::invalid(
@@ -303,13 +302,60 @@ impl Header {
     }
 }
 
+impl Header {
+    /// The bytes of the file that the refcount table takes.
+    ///
+    /// # Errors
+    /// If there is none, or it cannot be where the header says.
+    pub fn refcount_table(&self, geometry: &Geometry) -> Result<Range<u64>, FormatError> {
+        let area = self.refcount_area(geometry)?;
+        if area.is_empty() {
+            return Err(FormatError::invalid(
+                "refcount_table_clusters",
+                0,
+                "the image has no refcount table; repair it with check -r all",
+            ));
+        }
+        Ok(area)
+    }
+
+    /// As [`refcount_table`](Self::refcount_table), but it may be empty.
+    fn refcount_area(&self, geometry: &Geometry) -> Result<Range<u64>, FormatError> {
+        let clusters = u64::from(self.refcount_table_clusters);
+        let most = MAX_REFCOUNT_TABLE_BYTES >> self.cluster_bits;
+        if clusters > most {
+            let why = format!("must not exceed {most} (8 MiB)");
+            return Err(FormatError::too_large("refcount_table_clusters", clusters, why));
+        }
+        let bytes = clusters << self.cluster_bits;
+        table("refcount_table_offset", self.refcount_table_offset, bytes, geometry)
+    }
+
+    /// The bytes of the file that the snapshot table takes at least.
+    ///
+    /// # Errors
+    /// If it cannot be where the header says.
+    pub fn snapshot_table(&self, geometry: &Geometry) -> Result<Range<u64>, FormatError> {
+        geometry.check_offset("snapshots_offset", self.snapshots_offset)?;
+        if self.nb_snapshots > MAX_SNAPSHOTS {
+            return Err(FormatError::too_large(
+                "nb_snapshots",
+                self.nb_snapshots,
+                format!("must not exceed {MAX_SNAPSHOTS}"),
+            ));
+        }
+        let bytes = u64::from(self.nb_snapshots) * SNAPSHOT_ENTRY_MIN;
+        table("snapshots_offset", self.snapshots_offset, bytes, geometry)
+    }
+}
+
 /// Checks a table's offset; returns the bytes that it covers.
 fn table(
     field: &'static str,
     offset: HostOffset,
     bytes: u64,
     geometry: &Geometry,
-) -> Result<std::ops::Range<u64>, FormatError> {
+) -> Result<Range<u64>, FormatError> {
     geometry.check_offset(field, offset)?;
     if bytes == 0 {
         return Ok(0..0);
@@ -378,6 +424,38 @@ mod tests {
     }
 
     #[test]
+    fn reading_needs_neither_refcounts_nor_snapshots() {
+        type Damage = (&'static str, fn(&mut Header));
+        let damage: &[Damage] = &[
+            ("refcount_table_offset", |h| h.refcount_table_offset = HostOffset::new(0)),
+            ("refcount_table_offset", |h| h.refcount_table_offset = HostOffset::new(1 << 60)),
+            ("refcount_table_offset", |h| h.refcount_table_offset = HostOffset::new(513)),
+            ("refcount_table_clusters", |h| h.refcount_table_clusters = 0),
+            ("refcount_table_clusters", |h| h.refcount_table_clusters = u32::MAX),
+            ("snapshots_offset", |h| h.snapshots_offset = HostOffset::new(1 << 60)),
+            ("snapshots_offset", |h| {
+                (h.nb_snapshots, h.snapshots_offset) = (1, HostOffset::new(0));
+            }),
+            ("nb_snapshots", |h| h.nb_snapshots = u32::MAX),
+            ("refcount_table_offset", |h| {
+                (h.nb_snapshots, h.snapshots_offset) = (1, h.refcount_table_offset);
+            }),
+        ];
+        for (field, damage) in damage {
+            assert_eq!(refusal(damage).field(), *field);
+            let mut header = sample();
+            damage(&mut header);
+            assert_eq!(header.validate(ParseMode::Read), Ok(()), "{field}");
+        }
+        let mut header = sample();
+        header.refcount_table_offset = header.l1_table_offset;
+        assert_eq!(header.validate(ParseMode::Read).unwrap_err().field(), "l1_table_offset");
+        header = sample();
+        header.l1_table_offset = HostOffset::new(0);
+        assert_eq!(header.validate(ParseMode::Read).unwrap_err().field(), "l1_table_offset");
+    }
+
+    #[test]
     fn features_that_contradict_each_other() {
         let error = refusal(|h| h.compression_type = CompressionType::Zstd);
         assert_eq!(error.field(), "compression_type");
@@ -435,6 +513,15 @@ mod tests {
         header.extensions.push(Extension::Journal(journal));
         assert!(refusals(&header).starts_with("journal extension is present 2 times: "));
         header.extensions.truncate(3);
+        // Whether it is a journal's bit, the table of names says.
+        for mode in [ParseMode::Open, ParseMode::Check] {
+            let error = header.validate(mode).unwrap_err().to_string();
+            let unknown =
+                "Unsupported qcow2 feature(s): Unknown incompatible feature: 2000000000000000 ";
+            assert!(error.starts_with(unknown), "{error}");
+        }
+        let named = FeatureNameTable { entries: vec![FeatureName::journal()] };
+        header.extensions.push(Extension::FeatureNames(named));
         assert!(refusals(&header).starts_with("journal extension is missing: "));
         let data = vec![0; 32];
         header.extensions.push(Extension::Unknown { magic: JournalExtension::MAGIC, data });

@@ -59,7 +59,7 @@ impl<H: Host + Clone> Monitor<H> {
             cache.and_then(|cache| flag(cache, "direct"))
         };
         let usual = &self.opening.options;
-        let trust = (self.opening.trust)(&protocol.path).map_err(QmpError::new)?;
+        let trust = (self.opening.trust)().map_err(QmpError::new)?;
         let options = usual
             .clone()
             .trust(trust)
@@ -73,8 +73,10 @@ impl<H: Host + Clone> Monitor<H> {
             .format(format)
             .backing(backing)
             .secrets(self.secrets_for(&arguments)?);
-        let disk = LiveDisk::open(self.host.clone(), &protocol.path, &options).await;
-        let drive = Drive::added(disk.map_err(QmpError::new)?);
+        // A file that its header names may be an export of a server that never answers.
+        let opening = LiveDisk::open(self.host.clone(), &protocol.path, &options);
+        let opening = async { opening.await.map_err(QmpError::new) };
+        let drive = Drive::added(self.unless_ending(opening).await?);
         if let Some(file) = drive.root() {
             self.names.borrow_mut().give(file, &name);
         }

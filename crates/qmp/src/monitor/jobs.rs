@@ -7,7 +7,7 @@ use super::names::Found;
 use super::pacing::{on_error, pacing};
 use super::request::JobRequest;
 use super::snapshot::check_root;
-use super::{Drive, Monitor, Result};
+use super::{Drive, Monitor, PATIENCE, Result};
 use crate::error::{ErrorClass, QmpError};
 use event_listener::{Event, EventListener};
 use isobath_disk::pausing::Pause;
@@ -16,7 +16,7 @@ use isobath_jobs::{
     CommitOptions, IoStatus, Job, JobEvent, JobOptions, JobStatus, MirrorOptions, MirrorSync,
     StreamOptions,
 };
-use isobath_ring::spawn;
+use isobath_ring::{first, spawn, timeout};
 use isobath_storage::{Host, StorageExt};
 use parking_lot::Mutex;
 use serde_json::json;
@@ -42,6 +42,8 @@ pub(super) struct Started<H: Host> {
     pub(super) paused: Cell<bool>,
     /// It was cancelled.
     cancelled: Cell<bool>,
+    /// Notified to drop its work.
+    given_up: Event,
 }
 
 /// The disks that a job uses.
@@ -282,7 +284,9 @@ impl<H: Host + Clone> Monitor<H> {
         let name = RefCell::new(self.name_of(drive));
         let disks = RefCell::new(Some(Disks { drive: Rc::clone(drive), target }));
         let (paused, cancelled) = (Cell::new(false), Cell::new(false));
-        let started = Started { job, disks, name, request, paused, cancelled };
+        let given_up = Event::new();
+        let work = first(work, given_up.listen());
+        let started = Started { job, disks, name, request, paused, cancelled, given_up };
         self.jobs.borrow_mut().push(Rc::new(started));
         drop(spawn(work));
     }
@@ -546,13 +550,23 @@ impl<H: Host + Clone> Monitor<H> {
         }
     }
 
-    /// Cancels every job and waits for it to end.
+    /// Cancels every job and waits for it to end. One that takes too long is given up, with what it was waiting for.
     pub(super) async fn end_jobs(&self) {
         let jobs = self.jobs.borrow().clone();
         for started in &jobs {
             // A job that has already ended cannot be cancelled.
             let _ = started.job.cancel(true);
         }
+        if timeout(PATIENCE, self.jobs_ended(&jobs)).await.is_err() {
+            tracing::warn!("a cancelled job does not end; it is given up");
+            self.save().await;
+            for started in &jobs {
+                started.given_up.notify(1);
+            }
+        }
+    }
+
+    async fn jobs_ended(&self, jobs: &[Rc<Started<H>>]) {
         for started in jobs {
             loop {
                 let changed = started.job.changed();

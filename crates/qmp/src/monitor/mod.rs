@@ -35,7 +35,7 @@ use isobath_disk::throttle::{Drained, Group, Groups};
 use isobath_disk::{LiveDisk, OpenOptions, Trust};
 use isobath_export::registry::Frontends;
 use isobath_jobs::Job;
-use isobath_ring::yield_now;
+use isobath_ring::{first, spawn, timeout, yield_now};
 use isobath_storage::Host;
 use isobath_storage_file::descriptor_sets;
 use jobs::{EventQueue, Started};
@@ -44,10 +44,16 @@ use request::JobRequest;
 use serde_json::{Map, Value, json};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
-use std::path::{Path, PathBuf};
+use std::future;
+use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 use throttle::Filter;
+
+/// How long the end of the server waits for a command, or for a cancelled job, before it is given up. One that waits
+/// for a slow disk is to end by itself: an image that is given up in the middle of a change has to be recovered.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The result of a command.
 type Result<T> = std::result::Result<T, QmpError>;
@@ -60,14 +66,14 @@ pub struct Opening {
     pub trust: Box<TrustOf>,
 }
 
-/// Decides how far an image at a path is trusted, or says why it cannot be opened.
-pub type TrustOf = dyn Fn(&Path) -> std::result::Result<Trust, String>;
+/// Decides how far an image is trusted, when it is added, or says why it cannot be opened.
+pub type TrustOf = dyn Fn() -> std::result::Result<Trust, String>;
 
 impl From<OpenOptions> for Opening {
     /// Every image is trusted as in `options`.
     fn from(options: OpenOptions) -> Self {
         let trust = options.trust.clone();
-        Self { options, trust: Box::new(move |_| Ok(trust.clone())) }
+        Self { options, trust: Box::new(move || Ok(trust.clone())) }
     }
 }
 
@@ -103,6 +109,9 @@ pub struct Monitor<H: Host> {
     order: isobath_sync::AsyncMutex<()>,
     quit: Cell<bool>,
     ending: Cell<bool>,
+    /// The command in progress is given up.
+    gives_up: Cell<bool>,
+    /// Notified when one of the three is set.
     changed: Event,
 }
 
@@ -152,6 +161,7 @@ impl<H: Host + Clone> Monitor<H> {
             order: isobath_sync::AsyncMutex::default(),
             quit: Cell::new(false),
             ending: Cell::new(false),
+            gives_up: Cell::new(false),
             changed: Event::new(),
         }
     }
@@ -186,24 +196,48 @@ impl<H: Host + Clone> Monitor<H> {
 
     /// Waits until a client has sent `quit`.
     pub async fn quit_requested(&self) {
+        self.until(&self.quit).await;
+    }
+
+    /// Waits until one of `quit`, `ending` and `gives_up` is set.
+    async fn until(&self, set: &Cell<bool>) {
         loop {
             let changed = self.changed.listen();
-            if self.quit.get() {
+            if set.get() {
                 return;
             }
             changed.await;
         }
     }
 
+    /// The result of `work`, which is dropped if the server ends before it completes.
+    async fn unless_ending<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
+        let ending = async {
+            self.until(&self.ending).await;
+            Err(shutting_down())
+        };
+        first(work, ending).await
+    }
+
     /// Shuts down: notifies clients, cancels jobs (which can be restarted later), and closes the exports with their own
     /// servers and the disks added by `blockdev-add`. Shared servers, and the disks passed to [`new`](Self::new), are
     /// left to the caller.
+    ///
+    /// An image that is being opened is given up at once; any other command, and a job, once it takes too long. Then
+    /// shared servers are stopped here, and what was written is made durable before.
     pub async fn end(&self) {
         self.ending.set(true);
+        self.changed.notify(usize::MAX);
         let reason = if self.quit.get() { "host-qmp-quit" } else { "host-signal" };
         self.events.emit("SHUTDOWN", json!({"guest": false, "reason": reason}));
         self.let_pass();
         self.end_stop();
+        if timeout(PATIENCE, self.order.lock()).await.is_err() {
+            tracing::warn!("a QMP command does not end; it is given up");
+            self.save().await;
+            self.gives_up.set(true);
+            self.changed.notify(usize::MAX);
+        }
         let _order = self.order.lock().await;
         self.end_jobs().await;
         self.close_exports().await;
@@ -214,6 +248,20 @@ impl<H: Host + Clone> Monitor<H> {
             }
         }
         self.pass_on();
+    }
+
+    /// Makes what clients have written durable, and lets no more of them write.
+    async fn save(&self) {
+        self.frontends.stop();
+        let flush = |drive: Rc<Drive<H>>| spawn(async move { drive.disk().flush().await });
+        let flushes: Vec<_> = self.drives().into_iter().map(flush).collect();
+        for flushed in flushes {
+            match flushed.await {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => tracing::warn!(%error, "cannot flush a disk"),
+                Err(panicked) => panicked.resume(),
+            }
+        }
     }
 
     async fn run(
@@ -247,11 +295,28 @@ impl<H: Host + Clone> Monitor<H> {
                 Ok(json!({}))
             }
             _ => {
-                let _order = self.order.lock().await;
-                self.change(command, arguments, client).await?;
+                let work = async {
+                    let _order = self.order.lock().await;
+                    // It may have waited for another one.
+                    self.check_not_ending()?;
+                    self.change(command, arguments, client).await
+                };
+                let given_up = async {
+                    if command == "blockdev-del" {
+                        // It closes an image that is no longer among the disks: nobody else makes durable what it has.
+                        future::pending::<()>().await;
+                    }
+                    self.until(&self.gives_up).await;
+                    Err(shutting_down())
+                };
+                first(work, given_up).await?;
                 Ok(json!({}))
             }
         }
+    }
+
+    fn check_not_ending(&self) -> Result<()> {
+        if self.ending.get() { Err(shutting_down()) } else { Ok(()) }
     }
 
     async fn change(
@@ -284,6 +349,10 @@ impl<H: Host + Clone> Monitor<H> {
     }
 }
 
+fn shutting_down() -> QmpError {
+    QmpError::of(ErrorClass::GenericError, "the server is shutting down")
+}
+
 impl<H: Host + Clone> Service for Monitor<H> {
     fn schema(&self) -> &'static Schema {
         &SCHEMA
@@ -295,9 +364,7 @@ impl<H: Host + Clone> Service for Monitor<H> {
         arguments: Map<String, Value>,
         client: &ClientFiles,
     ) -> std::result::Result<Value, QmpError> {
-        if self.ending.get() {
-            return Err(QmpError::of(ErrorClass::GenericError, "the server is shutting down"));
-        }
+        self.check_not_ending()?;
         let result = self.run(command, arguments, client).await;
         // The events of a job that was just started or ended are sent before the reply.
         yield_now().await;

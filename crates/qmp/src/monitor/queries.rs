@@ -3,9 +3,9 @@
 use super::arguments::{Arguments, flag};
 use super::image::{Node, device_info};
 use super::{Drive, Monitor, Result, pausing, throttle};
-use isobath_disk::RequestStats;
 use isobath_disk::live::LATENCY_BUCKETS;
-use isobath_storage::Host;
+use isobath_disk::{IoStats, RequestStats};
+use isobath_storage::{Host, StorageExt};
 use isobath_storage_file::syncs;
 use serde_json::{Value, json};
 
@@ -73,50 +73,41 @@ impl<H: Host + Clone> Monitor<H> {
     pub(super) fn query_blockstats(&self, arguments: &Arguments) -> Value {
         let nodes = flag(arguments, "query-nodes").unwrap_or(false);
         let drives = self.drives();
+        let most = if nodes { 1 } else { NESTED.min(NESTED_IN_ALL / drives.len().max(1)).max(1) };
         let shown = drives.iter().filter(|drive| nodes || !drive.device().is_empty());
-        shown.map(|drive| self.stats(drive, nodes)).collect()
+        let mut all = Vec::new();
+        for drive in shown {
+            let mut stats = self.stats(drive, most);
+            if let (Some(stats), false) = (stats.as_object_mut(), nodes) {
+                stats.insert("device".into(), drive.device().into());
+            }
+            all.push(stats);
+        }
+        all.into()
     }
 
-    fn stats(&self, drive: &Drive<H>, by_node: bool) -> Value {
-        let io = drive.disk().io_stats();
-        let nanoseconds = |stats: &RequestStats| stats.latency.as_nanos() as u64;
-        let mut stats = json!({
-            "node-name": self.root_name(drive),
-            "stats": {
-                "rd_bytes": io.reads.bytes,
-                "wr_bytes": io.writes.bytes,
-                "unmap_bytes": io.unmaps.bytes,
-                "rd_operations": io.reads.requests,
-                "wr_operations": io.writes.requests,
-                "flush_operations": io.flushes.requests,
-                "unmap_operations": io.unmaps.requests,
-                "rd_total_time_ns": nanoseconds(&io.reads),
-                "wr_total_time_ns": nanoseconds(&io.writes),
-                "flush_total_time_ns": nanoseconds(&io.flushes),
-                "unmap_total_time_ns": nanoseconds(&io.unmaps),
-                "wr_highest_offset": 0,
-                "rd_merged": 0, "wr_merged": 0, "unmap_merged": 0,
-                "failed_rd_operations": io.reads.failed,
-                "failed_wr_operations": io.writes.failed,
-                "failed_flush_operations": io.flushes.failed,
-                "failed_unmap_operations": io.unmaps.failed,
-                "invalid_rd_operations": 0, "invalid_wr_operations": 0,
-                "invalid_flush_operations": 0, "invalid_unmap_operations": 0,
-                "zone_append_bytes": 0, "zone_append_operations": 0, "zone_append_total_time_ns": 0,
-                "zone_append_merged": 0, "failed_zone_append_operations": 0,
-                "invalid_zone_append_operations": 0,
-                "account_invalid": false,
-                "account_failed": false,
-                "timed_stats": [],
-                "rd_latency_histogram": histogram(&io.reads),
-                "wr_latency_histogram": histogram(&io.writes),
-                "flush_latency_histogram": histogram(&io.flushes),
-            },
-        });
-        if let (Some(stats), false) = (stats.as_object_mut(), by_node) {
-            stats.insert("device".into(), drive.device().into());
+    /// The statistics of a drive's image, and of at most `most` images with it: as in QEMU those of an image's file are
+    /// in `parent`, and those of the image below in `backing`.
+    fn stats(&self, drive: &Drive<H>, most: usize) -> Value {
+        let mut whole = Value::Null;
+        for (depth, layer) in drive.layers().iter().enumerate().take(most).rev() {
+            let io = (depth == 0).then(|| drive.disk().io_stats());
+            let name = if depth == 0 { self.root_name(drive) } else { self.node_name(layer) };
+            let mut stats = json!({
+                "node-name": name,
+                "stats": counts(io.as_ref(), layer.highest_guest_write()),
+            });
+            let Some(members) = stats.as_object_mut() else { continue };
+            if let Some(highest) = layer.storage().highest_write() {
+                let file = json!({"stats": counts(None, highest)});
+                members.insert("parent".into(), file);
+            }
+            if !whole.is_null() {
+                members.insert("backing".into(), whole);
+            }
+            whole = stats;
         }
-        stats
+        whole
     }
 
     pub(super) fn query_disks(&self) -> Value {
@@ -148,6 +139,45 @@ impl<H: Host + Clone> Monitor<H> {
         });
         json!({"syncs": syncs(), "disks": disks.collect::<Vec<_>>()})
     }
+}
+
+/// QEMU's `BlockDeviceStats`: of a node to which the guest's requests go, or that only has a highest offset written.
+fn counts(guest: Option<&IoStats>, highest: u64) -> Value {
+    let nanoseconds = |stats: &RequestStats| stats.latency.as_nanos() as u64;
+    let io = guest.copied().unwrap_or_default();
+    let mut counts = json!({
+        "rd_bytes": io.reads.bytes,
+        "wr_bytes": io.writes.bytes,
+        "unmap_bytes": io.unmaps.bytes,
+        "rd_operations": io.reads.requests,
+        "wr_operations": io.writes.requests,
+        "flush_operations": io.flushes.requests,
+        "unmap_operations": io.unmaps.requests,
+        "rd_total_time_ns": nanoseconds(&io.reads),
+        "wr_total_time_ns": nanoseconds(&io.writes),
+        "flush_total_time_ns": nanoseconds(&io.flushes),
+        "unmap_total_time_ns": nanoseconds(&io.unmaps),
+        "wr_highest_offset": highest,
+        "rd_merged": 0, "wr_merged": 0, "unmap_merged": 0,
+        "failed_rd_operations": io.reads.failed,
+        "failed_wr_operations": io.writes.failed,
+        "failed_flush_operations": io.flushes.failed,
+        "failed_unmap_operations": io.unmaps.failed,
+        "invalid_rd_operations": 0, "invalid_wr_operations": 0,
+        "invalid_flush_operations": 0, "invalid_unmap_operations": 0,
+        "zone_append_bytes": 0, "zone_append_operations": 0, "zone_append_total_time_ns": 0,
+        "zone_append_merged": 0, "failed_zone_append_operations": 0,
+        "invalid_zone_append_operations": 0,
+        "account_invalid": false,
+        "account_failed": false,
+        "timed_stats": [],
+    });
+    if let (Some(io), Some(counts)) = (guest, counts.as_object_mut()) {
+        counts.insert("rd_latency_histogram".into(), histogram(&io.reads));
+        counts.insert("wr_latency_histogram".into(), histogram(&io.writes));
+        counts.insert("flush_latency_histogram".into(), histogram(&io.flushes));
+    }
+    counts
 }
 
 /// QEMU's `BlockLatencyHistogramInfo`: boundaries in nanoseconds, and one more bin than boundaries.

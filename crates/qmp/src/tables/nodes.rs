@@ -160,6 +160,7 @@ static BLOCK_STATS: Object = object(&[
     opt("qdev", STR),
     opt("node-name", STR),
     req("stats", Type::Object(&DEVICE_STATS)),
+    opt("parent", Type::Object(&BLOCK_STATS)),
     opt("backing", Type::Object(&BLOCK_STATS)),
 ]);
 

@@ -6,6 +6,8 @@ use isobath_storage::{
     Host, IoBuf, Locking, OpenMode, Storage, StorageError, StorageExt, ZeroMode,
 };
 use isobath_storage_file::FileHost;
+use std::cell::RefCell;
+use std::fs;
 use std::future::poll_fn;
 use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;
@@ -30,6 +32,29 @@ fn executor() -> Executor {
 
 fn refused(path: &Path, mode: OpenMode) -> StorageError {
     block_on(FileHost.open(path, mode)).unwrap_err()
+}
+
+#[test]
+fn what_takes_the_place_of_a_target_once_it_was_looked_at_is_judged_too() {
+    let directory = directory();
+    let at = |name: &str| directory.path().join(name);
+    for name in ["source", "target"] {
+        fs::write(at(name), name).unwrap();
+    }
+    let source = block_on(FileHost.open(&at("source"), READ)).unwrap().id();
+    let judged = RefCell::new(Vec::new());
+    let spared = |id| {
+        if judged.borrow().is_empty() {
+            fs::remove_file(at("target")).unwrap();
+            fs::hard_link(at("source"), at("target")).unwrap();
+        }
+        judged.borrow_mut().push(id == source);
+        id == source
+    };
+    let made = block_on(FileHost.create_unlike(&at("target"), WRITABLE, &spared)).unwrap();
+    assert!(made.is_none());
+    assert_eq!(judged.into_inner(), [false, true]);
+    assert_eq!(fs::read(at("source")).unwrap(), b"source");
 }
 
 #[test]

@@ -62,7 +62,8 @@ fn what_qemu_writes_is_refused_here() {
     assert!(error.contains("Is another process using the image ["), "{error}");
     let error = open(&top, READ).unwrap_err().to_string();
     assert!(error.contains("Failed to get shared \"write\" lock"), "{error}");
-    assert!(error.contains("-U (--force-share)"), "{error}");
+    assert!(error.contains(isobath_storage::lock::READ_REFUSED), "{error}");
+    assert!(error.contains(isobath_storage::lock::WAY_OUT), "{error}");
     open(&top, OpenMode { locking: Locking::Unlocked, ..READ }).unwrap();
     // Its backing file it only reads.
     open(&base, READ).unwrap();

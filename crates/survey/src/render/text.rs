@@ -35,11 +35,9 @@ fn found(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     let counts = &report.counts;
     writeln!(
         out,
-        "{} {} in {} {}, {:.1} s, {}",
-        number(counts.files),
-        if counts.files == 1 { "file" } else { "files" },
-        number(counts.directories),
-        if counts.directories == 1 { "directory" } else { "directories" },
+        "{} in {}, {:.1} s, {}",
+        counted(counts.files, "file", "files"),
+        counted(counts.directories, "directory", "directories"),
         report.seconds,
         time(report.taken_at),
     )?;
@@ -48,29 +46,40 @@ fn found(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     }
     writeln!(
         out,
-        "{} qcow2 images form {} chains, {} files in all",
-        number(counts.images),
-        number(counts.chains),
-        number(counts.files_in_chains),
+        "{} {} {}, {} in all",
+        counted(counts.images, "qcow2 image", "qcow2 images"),
+        if counts.images == 1 { "forms" } else { "form" },
+        counted(counts.chains, "chain", "chains"),
+        counted(counts.files_in_chains, "file", "files"),
     )?;
     let also = [
-        (counts.shared, "files shared by several overlays"),
-        (counts.raw_bases, "bases that are not qcow2"),
-        (counts.outside, "files outside the paths surveyed"),
-        (counts.incomplete, "incomplete chains"),
-        (counts.in_loops, "images in loops, not part of any chain"),
-        (counts.broken, "images with an unusable header"),
-        (counts.encrypted, "encrypted images"),
-        (counts.indexed, "images with a direct-access index"),
-        (counts.other_names, "further names of the same files"),
-        (counts.symbolic_links, "symbolic links, not followed"),
-        (counts.special_files, "FIFOs, sockets and devices, not opened"),
-        (counts.other_file_systems, "other file systems, not entered"),
+        (counts.shared, ("file", "files"), " shared by several overlays"),
+        (counts.raw_bases, ("base that is", "bases that are"), " not qcow2"),
+        (counts.outside, ("file", "files"), " outside the paths surveyed"),
+        (counts.incomplete, ("incomplete chain", "incomplete chains"), ""),
+        (counts.in_loops, ("image", "images"), " in loops, not part of any chain"),
+        (counts.broken, ("image", "images"), " with an unusable header"),
+        (counts.encrypted, ("encrypted image", "encrypted images"), ""),
+        (counts.indexed, ("image", "images"), " with a direct-access index"),
+        (counts.other_names, ("further name of a file", "further names of the same files"), ""),
+        (counts.symbolic_links, ("symbolic link", "symbolic links"), ", not followed"),
+        (
+            counts.special_files,
+            ("FIFO, socket or device", "FIFOs, sockets and devices"),
+            ", not opened",
+        ),
+        (counts.other_file_systems, ("other file system", "other file systems"), ", not entered"),
     ];
-    for (count, what) in also.into_iter().filter(|(count, _)| *count > 0) {
-        writeln!(out, "{:>12} {what}", number(count))?;
+    for (count, (one, many), more) in also.into_iter().filter(|(count, ..)| *count > 0) {
+        let what = if count == 1 { one } else { many };
+        writeln!(out, "{:>12} {what}{more}", number(count))?;
     }
     Ok(())
+}
+
+/// A number of things.
+fn counted(count: u64, one: &str, many: &str) -> String {
+    format!("{} {}", number(count), if count == 1 { one } else { many })
 }
 
 fn lengths(report: &Report, out: &mut dyn Write) -> io::Result<()> {
@@ -128,12 +137,21 @@ fn snapshots(report: &Report, out: &mut dyn Write) -> io::Result<()> {
         )?;
     }
     let notes = [
-        (report.clones, "overlays of shared files, not counted as snapshots"),
-        (report.out_of_order, "layers older than the one below, not counted as snapshots"),
-        (report.counts.without_birth, "files dated by their last write"),
+        (
+            report.clones,
+            ("overlay of a shared file", "overlays of shared files"),
+            ", not counted as snapshots",
+        ),
+        (
+            report.out_of_order,
+            ("layer", "layers"),
+            " older than the one below, not counted as snapshots",
+        ),
+        (report.counts.without_birth, ("file dated by its", "files dated by their"), " last write"),
     ];
-    for (count, what) in notes.into_iter().filter(|(count, _)| *count > 0) {
-        writeln!(out, "{:>12} {what}", number(count))?;
+    for (count, (one, many), more) in notes.into_iter().filter(|(count, ..)| *count > 0) {
+        let what = if count == 1 { one } else { many };
+        writeln!(out, "{:>12} {what}{more}", number(count))?;
     }
     Ok(())
 }
@@ -152,10 +170,10 @@ fn held(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     match &report.clusters {
         Some(clusters) => writeln!(
             out,
-            "At least {} of the {} in clusters is hidden from every disk ({} images counted)",
+            "At least {} of the {} in clusters is hidden from every disk ({} counted)",
             bytes(clusters.hidden_bytes),
             bytes(clusters.data_bytes),
-            number(clusters.images),
+            counted(clusters.images, "image", "images"),
         )?,
         None => writeln!(out, "Bytes that no disk can see were not counted; use --bytes")?,
     }
@@ -217,8 +235,8 @@ fn advice(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     if report.files_merged > 0 {
         writeln!(
             out,
-            "Merging removes {} files; an index reduces a cold lookup to one read, {}",
-            number(report.files_merged),
+            "Merging removes {}; an index reduces a cold lookup to one read, {}",
+            counted(report.files_merged, "file", "files"),
             microseconds(cost::indexed_cold() / 1000.0),
         )?;
     }

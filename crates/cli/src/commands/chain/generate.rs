@@ -11,7 +11,7 @@ use isobath_generate::{
 use isobath_ring::{Config, Signals, Worker};
 use std::cell::Cell;
 use std::fs::File;
-use std::io::{BufReader, Write};
+use std::io::{self, BufReader, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -51,9 +51,12 @@ pub(crate) struct Args {
     /// Write no index, as in a chain created by QEMU (the default)
     #[arg(long, conflicts_with = "indexed")]
     plain: bool,
-    /// Show progress
+    /// Show progress even if standard output is no terminal
     #[arg(short, long)]
     progress: bool,
+    /// Show no progress
+    #[arg(short, long, conflicts_with = "progress")]
+    quiet: bool,
     /// The directory to create the images in; it must be new or empty
     directory: PathBuf,
 }
@@ -139,11 +142,12 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         (Owners::Trace(file), None) => read_trace(&chain, file)?,
     };
     let indexed = args.indexed && chain.layers > 1;
+    let progress = args.progress || (io::stdout().is_terminal() && !args.quiet);
     let active = runtime::block_on(async || {
         let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
-        let generated = generate(args, chain, ownership, &mut signals).await?;
+        let generated = generate(args, progress, chain, ownership, &mut signals).await?;
         let active = generated.active().to_owned();
-        if indexed && let Err(failure) = index(args.progress, &active, &mut signals).await {
+        if indexed && let Err(failure) = index(progress, &active, &mut signals).await {
             generated.remove();
             return Err(failure);
         }
@@ -191,6 +195,7 @@ fn read_trace(chain: &Chain, path: &Path) -> Result<Ownership, Failure> {
 /// Generates the chain on another thread, while this one shows progress and waits for signals.
 async fn generate(
     args: &Args,
+    progress: bool,
     chain: Chain,
     ownership: Ownership,
     signals: &mut Signals,
@@ -199,7 +204,7 @@ async fn generate(
         .map_err(|error| Failure::new(format_args!("cannot start a thread: {error}")))?;
     let total = ownership.total();
     let done = Arc::new(isobath_generate::Progress::default());
-    let shown = Progress::show(args.progress, {
+    let shown = Progress::show(progress, {
         let done = done.clone();
         move || (done.clusters(), total)
     });

@@ -108,7 +108,11 @@ pub(crate) fn delete(args: &DeleteArgs, out: &mut dyn Write) -> Outcome {
             let (layer, user) = (layer.display(), user.display());
             say(&args.shared, out, &format!("Layer removed; '{layer}' stays: '{user}' needs it."))
         }
-        _ => say(&args.shared, out, "Layer removed."),
+        Some((layer, None)) => {
+            let layer = layer.display();
+            say(&args.shared, out, &format!("Layer removed; '{layer}' is deleted."))
+        }
+        None => say(&args.shared, out, "Layer removed; its file is kept."),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Targets in other programs' formats, written from the start of the disk to its end.
 
-use super::{Args, refuse_source};
+use super::{Args, files_of, refuse_source};
 use crate::commands::foreign::{NewImage, Options, no_backing};
 use crate::failure::{Failure, Outcome};
 use crate::host::ImageHost;
@@ -68,8 +68,9 @@ pub(super) async fn convert(
     for extent in image.extents(name, total)? {
         refuse_source(&extent, sources).await?;
     }
-    let (mut writer, files) =
-        image.create(name, total, args.cache.is_direct()).await.map_err(failed)?;
+    let (direct, others) = (args.cache.is_direct(), files_of(sources));
+    let created = image.create(name, total, direct, new.layout(), &others).await;
+    let (mut writer, files) = created.map_err(failed)?;
     let done = Rc::new(Cell::new(0));
     let interrupted = Cell::new(None);
     let progress = Progress::show(args.progress && !args.quiet, {
@@ -127,7 +128,8 @@ async fn read(
         if from < to {
             let mut part = rest.split_to((to - from) as usize);
             let runs = source.block_status(from - start, to - from, usize::MAX).await?;
-            if runs.iter().any(|run| !run.zero) {
+            let zero: u64 = runs.iter().filter(|run| run.zero).map(|run| run.length).sum();
+            if zero < to - from {
                 has_data = true;
                 part = source.read(from - start, part).await?;
             }

@@ -8,7 +8,7 @@ use crate::cache::CacheMode;
 use crate::commands::create;
 use crate::failure::{Failure, Outcome};
 use crate::host::{ImageHost, only_files};
-use crate::image_name::{Image, Naming};
+use crate::image_name::{Image, Naming, device_driver};
 use crate::trust::Trusting;
 use crate::workers::{self, Progress};
 use crate::{messages, options, runtime, size};
@@ -21,7 +21,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 use target::Target;
-pub(super) use target::refuse_source;
+pub(super) use target::{files_of, refuse_source};
 
 /// Copy disks to a new or existing image
 ///
@@ -35,7 +35,7 @@ pub(crate) struct Args {
     /// The target's format [default: raw]
     #[arg(short = 'O', long = "target-format", alias = "output-format", value_name = "FMT")]
     #[arg(value_parser = target_format)]
-    output_format: Option<ImageFormat>,
+    output_format: Option<TargetFormat>,
     /// The target's backing file; only the active layer is copied, so its contents must equal those of the source's
     /// backing file
     #[arg(short = 'B', long = "backing", alias = "backing-file", value_name = "FILE")]
@@ -110,7 +110,7 @@ pub(crate) struct Args {
 
 impl Args {
     fn output_format(&self) -> ImageFormat {
-        self.output_format.unwrap_or(ImageFormat::Raw)
+        self.output_format.map_or(ImageFormat::Raw, |target| target.format)
     }
 
     /// Refuses conflicting options, in QEMU's words.
@@ -161,12 +161,20 @@ impl Args {
     }
 }
 
+/// The target's format, or the driver that takes its place.
+#[derive(Clone, Copy, Debug)]
+struct TargetFormat {
+    format: ImageFormat,
+    /// The driver, if it is one for devices: it writes to one that there is.
+    device: Option<&'static str>,
+}
+
 /// Parses the target's format. As in QEMU, drivers of files and devices count as formats: raw.
-fn target_format(name: &str) -> Result<ImageFormat, String> {
-    match name {
-        "file" | "host_device" => Ok(ImageFormat::Raw),
-        name => options::format(name),
-    }
+fn target_format(name: &str) -> Result<TargetFormat, String> {
+    let device = device_driver(name);
+    let format =
+        if name == "file" || device.is_some() { ImageFormat::Raw } else { options::format(name)? };
+    Ok(TargetFormat { format, device })
 }
 
 fn rate(text: &str) -> Result<u64, String> {
@@ -219,14 +227,31 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         no_backing: false,
         ..args.naming.clone()
     };
-    if !args.no_create {
+    let device = args.output_format.and_then(|target| target.device);
+    let on_device = if args.no_create {
+        None
+    } else {
         Naming::can_create(name).map_err(Failure::new)?;
-    }
+        let mut new = Naming::target(name)?;
+        new.device = device.or(new.device);
+        let checked = match args.output_format() {
+            ImageFormat::Foreign(_) => new.check_file(),
+            _ => new.check(),
+        };
+        checked.map_err(|reason| {
+            let format = device.unwrap_or(args.output_format().name());
+            let what = format!("error while converting {format}");
+            Failure::new(reason).context(what).context(name.display())
+        })?;
+        new.device
+    };
     if !args.no_create && args.output_format.is_none() && !args.quiet {
         messages::note_raw(name, "-O");
     }
-    let format = args.output_format.filter(|_| args.no_create);
-    let name = &target_naming.image(name, format)?;
+    let format = args.output_format.filter(|_| args.no_create).map(|target| target.format);
+    let mut name = target_naming.image(name, format)?;
+    name.must_be_on(device)?;
+    let name = &name;
     runtime::block_on(async || {
         let mut sources = Vec::new();
         for input in &inputs {
@@ -249,9 +274,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             return foreign::convert(args, &sources, &name.path, &new, &mut signals).await;
         }
         let target = if args.no_create {
-            Target::existing(name, args).await?
+            Target::existing(name, &sources, args).await?
         } else {
-            Target::create(name, size, args).await?
+            Target::create(name, size, &sources, on_device.is_some(), args).await?
         };
         let result = copy(args, sources, &target, &mut signals, &interrupted).await;
         match (&result, interrupted.get()) {

@@ -6,8 +6,8 @@ use crate::failure::Failure;
 use crate::host::{self, ImageHost, images};
 use crate::image_name::Image;
 use crate::options;
-use isobath_disk::{Created, Disk, ImageFormat, NewDisk};
-use isobath_storage::{Storage, StorageExt};
+use isobath_disk::{Created, Disk, ImageFormat, NewDisk, create_held_beside};
+use isobath_storage::{FileId, Storage, StorageExt};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -21,8 +21,14 @@ pub(super) struct Target {
 }
 
 impl Target {
-    /// Creates the target for a disk of `size` bytes.
-    pub(super) async fn create(name: &Image, size: u64, args: &Args) -> Result<Self, Failure> {
+    /// Creates the target for a disk of `size` bytes; on a device that there is, if so told.
+    pub(super) async fn create(
+        name: &Image,
+        size: u64,
+        sources: &[Arc<Disk<ImageHost>>],
+        on_device: bool,
+        args: &Args,
+    ) -> Result<Self, Failure> {
         let (mut image, name) = (name.clone(), name.path.as_path());
         let mut new = NewDisk::default().format(args.output_format());
         let given = options::parse(&args.options);
@@ -43,6 +49,7 @@ impl Target {
             image.set_secret(Arc::clone(&encryption.secret));
         }
         new.size = Some(size);
+        new.on_device = on_device;
         new.backing_file = args.backing_file.clone().or(new.backing_file);
         new.backing_format = args.backing_format.clone().or(new.backing_format);
         if args.compress && new.preallocation != isobath_disk::Preallocation::Off {
@@ -58,7 +65,7 @@ impl Target {
         if new.backing_file.is_some() && new.backing_format.is_none() {
             return Err(Failure::new("Use of backing file requires explicit backing format"));
         }
-        let made = isobath_disk::create_held(images(), name, &new).await;
+        let made = create_held_beside(images(), name, &new, &files_of(sources)).await;
         let made = made.map_err(|error| image.failed(&error))?;
         let shares_backing = new.backing_file.is_some();
         let options = image.writable(args.cache.is_direct())?.format(args.output_format());
@@ -73,9 +80,18 @@ impl Target {
     }
 
     /// Opens an existing target.
-    pub(super) async fn existing(name: &Image, args: &Args) -> Result<Self, Failure> {
+    pub(super) async fn existing(
+        name: &Image,
+        sources: &[Arc<Disk<ImageHost>>],
+        args: &Args,
+    ) -> Result<Self, Failure> {
         let options = name.writable(args.cache.is_direct())?;
         let disk = name.open(&options).await?;
+        // The file that was opened, whatever its name led to before.
+        let active = disk.layers().take(1).flat_map(|layer| layer.files().map(StorageExt::id));
+        if active.into_iter().any(|file| files_of(sources).contains(&file)) {
+            return Err(is_source(&name.path));
+        }
         Ok(Self { disk, shares_backing: args.backing_file.is_some(), made: None })
     }
 
@@ -111,12 +127,21 @@ pub(crate) async fn refuse_source(
 ) -> Result<(), Failure> {
     // A file that cannot be opened now is created, or refused, later.
     let Some(target) = host::identity(name).await else { return Ok(()) };
-    let layers = sources.iter().flat_map(|source| source.layers());
-    if layers.flat_map(|layer| layer.files()).any(|source| StorageExt::id(source) == target) {
-        return Err(Failure::new(format_args!(
-            "the target '{}' is one of the images to copy, or in their backing chains",
-            name.display()
-        )));
+    if files_of(sources).contains(&target) {
+        return Err(is_source(name));
     }
     Ok(())
+}
+
+fn is_source(target: &Path) -> Failure {
+    Failure::new(format_args!(
+        "the target '{}' is one of the images to copy, or in their backing chains",
+        target.display()
+    ))
+}
+
+/// The files of disks.
+pub(crate) fn files_of(disks: &[Arc<Disk<ImageHost>>]) -> Vec<FileId> {
+    let layers = disks.iter().flat_map(|disk| disk.layers());
+    layers.flat_map(|layer| layer.files()).map(StorageExt::id).collect()
 }

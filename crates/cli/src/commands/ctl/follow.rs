@@ -1,5 +1,6 @@
 //! Shows a job's progress until it ends.
 
+use super::pace::{Pace, short};
 use super::{Session, entries, interrupted, number, text};
 use crate::failure::{Failure, Outcome};
 use crate::size;
@@ -29,9 +30,7 @@ pub(super) enum Readiness {
 pub(super) fn follow(session: &mut Session<'_>, id: &str, readiness: Readiness) -> Outcome {
     let stop = interrupted()?;
     let bar = ProgressBar::new(0);
-    if let Ok(style) = ProgressStyle::with_template(
-        "{prefix} {wide_bar} {percent:>3}% {binary_bytes_per_sec:>12} {eta:>4} left  {msg}",
-    ) {
+    if let Ok(style) = ProgressStyle::with_template("{prefix} {wide_bar} {percent:>3}%  {msg}") {
         bar.set_style(style);
     }
     bar.set_prefix(id.to_owned());
@@ -43,7 +42,7 @@ pub(super) fn follow(session: &mut Session<'_>, id: &str, readiness: Readiness) 
     let mut told_to_complete = false;
     let ending = loop {
         if stop.load(Ordering::Relaxed) {
-            bar.abandon();
+            bar.finish_and_clear();
             let address = &session.address;
             writeln!(
                 session.out,
@@ -54,7 +53,7 @@ pub(super) fn follow(session: &mut Session<'_>, id: &str, readiness: Readiness) 
         }
         if Instant::now() >= look {
             look = Instant::now() + LOOK;
-            match shown.look(session, id, &bar)? {
+            match shown.look(session, id, &bar, begin.elapsed())? {
                 Some(status) if status == "ready" => match readiness {
                     Readiness::Complete if told_to_complete => {}
                     Readiness::Complete => {
@@ -145,6 +144,7 @@ enum Ending {
 struct Shown {
     copied: Option<u64>,
     finalizes: bool,
+    pace: Pace,
 }
 
 impl Shown {
@@ -154,6 +154,7 @@ impl Shown {
         session: &mut Session<'_>,
         id: &str,
         bar: &ProgressBar,
+        now: Duration,
     ) -> Result<Option<String>, Failure> {
         let jobs = session.ask("query-block-jobs", json!({}))?;
         let Some(job) = entries(&jobs).find(|job| text(job, "device") == id) else {
@@ -168,7 +169,16 @@ impl Shown {
         if let Some(copied) = more.and_then(|more| more.get("copied")).and_then(Value::as_u64) {
             self.copied = Some(copied);
         }
-        bar.set_message(state(job, more));
+        let (length, offset) = (number(job, "len"), number(job, "offset"));
+        // QEMU does not say what was copied.
+        self.pace.look(now, offset, self.copied.unwrap_or(offset));
+        let rate = self.pace.rate().map(|rate| format!("{}/s", size::human(rate)));
+        bar.set_message(format!(
+            "{:>11}  {:>4} left  {}",
+            rate.unwrap_or_else(|| "-".into()),
+            short(self.pace.left(length)),
+            state(job, more)
+        ));
         Ok(Some(status))
     }
 }

@@ -1,6 +1,7 @@
 //! `isobath ctl SOCKET jobs`
 
 use super::follow::state;
+use super::pace::{Pace, bar, short};
 use super::plot::{plot_html, plot_svg};
 use super::{Session, entries, number, refuse_watch, table, text, watch};
 use crate::failure::{Failure, Outcome};
@@ -8,9 +9,10 @@ use crate::options::OutputFormat;
 use crate::size;
 use isobath_jobs::record::JobRecord;
 use serde_json::{Value, json};
+use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// List jobs, including those interrupted when an earlier server ended
 #[derive(clap::Args)]
@@ -42,9 +44,13 @@ impl Jobs {
             return Ok(0);
         }
         if self.watch {
-            return watch(session, Duration::from_secs(1), list);
+            let begin = Instant::now();
+            let mut paces = Paces::new();
+            return watch(session, Duration::from_secs(1), |session| {
+                list(session, Some((begin.elapsed(), &mut paces)))
+            });
         }
-        let shown = list(session)?;
+        let shown = list(session, None)?;
         session.out.write_all(shown.as_bytes())?;
         Ok(0)
     }
@@ -90,44 +96,73 @@ pub(super) fn names(session: &mut Session<'_>) -> Result<Vec<String>, Failure> {
     Ok(entries(&jobs).map(|job| text(job, "job").to_owned()).collect())
 }
 
-fn list(session: &mut Session<'_>) -> Result<String, Failure> {
+/// The paces of the jobs that the last look saw, by name.
+type Paces = HashMap<String, Pace>;
+
+/// The jobs as a table; with the paces of those that were seen before, and the time, also how fast they get on.
+fn list(
+    session: &mut Session<'_>,
+    paces: Option<(Duration, &mut Paces)>,
+) -> Result<String, Failure> {
     let jobs = session.ask("query-block-jobs", json!({}))?;
     let more = session.ask_isobath("x-isobath-query-jobs", json!({}))?.unwrap_or_default();
-    let mut rows =
-        vec![["JOB", "KIND", "DONE", "OF", "COPIED", "SPEED", "STATE"].map(String::from).to_vec()];
-    for job in entries(&jobs) {
+    Ok(tabulated(&jobs, &more, &session.address, paces))
+}
+
+/// The table of `jobs`, as any server describes them, with what Isobath's says `more` of them.
+fn tabulated(
+    jobs: &Value,
+    more: &Value,
+    address: &str,
+    mut paces: Option<(Duration, &mut Paces)>,
+) -> String {
+    if let Some((_, paces)) = &mut paces {
+        // A later job of the same name has a pace of its own.
+        paces.retain(|id, _| entries(jobs).any(|job| text(job, "device") == id));
+    }
+    let heads: &[&str] = match paces {
+        Some(_) => &["JOB", "KIND", "DONE", "OF", "COPIED", "RATE", "LEFT", "LIMIT", "STATE"],
+        None => &["JOB", "KIND", "DONE", "OF", "COPIED", "LIMIT", "STATE"],
+    };
+    let mut rows = vec![heads.iter().map(ToString::to_string).collect::<Vec<_>>()];
+    for job in entries(jobs) {
         let id = text(job, "device");
-        let more = entries(&more).find(|more| text(more, "id") == id);
+        let more = entries(more).find(|more| text(more, "id") == id);
         let (offset, total) = (number(job, "offset"), number(job, "len"));
         let share = if total == 0 { 0.0 } else { offset as f64 * 100.0 / total as f64 };
         let limit = match number(job, "speed") {
-            0 => "any".to_owned(),
+            0 => "none".to_owned(),
             speed => format!("{}/s", size::human(speed)),
         };
         let mut words = state(job, more);
         if !text(job, "error").is_empty() {
             words.extend([": ", text(job, "error")]);
         }
-        rows.push(vec![
-            id.to_owned(),
-            text(job, "type").to_owned(),
-            format!("{share:.0}%"),
-            size::human(total),
-            size::human(more.map_or(0, |more| number(more, "copied"))),
-            limit,
-            words,
-        ]);
+        // QEMU does not say what was copied.
+        let copied = more.and_then(|more| more.get("copied")).and_then(Value::as_u64);
+        let mut row = vec![id.to_owned(), text(job, "type").to_owned(), format!("{share:.0}%")];
+        row.extend([size::human(total), copied.map_or_else(|| "-".into(), size::human)]);
+        if let Some((now, paces)) = &mut paces {
+            let pace = paces.entry(id.to_owned()).or_default();
+            pace.look(*now, offset, copied.unwrap_or(offset));
+            let rate = pace.rate().map(|rate| format!("{}/s", size::human(rate)));
+            row.extend([rate.unwrap_or_else(|| "-".into()), short(pace.left(total))]);
+            if let Some(done) = row.get_mut(2) {
+                *done = format!("{} {done:>4}", bar(share / 100.0));
+            }
+        }
+        row.extend([limit, words]);
+        rows.push(row);
     }
-    let address = session.address.clone();
-    for job in interrupted_jobs(&more) {
+    for job in interrupted_jobs(more) {
         let id = text(job, "id");
         let kind = text(job, "command").trim_start_matches("block-").to_owned();
         let mut row = vec![id.to_owned(), kind];
-        row.extend(["-"; 4].map(String::from));
+        row.extend(vec!["-".to_owned(); heads.len() - 3]);
         row.push(format!("interrupted; to restart it: 'isobath ctl {address} resume {id}'"));
         rows.push(row);
     }
-    Ok(if rows.len() == 1 { "No jobs.\n".to_owned() } else { table(&rows) })
+    if rows.len() == 1 { "No jobs.\n".to_owned() } else { table(&rows) }
 }
 
 fn plot(session: &mut Session<'_>, job: Option<&str>, file: &Path) -> Outcome {
@@ -155,4 +190,52 @@ fn plot(session: &mut Session<'_>, job: Option<&str>, file: &Path) -> Outcome {
     fs::write(file, drawn)
         .map_err(|error| Failure::new(error).context(format_args!("'{}'", file.display())))?;
     Ok(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The second line of what is shown of a job that is so far, under its heads.
+    fn row(paces: &mut Paces, second: u64, offset: u64, more: &Value) -> HashMap<String, String> {
+        let job = json!([{
+            "device": "j", "type": "mirror", "status": "running",
+            "offset": offset << 20, "len": 100 << 20, "speed": 0,
+        }]);
+        let shown = tabulated(&job, more, "q", Some((Duration::from_secs(second), paces)));
+        let cells = |line: &str| {
+            // The bar belongs to the share behind it.
+            let line = line.replace(['█', '░'], "");
+            let cells = line.split("  ").map(str::trim).filter(|cell| !cell.is_empty());
+            cells.map(str::to_owned).collect::<Vec<_>>()
+        };
+        let mut lines = shown.lines().map(cells);
+        let (heads, row) = (lines.next().unwrap(), lines.next().unwrap());
+        assert_eq!(heads.len(), row.len(), "{shown}");
+        heads.into_iter().zip(row).collect()
+    }
+
+    #[test]
+    fn a_job_of_qemus_has_the_rate_of_its_progress_and_nothing_copied() {
+        let mut paces = Paces::new();
+        let _ = row(&mut paces, 0, 4, &Value::Null);
+        let shown = row(&mut paces, 1, 8, &Value::Null);
+        assert_eq!((&*shown["COPIED"], &*shown["RATE"], &*shown["LEFT"]), ("-", "4 MiB/s", "23s"));
+        // One of Isobath's has that of what was copied.
+        let more = |copied: u64| json!([{"id": "j", "copied": copied << 20}]);
+        let mut paces = Paces::new();
+        let _ = row(&mut paces, 0, 4, &more(1));
+        let shown = row(&mut paces, 1, 8, &more(2));
+        assert_eq!((&*shown["COPIED"], &*shown["RATE"]), ("2 MiB", "1 MiB/s"));
+    }
+
+    #[test]
+    fn a_later_job_of_the_same_name_has_a_pace_of_its_own() {
+        let mut paces = Paces::new();
+        let _ = row(&mut paces, 0, 4, &Value::Null);
+        let none =
+            tabulated(&json!([]), &Value::Null, "q", Some((Duration::from_secs(1), &mut paces)));
+        assert_eq!(none, "No jobs.\n");
+        assert_eq!(row(&mut paces, 2, 8, &Value::Null)["RATE"], "-");
+    }
 }

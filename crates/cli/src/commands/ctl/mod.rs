@@ -4,13 +4,14 @@ mod disk;
 mod follow;
 mod job;
 mod list;
+mod pace;
 mod pauses;
 mod plot;
 mod start;
 mod stats;
 
 use crate::failure::{Failure, Outcome};
-use crate::{json, options, screen, size};
+use crate::{cores, json, options, screen, size};
 use disk::{Chain, Events, Query, Resize, Snapshot};
 use isobath_qmp::client::{Address, Client, ClientError};
 use isobath_tls::ClientCredentials;
@@ -153,6 +154,7 @@ impl<'a> Session<'a> {
         let client = match &tls.tls_creds {
             None => Client::connect(&parsed),
             Some(directory) => {
+                cores::withhold();
                 let credentials = ClientCredentials::read(directory)
                     .map_err(|error| Failure::new(error).context("--tls-creds"))?;
                 let Some(host) = tls.tls_hostname.as_deref().or(parsed.host()) else {
@@ -307,7 +309,7 @@ fn refuse_watch(watch: bool) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Shows something repeatedly until Ctrl-C, in place on a terminal.
+/// Shows something repeatedly until Ctrl-C: in place on a terminal, elsewhere only what differs from the last time.
 fn watch(
     session: &mut Session<'_>,
     every: std::time::Duration,
@@ -316,18 +318,24 @@ fn watch(
     use std::io::IsTerminal;
     let stop = interrupted()?;
     let terminal = std::io::stdout().is_terminal();
+    let mut last = None;
     while !stop.load(Ordering::Relaxed) {
         let shown = show(session)?;
         if terminal {
             session.out.flush()?;
             write!(screen::raw(), "\x1b[H\x1b[2J")?;
             write!(session.out, "{shown}")?;
-        } else {
+        } else if last.as_ref() != Some(&shown) {
             writeln!(session.out, "{shown}")?;
+            last = Some(shown);
         }
         session.out.flush()?;
         let until = std::time::Instant::now() + every;
         while std::time::Instant::now() < until && !stop.load(Ordering::Relaxed) {
+            // Nothing may be left to write that would tell.
+            if !terminal && screen::is_abandoned() {
+                return Err(std::io::Error::from(std::io::ErrorKind::BrokenPipe).into());
+            }
             // Events are ignored here, but must be read.
             match session.client.event(std::time::Duration::from_millis(100)) {
                 Ok(_) => {}

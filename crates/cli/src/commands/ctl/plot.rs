@@ -9,6 +9,8 @@ const FRAME: Frame =
     Frame { width: 760.0, height: 380.0, left: 70.0, right: 18.0, top: 64.0, bottom: 48.0 };
 /// Maximum points of a line: one for each unit of the chart's width.
 const POINTS: usize = (FRAME.right_end() - FRAME.left) as usize;
+/// Bytes of a unit.
+const MIB: f64 = (1 << 20) as f64;
 /// Steps of shading.
 const SHADES: f64 = 20.0;
 
@@ -34,10 +36,11 @@ struct Axes {
 impl Axes {
     fn new(record: &JobRecord, samples: &[(f64, JobSample)]) -> Self {
         let highest = samples.iter().map(|(_, sample)| sample.guest.max(sample.job)).max();
-        let highest = (highest.unwrap_or(0) as f64).max(1e6);
+        let highest = (highest.unwrap_or(0) as f64).max(MIB);
         // Slightly less, because of rounding errors.
         let step = |least: f64| nice_step(least * 0.999);
-        let y = Axis::stepped("Bandwidth (MB/s)", highest, step(highest / 5.0), megabytes);
+        let mebibytes_step = step(highest / 5.0 / MIB) * MIB;
+        let y = Axis::stepped("Bandwidth (MiB/s)", highest, mebibytes_step, mebibytes);
         let to = if record.seconds.is_finite() { record.seconds.max(0.001) } else { 0.001 };
         let mut x = Axis::stepped("Time since the job started (s)", to, step(to / 8.0), plain);
         // It ends with the job, not with a tick.
@@ -85,7 +88,7 @@ pub(super) fn plot_svg(record: &JobRecord, title: &str) -> String {
 
 /// The same as an HTML page, with the record's totals.
 pub(super) fn plot_html(record: &JobRecord, title: &str) -> String {
-    let mean = |bytes: u64| bytes as f64 / record.seconds.max(0.001) / 1e6;
+    let mean = |bytes: u64| bytes as f64 / record.seconds.max(0.001) / MIB;
     format!(
         "<!DOCTYPE html>\n<html lang=\"en\">\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
@@ -93,10 +96,11 @@ pub(super) fn plot_html(record: &JobRecord, title: &str) -> String {
          <style>body {{ margin: 24px auto; max-width: 1100px; padding: 0 16px; background: #fff; \
          color: #1b2330; font: 15px/1.5 system-ui, 'Noto Sans', 'Liberation Sans', sans-serif; }} \
          @media (prefers-color-scheme: dark) {{ body {{ background: #10141a; color: #e6eaf0; }} }} \
-         svg {{ width: 100%; height: auto; }}</style>\n<body>\n{}\
+         svg {{ width: 100%; height: auto; }} p {{ margin-left: {:.1}%; }}</style>\n<body>\n{}\
          <p>The job took {:.1} s and was running for {:.1} s of that. On average, the guest \
-         transferred {:.1} MB/s and the job {:.1} MB/s.</p>\n</body>\n</html>\n",
+         transferred {:.1} MiB/s and the job {:.1} MiB/s.</p>\n</body>\n</html>\n",
         escaped(title),
+        FRAME.left / FRAME.width * 100.0,
         plot_svg(record, title),
         record.seconds,
         record.seconds_running,
@@ -185,8 +189,8 @@ fn legend(svg: &mut String, snapshots: bool) {
     }
 }
 
-fn megabytes(bytes: f64) -> String {
-    plain(bytes / 1e6)
+fn mebibytes(bytes: f64) -> String {
+    plain(bytes / MIB)
 }
 
 /// Formats a number with as many digits as needed, up to three after the decimal point.
@@ -226,7 +230,7 @@ mod tests {
         assert_eq!(svg.matches("class=\"snapshot\"").count(), record.snapshots.len() + 1);
         // Each interval, and the legend.
         assert!(svg.matches("class=\"shade\"").count() >= record.running.len());
-        assert!(svg.contains("Bandwidth (MB/s)") && svg.contains(">400</text>"));
+        assert!(svg.contains("Bandwidth (MiB/s)") && svg.contains(">400</text>"));
         assert!(svg.contains("Time since the job started (s)") && svg.contains(">60</text>"));
         assert!(svg.contains("prefers-color-scheme: dark"));
         assert!(plot_html(&record, "Streaming").contains("The job took 60.0 s"));

@@ -6,7 +6,7 @@ use crate::failure::Failure;
 use crate::host;
 use isobath_disk::DiskError;
 use isobath_formats::{Error, Writer};
-use isobath_storage::{Host, Locking, OpenMode};
+use isobath_storage::{FileId, Host, Layout, Made, OpenMode, StorageExt};
 use isobath_storage_file::{FileHost, FileStorage};
 pub(crate) use options::{NewImage, Options, help, no_backing};
 use std::io;
@@ -14,8 +14,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The files of a new image. While this is there, no other program can write to them.
-#[derive(Default)]
-pub(crate) struct Files(Vec<Kept>);
+pub(crate) struct Files {
+    kept: Vec<Kept>,
+    /// Files that none of them is, by their ids as images.
+    others: Vec<FileId>,
+    /// How the host lays them out.
+    layout: Layout,
+}
 
 struct Kept {
     name: PathBuf,
@@ -57,21 +62,31 @@ impl Files {
     async fn create(&mut self, name: &Path, direct: bool) -> Result<Arc<FileStorage>, String> {
         refuse_others(name)?;
         let failed = |error| reason(Error::Storage(error));
-        let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
-        let found = FileHost.open(name, look).await;
-        let is_new = found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
         let mode = OpenMode { writable: true, direct, ..OpenMode::default() };
-        let file = Arc::new(FileHost.create(name, mode).await.map_err(failed)?);
+        let spared = |id| {
+            let own = self.kept.iter().any(|kept| kept.file.id() == id);
+            own || self.others.contains(&host::id_of_file(id))
+        };
+        let made = FileHost.create_unlike(name, mode, &spared).await.map_err(failed)?;
+        let Some(Made { file, is_new }) = made else {
+            return Err(format!(
+                "'{}' is one of the images to copy, or another file of the new image",
+                isobath_storage::shown(name)
+            ));
+        };
+        let file = Arc::new(file);
         // A symbolic link stays, whatever happens to the file.
         let name = FileHost.canonical(name).map_err(failed)?;
-        self.0.push(Kept { name, file: Arc::clone(&file), is_new });
+        // While it is empty: later there is no way to change it.
+        file.lay_out(self.layout).await;
+        self.kept.push(Kept { name, file: Arc::clone(&file), is_new });
         Ok(file)
     }
 
     /// Deletes them, or only those that are new, if they still have their names. Returns whether it did.
     pub(crate) async fn remove(&self, only_new: bool) -> bool {
         let mut all = true;
-        for Kept { name, file, .. } in self.0.iter().filter(|kept| kept.is_new || !only_new) {
+        for Kept { name, file, .. } in self.kept.iter().filter(|kept| kept.is_new || !only_new) {
             match FileHost.remove_file(name, file).await {
                 Ok(true) => continue,
                 Ok(false) => {
@@ -101,7 +116,7 @@ impl NewImage {
     }
 
     /// Creates the image's files for a disk of `size` bytes, a multiple of 512. They are no image before the writer has
-    /// finished.
+    /// finished. None of them replaces one of `others`.
     ///
     /// # Errors
     /// Why they cannot be created, without the image's name. Files that are new are then removed.
@@ -110,8 +125,10 @@ impl NewImage {
         name: &Path,
         size: u64,
         direct: bool,
+        layout: Layout,
+        others: &[FileId],
     ) -> Result<(Writer<FileStorage>, Files), String> {
-        let mut files = Files::default();
+        let mut files = Files { kept: Vec::new(), others: others.to_vec(), layout };
         match self.begin(name, size, direct, &mut files).await {
             Ok(writer) => Ok((writer, files)),
             Err(reason) => {

@@ -5,6 +5,7 @@ use crate::{options, size};
 use isobath_formats::{
     Format, QedOptions, VdiOptions, VhdxOptions, VmdkOptions, VmdkSubformat, VpcOptions,
 };
+use isobath_storage::Layout;
 use std::fmt::Write as _;
 use std::hash::{BuildHasher, RandomState};
 use std::io::Write;
@@ -235,6 +236,11 @@ impl Options {
         self.bytes("size")
     }
 
+    /// How the host lays out the files.
+    pub(crate) fn layout(&self) -> Layout {
+        Layout { no_copy_on_write: self.is_on("nocow"), ..Layout::default() }
+    }
+
     /// The options of a disk of `size` bytes, as qemu-img prints them.
     pub(crate) fn describe(&self, size: u64) -> String {
         let mut text = format!("fmt={} size={size}", self.format.name());
@@ -257,13 +263,6 @@ impl Options {
             None | Some("off" | "falloc" | "full") => {}
             Some("metadata") => return Err("Unsupported preallocation mode: metadata".into()),
             Some(other) => return Err(format!("invalid parameter value: {other}")),
-        }
-        if self.is_on("nocow") {
-            return Err(
-                "Parameter 'nocow': files without copy-on-write are not supported; set the \
-                        attribute of the directory ('chattr +C')"
-                    .into(),
-            );
         }
         if self.get("backing_file").is_some() {
             return Err(no_backing(self.format));

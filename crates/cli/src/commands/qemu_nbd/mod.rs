@@ -13,11 +13,11 @@ use crate::server::endpoint::{Endpoint, PORT};
 use crate::server::handed_in::{self, HandedIn};
 use crate::server::tls::{Mode, SecuredEndpoint, Tls};
 use crate::server::{log_file, pid_file, signals, threads};
-use crate::{messages, options, runtime, size, temporary, tls_objects};
+use crate::{cores, messages, options, runtime, size, temporary, tls_objects};
 use isobath_disk::clock::SystemClock;
 use isobath_disk::{
     BlockDevice, ImageFormat, InfoOptions, LiveDisk, MetadataMode, OpenOptions, SnapshotChoice,
-    Trust, info, read_bitmap,
+    info, read_bitmap,
 };
 use isobath_export::nbd::wire::MAX_STRING;
 use isobath_export::nbd::{Export, ExportError, ExportedBitmap, Limits, Server, WhenFull};
@@ -28,7 +28,11 @@ use isobath_tls::Channel;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 use view::{DetectZeroes, View};
+
+/// Longer than any server runs.
+const NO_LIMIT: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// Serve an image over NBD, with qemu-nbd's options
 ///
@@ -114,9 +118,15 @@ pub(crate) struct Args {
     /// With --list: the name that the server's certificate is for [default: the host]
     #[arg(long, value_name = "NAME", requires = "list")]
     tls_hostname: Option<String>,
+    /// Seconds that a client's handshake may take, 0 for no limit
+    #[arg(long, value_name = "SECONDS", default_value = "10")]
+    handshake_limit: u32,
     /// Accepted for compatibility; has no effect
     #[arg(short, long)]
     verbose: bool,
+    /// Accepted for compatibility; has no effect
+    #[arg(short = 'T', long, value_name = "OPTIONS")]
+    trace: Vec<String>,
     #[command(flatten)]
     naming: Naming,
     #[command(flatten)]
@@ -186,6 +196,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
     };
     messages::detach();
+    cores::withhold();
     host::map_reads(None);
     let ready = WhenReady { daemon, log };
     runtime::block_on(async || Box::pin(args.serve(&image, &endpoint, &tls, ready)).await)?;
@@ -352,10 +363,7 @@ impl Args {
         let layers = disk.layers();
         // The temporary overlay's file no longer has a name.
         let named = || layers.iter().skip(usize::from(self.is_overlaid()));
-        let trust = match named().next() {
-            Some(first) => self.naming.trusting.of(first.name())?,
-            None => Trust::Full,
-        };
+        let trust = self.naming.trusting.trust()?;
         let is_below = |layer| named().next().is_none_or(|first| !Arc::ptr_eq(first, layer));
         // In qemu-nbd's order.
         for name in self.bitmap.iter().rev() {
@@ -410,9 +418,8 @@ impl Args {
     ) -> Result<(), Failure> {
         let mut image = image.clone();
         let compress = image.take_compress();
-        let mut signals = signals::receive()?;
-        let disk = match Box::pin(signals::unless_signalled(&mut signals, self.open(&image))).await
-        {
+        let end = signals::Order::receive()?;
+        let disk = match Box::pin(end.unless_given(self.open(&image))).await {
             Some(disk) => disk?,
             None => return Err(Failure::new("interrupted by a signal during startup")),
         };
@@ -420,11 +427,10 @@ impl Args {
         let active = layers.first().map(|layer| &**layer);
         let compressed = if compress { Compressed::of(active).map(Some) } else { Ok(None) };
         let served = match compressed {
-            Ok(compressed) => {
-                self.serve_disk(&disk, compressed, endpoint, tls, ready, signals).await
-            }
+            Ok(compressed) => self.serve_disk(&disk, compressed, endpoint, tls, ready, &end).await,
             Err(reason) => Err(self.cannot_open(reason)),
         };
+        end.closes();
         let closed = disk.close().await.map_err(Failure::from);
         served.and(closed)
     }
@@ -436,7 +442,7 @@ impl Args {
         endpoint: &SecuredEndpoint,
         tls: &Tls,
         ready: WhenReady,
-        mut signals: isobath_ring::Signals,
+        end: &signals::Order,
     ) -> Result<(), Failure> {
         let size = BlockDevice::size(&**disk);
         if self.offset > size {
@@ -464,7 +470,12 @@ impl Args {
             device: Arc::new(view),
         };
         let connections = if self.shared == 0 { usize::MAX } else { self.shared };
-        let limits = Limits { connections, when_full: WhenFull::Wait, ..Limits::default() };
+        let handshake = match self.handshake_limit {
+            0 => NO_LIMIT,
+            seconds => Duration::from_secs(seconds.into()),
+        };
+        let limits =
+            Limits { connections, when_full: WhenFull::Wait, handshake, ..Limits::default() };
         let server = Arc::new(Server::new(vec![export], limits).map_err(Failure::new)?);
         let endpoints = std::slice::from_ref(endpoint);
         let mut entrances = tls.listen(endpoints, "--port", Access::default())?;
@@ -479,10 +490,10 @@ impl Args {
                 tracing::warn!(%error, "background upkeep ended");
             }
         });
-        let stopped = Arc::clone(&server);
+        let (stopped, end) = (Arc::clone(&server), end.clone());
         spawn(async move {
-            let signal = signals::wait(&mut signals).await;
-            signals::end_at_the_second(signals, Some(signal));
+            end.given().await;
+            end.ends("requests in flight, and a client that has not received its replies");
             stopped.stop();
         });
         if !self.persistent {

@@ -9,7 +9,7 @@ use crate::options;
 use crate::server::daemon::{Daemon, WhenReady};
 use crate::server::signals::{self, either};
 use crate::server::{log_file, pid_file, threads};
-use crate::{messages, runtime};
+use crate::{cores, messages, runtime};
 use chardev::{Chardev, Controlling, Monitors};
 use isobath_disk::{MetadataMode, OpenOptions};
 use isobath_export::registry::{Frontends, Listeners};
@@ -17,7 +17,7 @@ use isobath_qmp::monitor::Monitor;
 use isobath_qmp::schema::{Object, check, from_text};
 use isobath_qmp::server::{self as qmp, ClientFiles, Events, Service};
 use isobath_ring::net::Access;
-use isobath_ring::{Handle, Signals, spawn};
+use isobath_ring::{Handle, spawn};
 use serde_json::{Map, Value};
 use std::io::Write;
 use std::path::PathBuf;
@@ -100,11 +100,12 @@ pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
         }
     };
     messages::detach();
+    cores::withhold();
     host::map_reads(None);
     let ready = WhenReady { daemon, log };
     runtime::block_on(async || {
         // Before any socket exists, since a program that sees one may send a signal.
-        let signals = signals::receive()?;
+        let end = signals::Order::receive()?;
         let mut listeners = Listeners::new();
         if let Some((endpoint, tls)) = &nbd {
             let endpoints = std::slice::from_ref(endpoint);
@@ -112,7 +113,7 @@ pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
         }
         let monitors = args.monitor.iter().map(|text| pairs(text, "chardev"));
         let monitors = Monitors::bind(monitors, &chardevs)?;
-        Box::pin(args.serve(listeners, monitors, ready, signals)).await
+        Box::pin(args.serve(listeners, monitors, ready, end)).await
     })?;
     Ok(0)
 }
@@ -123,7 +124,7 @@ impl Args {
         listeners: Listeners,
         monitors: Monitors,
         ready: WhenReady,
-        mut signals: Signals,
+        end: signals::Order,
     ) -> Result<(), Failure> {
         let workers = threads::start(None)?;
         let handles: Vec<Handle> = workers.iter().map(|worker| worker.handle().clone()).collect();
@@ -137,11 +138,12 @@ impl Args {
         let control = qmp::Server::new(monitor, events, limits);
         let listening = frontends.serve();
         let mut controlling = None;
-        let mut result = match Box::pin(self.begin(&control)).await {
-            Ok(()) => self.run(&control, monitors, ready, &mut signals, &mut controlling).await,
-            failed => failed,
+        let mut result = match end.unless_given(Box::pin(self.begin(&control))).await {
+            Some(Ok(())) => self.run(&control, monitors, ready, &end, &mut controlling).await,
+            Some(failed) => failed,
+            None => Err(Failure::new("interrupted by a signal during startup")),
         };
-        signals::end_at_the_second(signals, None);
+        end.ends("requests in flight, and clients that have not received their replies");
         control.service().let_pass();
         frontends.stop();
         for ended in listening {
@@ -154,6 +156,7 @@ impl Args {
             }
         }
         // No client that could write is left.
+        end.closes();
         control.service().end().await;
         control.stop();
         if let Some(controlling) = controlling {
@@ -207,7 +210,7 @@ impl Args {
         control: &Rc<Daemons>,
         monitors: Monitors,
         ready: WhenReady,
-        signals: &mut Signals,
+        end: &signals::Order,
         controlling: &mut Option<Controlling>,
     ) -> Result<(), Failure> {
         let _pid_file = self.pidfile.as_deref().map(pid_file::create).transpose()?;
@@ -217,7 +220,7 @@ impl Args {
         spawn(async move { watching.service().watch().await });
         *controlling = Some(monitors.serve(control, stays)?);
         let quit = control.service().quit_requested();
-        either(signals::wait(signals), quit).await;
+        either(end.given(), quit).await;
         tracing::info!("stopping");
         Ok(())
     }

@@ -35,8 +35,8 @@ const LEAST_MEMORY: u64 = 256 << 20;
 ///
 /// Once clients can connect, prints each export's address and the QEMU options to use it. After that it only logs to
 /// stderr. SIGTERM, SIGINT or SIGHUP shuts it down: requests in flight are completed, and the images are flushed and
-/// closed. A second signal ends it immediately, like a crash: flushed data is not lost. The same signal repeated within
-/// a second is ignored.
+/// closed. Further signals change nothing: they are answered by what it still waits for. SIGKILL ends it immediately,
+/// like a crash: flushed data is not lost.
 ///
 /// Without --tls-creds connections are neither authenticated nor encrypted: anyone who can connect can read the disk
 /// and, unless --read-only is given, write to it. To a socket file only this user can connect, unless --socket-mode

@@ -6,11 +6,14 @@ use crate::failure::Failure;
 use crate::host::{images, is_export, is_file_name};
 use crate::runtime;
 use crate::server::endpoint::Endpoint;
-use crate::server::sandbox::{Confined, Needs, SandboxArgs};
+use crate::server::sandbox::{Confined, Held, Needs, SandboxArgs};
 use isobath_disk::encryption::Secrets;
 use isobath_disk::{Disk, ImageFormat, MemoryLimit};
-use isobath_storage::{Host, Locking, OpenMode, Storage};
-use std::path::PathBuf;
+use isobath_ring::place::{Identity, identity_of};
+use isobath_storage::{Host, Locking, OpenMode, Storage, is_descriptor_set};
+use std::collections::BTreeSet;
+use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
 
@@ -29,7 +32,7 @@ pub(super) fn enter(
         });
         found.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     });
-    let files = found?;
+    let Found { held, connects, .. } = found?;
     let controlled = !args.qmp.is_empty();
     let endpoints = args.qmp.iter().map(|secured| &secured.endpoint).chain(&args.metrics);
     let mut sockets: Vec<PathBuf> = endpoints
@@ -39,10 +42,10 @@ pub(super) fn enter(
         })
         .collect();
     sockets.extend(args.frontends.socket_files()?);
-    args.sandbox.enter(&Needs {
-        connects: controlled || files.iter().any(|file| is_export(file)),
+    args.sandbox.enter(Needs {
+        connects: controlled || connects,
         writes: controlled || !args.is_read_only(),
-        images: files,
+        images: held,
         sockets,
         pid_file: args.pid_file.clone(),
     })
@@ -57,32 +60,66 @@ async fn try_locks(args: &Args) -> Result<(), Failure> {
     Ok(())
 }
 
+/// What the images and those below them need.
+#[derive(Default)]
+struct Found {
+    /// Their files.
+    held: Vec<Held>,
+    /// Which they are: thousands of layers may lie in one directory.
+    known: BTreeSet<Identity>,
+    /// There are exports among them.
+    connects: bool,
+}
+
+impl Found {
+    /// Adds an open file, under this name.
+    fn add<F: Storage>(&mut self, name: &Path, file: &F) -> Result<(), Failure> {
+        self.connects |= is_export(name);
+        if is_file_name(name) && !is_descriptor_set(name) {
+            let found = Held::of_image(name, file.identity().id).and_then(|found| {
+                let found = found.into_iter().map(|held| Ok((identity_of(&held)?, held)));
+                found.collect::<io::Result<Vec<_>>>()
+            });
+            let found = found.map_err(|error| {
+                let name = isobath_storage::shown(name);
+                let text = format!("cannot confine the server to the directory of '{name}'");
+                Failure::new(error).context(text)
+            });
+            for (id, held) in found? {
+                if self.known.insert(id) {
+                    self.held.push(held);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
 /// The files of the images and of those below them, as they are now: an image that comes to need others before it is
 /// opened cannot be opened.
 async fn image_files(
     args: &Args,
     secrets: &Secrets,
     memory: Option<&Arc<MemoryLimit>>,
-) -> Result<Vec<PathBuf>, Failure> {
-    let mut files = Vec::new();
+) -> Result<Found, Failure> {
+    let mut found = Found::default();
     for (number, image) in args.images.iter().enumerate() {
         // It needs no files, and its server may accept one connection only.
         if is_export(image) && args.format == Some(ImageFormat::Raw) {
-            files.push(image.clone());
+            found.connects = true;
             continue;
         }
-        let options = disks::options(args, secrets, memory).trust(args.trusting.of(image)?);
+        let options = disks::options(args, secrets, memory).trust(args.trusting.trust()?);
         let options = options.data_file(args.data_file(number));
         let options = options.writable(false).locking(Locking::Unlocked);
         let disk = Disk::open(images().clone(), image, &options).await?;
-        files.push(image.clone());
         for layer in disk.layers() {
-            files.push(layer.name().to_owned());
-            files.extend(layer.files().map(|file| file.identity().name.to_owned()));
+            found.add(layer.name(), &**layer.storage())?;
+            for file in layer.files() {
+                found.add(file.identity().name, file)?;
+            }
         }
         disk.close().await?;
     }
-    files.sort();
-    files.dedup();
-    Ok(files)
+    Ok(found)
 }

@@ -9,7 +9,6 @@ use isobath_qmp::monitor::Opening;
 use isobath_ring::spawn;
 use isobath_storage::{Host, Storage};
 use isobath_storage_file as file;
-use std::path::Path;
 use std::sync::Arc;
 
 /// Opens every image.
@@ -23,7 +22,7 @@ pub(super) async fn open<H: Host + Clone>(
     for (number, image) in args.images.iter().enumerate() {
         let restart_log = args.frontends.outlives(number);
         let options = options(args, secrets, memory)
-            .trust(args.trusting.of(image)?)
+            .trust(args.trusting.trust()?)
             .data_file(args.data_file(number))
             .restart_log(restart_log);
         let disk = LiveDisk::open(host.clone(), image, &options).await?;
@@ -76,7 +75,7 @@ pub(super) fn options(
 
 /// How images that clients add are opened: like those of the command line, but with the format that the client
 /// specifies.
-/// Each is trusted as it would be there.
+/// Each is trusted as it would be there, with the same directories.
 pub(super) fn opening_of_added(
     args: &Args,
     secrets: &Secrets,
@@ -84,7 +83,7 @@ pub(super) fn opening_of_added(
 ) -> Opening {
     let options = options(args, secrets, memory).format(None).snapshot(None).writable(true);
     let trusting = args.trusting.clone();
-    let trust = move |image: &Path| trusting.of(image).map_err(|failure| failure.to_string());
+    let trust = move || trusting.trust().map_err(|failure| failure.to_string());
     Opening { options, trust: Box::new(trust) }
 }
 

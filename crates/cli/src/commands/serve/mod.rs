@@ -18,17 +18,17 @@ use crate::host::{self, images};
 use crate::server::add_fd::AddFd;
 use crate::server::daemon::{Daemon, WhenReady};
 use crate::server::sandbox::Confined;
-use crate::server::signals::either;
+use crate::server::signals::{self, either};
 use crate::server::tls::Tls;
-use crate::server::{handed_in, listen, log_file, pid_file, service_manager, signals, threads};
-use crate::{messages, runtime};
+use crate::server::{handed_in, listen, log_file, pid_file, service_manager, threads};
+use crate::{cores, messages, runtime};
 use announce::announce;
 use isobath_disk::encryption::Secrets;
 use isobath_disk::{LiveDisk, MemoryLimit};
 use isobath_export::registry::Frontends;
 use isobath_qmp::monitor::{Drive, Monitor};
 use isobath_qmp::server::{self as qmp, Events};
-use isobath_ring::{Handle, JoinHandle, Signals, spawn};
+use isobath_ring::{Handle, JoinHandle, spawn};
 use isobath_storage::Host;
 #[cfg(feature = "slow-disk")]
 use isobath_storage_test::slow::SlowHost;
@@ -49,7 +49,8 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     args.frontends.check_exports(&names, !args.qmp.is_empty())?;
     args.tls.check_qmp(&args.qmp, args.insecure)?;
     args.tls.check(args.frontends.addresses().chain(&args.qmp))?;
-    let log = args.log.as_deref().map(log_file::open).transpose()?;
+    let log =
+        args.log.as_deref().map(|log| log_file::open(log, args.sandbox.becomes())).transpose()?;
     let secrets = args.secret_file.secrets()?;
     let tls = args.tls.read()?;
     let confines = args.sandbox.is_on(args.frontends.mounts())?;
@@ -61,6 +62,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
     };
     args.sandbox.become_user()?;
+    cores::withhold();
     host::map_reads(args.map_reads);
     let memory = args.memory_limit.map(MemoryLimit::new);
     let confined =
@@ -103,17 +105,14 @@ async fn run_on<H: Host + Clone>(
     daemon: Option<Daemon>,
 ) -> Outcome {
     let mut confined = order.confined.take();
-    let mut signals = signals::receive()?;
-    let disks = match signals::unless_signalled(
-        &mut signals,
-        disks::open(&host, order.args, &order.secrets, order.memory.as_ref()),
-    )
-    .await
-    {
+    let end = signals::Order::receive()?;
+    let opening = disks::open(&host, order.args, &order.secrets, order.memory.as_ref());
+    let disks = match end.unless_given(opening).await {
         Some(disks) => disks?,
         None => return Err(Failure::new("interrupted by a signal during startup")),
     };
-    let served = serve(host, order, confined.as_mut(), &disks, signals, (out, daemon)).await;
+    let served = serve(host, order, confined.as_mut(), &disks, &end, (out, daemon)).await;
+    end.closes();
     let closed = disks::close(&disks).await;
     drop(confined);
     served.and(closed).map(|()| 0)
@@ -125,7 +124,7 @@ async fn serve<H: Host + Clone>(
     order: Order<'_>,
     confined: Option<&mut Confined>,
     disks: &[Arc<LiveDisk<H>>],
-    signals: Signals,
+    end: &signals::Order,
     (out, daemon): (&mut dyn Write, Option<Daemon>),
 ) -> Result<(), Failure> {
     let Order { args, names, tls, secrets, memory, confined: _, log } = order;
@@ -173,7 +172,7 @@ async fn serve<H: Host + Clone>(
     let is_controlled = !controls.is_empty();
     let controlling = control::serve_control(&control, controls);
     control::serve_metrics(&control, scraped);
-    let stopped = stop_when_asked(signals, control.clone(), frontends.clone());
+    let stopped = stop_when_asked(end.clone(), control.clone(), frontends.clone());
     disks::look_after(disks);
     let result = until_ended(monitor, frontends.serve(), stopped, is_controlled).await;
     control.stop();
@@ -187,18 +186,18 @@ async fn serve<H: Host + Clone>(
     result
 }
 
-/// Stops everything once a signal or a client requests it; a second signal ends the process.
+/// Stops everything once a signal or a client requests it.
 fn stop_when_asked<H: Host + Clone>(
-    mut signals: Signals,
+    end: signals::Order,
     control: Rc<qmp::Server<Monitor<H>>>,
     frontends: Frontends<LiveDisk<H>>,
 ) -> JoinHandle<()> {
     spawn(async move {
         let quit = control.service().quit_requested();
-        let signal = either(signals::wait(&mut signals), quit).await;
+        either(end.given(), quit).await;
         tracing::info!("stopping");
         notify("STOPPING=1");
-        signals::end_at_the_second(signals, signal);
+        end.ends("requests in flight, and clients that have not received their replies");
         control.service().end().await;
         frontends.stop();
         control.stop();

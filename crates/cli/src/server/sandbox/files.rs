@@ -1,19 +1,15 @@
 //! Which files a confined server may open, by Landlock.
 
 use super::Needs;
+use super::held::Held;
 use crate::failure::Failure;
-use crate::host;
-use isobath_storage::is_descriptor_set;
 use isobath_storage_file::RestartDirectories;
 use landlock::{
-    ABI, Access, AccessFs, BitFlags, CompatLevel, Compatible, PathBeneath, PathFd, PathFdError,
-    Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetStatus, Scope,
+    ABI, Access, AccessFs, BitFlags, CompatLevel, Compatible, PathBeneath, Ruleset, RulesetAttr,
+    RulesetCreated, RulesetCreatedAttr, RulesetStatus, Scope,
 };
-use std::collections::BTreeMap;
 use std::env;
 use std::fs;
-use std::io;
-use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 /// What the kernel is asked to deny unless it is allowed. Older kernels deny what they know of this.
@@ -36,31 +32,34 @@ const LIBRARIES: [&str; 4] = ["/lib", "/lib64", "/usr/lib", "/usr/lib64"];
 
 type Rights = BitFlags<AccessFs>;
 
-/// What may be done below each path.
-#[derive(Debug, Default, PartialEq, Eq)]
-struct Rules(BTreeMap<PathBuf, Rights>);
+/// What may be done with a file, or below a directory, each of which is open.
+#[derive(Debug, Default)]
+struct Rules(Vec<(Held, Rights)>);
 
 impl Rules {
+    /// Allows what is there. What is not cannot be opened either.
     fn allow(&mut self, path: &Path, rights: Rights) {
-        *self.0.entry(path.to_owned()).or_default() |= rights;
+        if let Ok(found) = Held::file(path) {
+            self.0.push((found, rights));
+        }
     }
 
-    /// Allows the files of an image: those in its directory, or, if it is a device or lies in the root directory, its
-    /// own alone.
-    fn allow_image(&mut self, image: &Path, writes: bool) {
+    /// Allows a directory that is there, and no other that its owner leads to by a link.
+    fn allow_directory(&mut self, path: &Path, rights: Rights) {
+        if let Ok(found) = Held::real_directory(path) {
+            self.0.push((found, rights));
+        }
+    }
+
+    /// Allows what an image brings.
+    fn allow_image(&mut self, image: Held, writes: bool) {
         let rights = if writes { written() } else { read() };
-        let real = fs::canonicalize(image).unwrap_or_else(|_| image.to_owned());
-        let kind = fs::metadata(&real).map(|found| found.file_type());
-        if kind.is_ok_and(|kind| kind.is_block_device() || kind.is_char_device()) {
-            self.allow(&real, (rights | AccessFs::IoctlDev) & AccessFs::from_file(KNOWN));
-            return;
-        }
-        for name in [image, &real] {
-            match directory(name) {
-                Some(directory) => self.allow(&directory, rights),
-                None => self.allow(&real, rights & AccessFs::from_file(KNOWN)),
-            }
-        }
+        let rights = match image {
+            Held::Directory(_) => rights,
+            Held::File(_) => rights & AccessFs::from_file(KNOWN),
+            Held::Device(_) => (rights | AccessFs::IoctlDev) & AccessFs::from_file(KNOWN),
+        };
+        self.0.push((image, rights));
     }
 }
 
@@ -73,42 +72,46 @@ fn written() -> Rights {
     read() | changed | AccessFs::MakeReg | AccessFs::RemoveFile
 }
 
-/// The directory of a file; `None` for the root directory, below which everything lies.
-fn directory(file: &Path) -> Option<PathBuf> {
-    let parent = file.parent().filter(|parent| !parent.as_os_str().is_empty());
-    let directory = fs::canonicalize(parent.unwrap_or(Path::new("."))).ok()?;
-    (directory != Path::new("/")).then_some(directory)
-}
-
 /// What a server may open.
-fn rules(needs: &Needs, given: &[PathBuf], restart: Option<&RestartDirectories>) -> Rules {
+fn rules(
+    needs: Needs,
+    given: Vec<Held>,
+    restart: Option<&RestartDirectories>,
+) -> Result<Rules, Failure> {
     let mut rules = Rules::default();
     for path in READ {
         rules.allow(Path::new(path), read());
     }
     rules.allow(Path::new("/dev/null"), AccessFs::ReadFile | AccessFs::WriteFile);
-    let opened = |name: &&PathBuf| host::is_file_name(name) && !is_descriptor_set(name);
-    let images = needs.images.iter().filter(opened);
-    images.for_each(|image| rules.allow_image(image, needs.writes));
+    for image in needs.images {
+        rules.allow_image(image, needs.writes);
+    }
     let sockets = if needs.connects { AccessFs::MakeSock.into() } else { Rights::empty() };
-    for directory in given {
-        rules.allow(directory, written() | sockets);
-    }
-    for socket in &needs.sockets {
-        if let Some(directory) = directory(socket) {
-            rules.allow(&directory, AccessFs::MakeSock | AccessFs::RemoveFile);
+    rules.0.extend(given.into_iter().map(|directory| (directory, written() | sockets)));
+    let made = AccessFs::MakeSock | AccessFs::RemoveFile;
+    let sockets = needs.sockets.iter().map(|socket| (socket, "socket", made));
+    let pid_file = needs.pid_file.iter().map(|file| (file, "PID file", written()));
+    for (file, what, rights) in sockets.chain(pid_file) {
+        match Held::directory_of(file) {
+            Ok(Some(directory)) => rules.0.push((directory, rights)),
+            Ok(None) => {
+                return Err(Failure::new(format_args!(
+                    "the {what} '{}' lies in the root directory, to which a confined server has no rights; choose \
+                     another place, or --sandbox off",
+                    file.display()
+                )));
+            }
+            // What cannot be made there will be said when it is to be made.
+            Err(_) => {}
         }
-    }
-    if let Some(directory) = needs.pid_file.as_deref().and_then(directory) {
-        rules.allow(&directory, written());
     }
     if let Some(restart) = restart {
         // This user's own goes in the end. Only an empty directory can be removed, and only by its owner or root.
-        rules.allow(&restart.parent, AccessFs::ReadDir | AccessFs::RemoveDir);
-        rules.allow(&restart.own, written());
+        rules.allow_directory(&restart.parent, AccessFs::ReadDir | AccessFs::RemoveDir);
+        rules.allow_directory(&restart.own, written());
         // An image's log may be its owner's, and is removed once it is applied. The files' permissions decide.
         let rights = if needs.writes { written() } else { read() };
-        restart.others.iter().for_each(|other| rules.allow(other, rights));
+        restart.others.iter().for_each(|other| rules.allow_directory(other, rights));
     }
     if needs.connects {
         for path in RESOLVER {
@@ -124,49 +127,34 @@ fn rules(needs: &Needs, given: &[PathBuf], restart: Option<&RestartDirectories>)
             rules.allow(directory, read());
         }
     }
-    rules
+    Ok(rules)
 }
 
 /// Confines this thread. If it was `asked` for, the kernel must be able to.
 pub(super) fn enter(
-    needs: &Needs,
+    needs: Needs,
     given: &[PathBuf],
     asked: bool,
 ) -> Result<Option<RestartDirectories>, Failure> {
-    for directory in given {
-        let is_directory = fs::metadata(directory).map(|found| found.is_dir());
-        let found = match is_directory {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(io::ErrorKind::NotADirectory.into()),
-            Err(error) => Err(error),
+    let hold = |directory: &PathBuf| {
+        let held = match Held::directory(directory) {
+            Ok(Some(held)) => Ok(held),
+            Ok(None) => Err("it is the root directory; --sandbox off allows all files".to_owned()),
+            Err(error) => Err(isobath_storage::cause(&error)),
         };
-        found.map_err(|error| {
-            let cause = isobath_storage::cause(&error);
+        held.map_err(|cause| {
             Failure::new(cause).context(format_args!("--sandbox-dir '{}'", directory.display()))
-        })?;
-    }
-    for (file, what) in needs
-        .sockets
-        .iter()
-        .map(|socket| (socket, "socket"))
-        .chain(needs.pid_file.iter().map(|pid_file| (pid_file, "PID file")))
-    {
-        if directory(file).is_none() && file.parent() == Some(Path::new("/")) {
-            return Err(Failure::new(format_args!(
-                "the {what} '{}' lies in the root directory, to which a confined server has no rights; choose another \
-                 place, or --sandbox off",
-                file.display()
-            )));
-        }
-    }
+        })
+    };
+    let given = given.iter().map(hold).collect::<Result<Vec<_>, _>>()?;
     // Without them there is no restart log, as the images will say.
     let restart = RestartDirectories::keep().ok();
-    let rules = rules(needs, given, restart.as_ref());
+    let rules = rules(needs, given, restart.as_ref())?;
     let fails = |error: &dyn std::fmt::Display| {
         Failure::new(format_args!("cannot confine the server: {error}; --sandbox off does without"))
     };
     let created = create().map_err(|error| fails(&error))?;
-    let ruleset = add(created, &rules).map_err(|error| fails(&error))?;
+    let ruleset = add(created, rules).map_err(|error| fails(&error))?;
     let status = ruleset.restrict_self().map_err(|error| fails(&error))?.ruleset;
     match status {
         RulesetStatus::NotEnforced if asked => {
@@ -185,7 +173,7 @@ pub(super) fn only_read() -> Result<(), Failure> {
     let mut rules = Rules::default();
     rules.allow(Path::new("/"), read() | AccessFs::IoctlDev);
     rules.allow(Path::new("/dev/null"), AccessFs::ReadFile | AccessFs::WriteFile);
-    let confined = create().and_then(|created| add(created, &rules)?.restrict_self());
+    let confined = create().and_then(|created| add(created, rules)?.restrict_self());
     confined.map(drop).map_err(|error| Failure::new(error).context("cannot confine the server"))
 }
 
@@ -206,14 +194,10 @@ fn scopes() -> BitFlags<Scope> {
 
 fn add(
     mut ruleset: RulesetCreated,
-    rules: &Rules,
+    rules: Rules,
 ) -> Result<RulesetCreated, landlock::RulesetError> {
-    for (path, rights) in &rules.0 {
-        let Ok::<_, PathFdError>(path) = PathFd::new(path) else {
-            // What is not there cannot be opened either.
-            continue;
-        };
-        ruleset = ruleset.add_rule(PathBeneath::new(path, *rights))?;
+    for (held, rights) in rules.0 {
+        ruleset = ruleset.add_rule(PathBeneath::new(held, rights))?;
     }
     Ok(ruleset)
 }
@@ -221,50 +205,43 @@ fn add(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::fs::symlink;
+    use std::fs;
+    use std::os::fd::{AsFd, AsRawFd};
 
-    #[test]
-    fn an_image_brings_its_directory_and_a_device_only_itself() {
-        let place = tempfile::tempdir().unwrap();
-        let at = |name: &str| place.path().canonicalize().unwrap().join(name);
-        fs::create_dir(at("real")).unwrap();
-        fs::create_dir(at("names")).unwrap();
-        fs::write(at("real/image"), "").unwrap();
-        symlink(at("real/image"), at("names/image")).unwrap();
-        symlink("/dev/null", at("names/device")).unwrap();
-        let of = |name: &str, writes| {
-            let mut rules = Rules::default();
-            rules.allow_image(&at(name), writes);
-            Vec::from_iter(rules.0)
+    /// The rights at a path; `None` without a rule for it.
+    fn rights(rules: &Rules, path: &Path) -> Option<Rights> {
+        let place = |held: &Held| {
+            fs::read_link(format!("/proc/self/fd/{}", held.as_fd().as_raw_fd())).unwrap()
         };
-        assert_eq!(of("real/image", false), [(at("real"), read())]);
-        assert_eq!(of("names/image", true), [(at("names"), written()), (at("real"), written())]);
-        let device = AccessFs::ReadFile | AccessFs::IoctlDev;
-        assert_eq!(of("names/device", false), [("/dev/null".into(), device)]);
+        let path = path.canonicalize().unwrap();
+        let found = rules.0.iter().filter(|(held, _)| place(held) == path);
+        found.map(|(_, rights)| *rights).reduce(|one, other| one | other)
     }
 
     #[test]
-    fn the_root_directory_is_allowed_to_nobody() {
-        assert_eq!(directory(Path::new("/image")), None);
-        assert_eq!(
-            directory(Path::new("image")),
-            std::env::current_dir().unwrap().canonicalize().ok()
-        );
+    fn a_device_and_a_lone_file_bring_rights_of_files_only() {
         let mut rules = Rules::default();
-        rules.allow_image(Path::new("/image"), true);
+        rules.allow_image(Held::Device(fs::File::open("/dev/null").unwrap().into()), false);
+        let device = AccessFs::ReadFile | AccessFs::IoctlDev;
+        assert_eq!(rights(&rules, Path::new("/dev/null")), Some(device));
+        let mut rules = Rules::default();
+        rules.allow_image(Held::file(Path::new("/etc/hosts")).unwrap(), true);
         let file = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::Truncate;
-        assert_eq!(Vec::from_iter(rules.0), [("/image".into(), file)]);
+        assert_eq!(rights(&rules, Path::new("/etc/hosts")), Some(file));
     }
 
     #[test]
-    fn exports_bring_no_directory_and_who_connects_may_ask_for_addresses() {
-        let export = "nbd://example.org/export".into();
-        let needs = Needs { images: vec![export], connects: true, ..Needs::default() };
-        let rules = rules(&needs, &[], None);
-        assert!(!rules.0.keys().any(|path| path.to_string_lossy().contains("example")));
-        assert!(rules.0.contains_key(Path::new("/etc/hosts")));
-        let rules = super::rules(&Needs::default(), &["/given".into()], None);
-        assert!(!rules.0.contains_key(Path::new("/etc/hosts")));
-        assert_eq!(rules.0.get(Path::new("/given")), Some(&written()));
+    fn who_connects_may_ask_for_addresses_and_what_is_given_may_be_written() {
+        let given = tempfile::tempdir().unwrap();
+        let held = || vec![Held::directory(given.path()).unwrap().unwrap()];
+        let hosts = Path::new("/etc/hosts");
+        let needs = Needs { connects: true, ..Needs::default() };
+        let connecting = rules(needs, held(), None).unwrap();
+        assert!(rights(&connecting, hosts).is_some());
+        let sockets = written() | AccessFs::MakeSock;
+        assert_eq!(rights(&connecting, given.path()), Some(sockets));
+        let others = rules(Needs::default(), held(), None).unwrap();
+        assert!(rights(&others, hosts).is_none());
+        assert_eq!(rights(&others, given.path()), Some(written()));
     }
 }

@@ -4,11 +4,13 @@
 
 mod calls;
 mod files;
+mod held;
 mod user;
 
 use crate::failure::Failure;
 use crate::server::group;
 use calls::{Kept, Stage};
+pub(crate) use held::Held;
 use std::env;
 use std::path::PathBuf;
 use user::User;
@@ -51,8 +53,8 @@ fn choice(text: &str) -> Result<Choice, String> {
 /// What a server needs once it is confined.
 #[derive(Debug, Default)]
 pub(crate) struct Needs {
-    /// The files of the images and of their backing files.
-    pub(crate) images: Vec<PathBuf>,
+    /// What the files of the images and of their backing files bring.
+    pub(crate) images: Vec<Held>,
     /// Whether these are written to, and files are made beside them.
     pub(crate) writes: bool,
     /// The socket files that it listens on.
@@ -63,6 +65,11 @@ pub(crate) struct Needs {
 }
 
 impl SandboxArgs {
+    /// The number of the user that the server becomes.
+    pub(crate) fn becomes(&self) -> Option<u32> {
+        self.user.as_ref().map(User::number)
+    }
+
     /// Gives up the rights of the user who started the server. Call it while there is only one thread.
     ///
     /// # Errors
@@ -99,11 +106,11 @@ impl SandboxArgs {
     ///
     /// # Errors
     /// A directory cannot be opened, or `--sandbox strict` was given and the kernel cannot confine the server.
-    pub(crate) fn enter(&self, needs: &Needs) -> Result<Confined, Failure> {
+    pub(crate) fn enter(&self, needs: Needs) -> Result<Confined, Failure> {
         let given = self.sandbox.is_some() || !self.sandbox_dir.is_empty();
-        let restart = files::enter(needs, &self.sandbox_dir, given)?;
         let kept =
             Kept { sockets: needs.connects, notifies: env::var_os("NOTIFY_SOCKET").is_some() };
+        let restart = files::enter(needs, &self.sandbox_dir, given)?;
         let kept = match calls::restrict(Stage::Starting, kept) {
             Ok(()) => Some(kept),
             Err(error) if given => return Err(no_filter(error)),

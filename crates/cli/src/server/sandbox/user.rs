@@ -16,6 +16,13 @@ pub(crate) struct User {
     known: Option<(CString, u32)>,
 }
 
+impl User {
+    /// The user's number.
+    pub(crate) fn number(&self) -> u32 {
+        self.number
+    }
+}
+
 /// A user, by name or number.
 ///
 /// # Errors

@@ -59,17 +59,34 @@ fn strict_mode_looks_at_sizes_and_allocation() {
 fn an_unreadable_disk_has_its_exit_code() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path();
-    for name in ["one", "other"] {
+    for (name, write) in [
+        ("one", "write -P 1 0 1M"),
+        ("other", "write -P 1 0 1M"),
+        ("packed", "write -c -P 1 128k 64k"),
+    ] {
         let _ = qemu_img(path, ["create", "-q", "-f", "qcow2", name, "1M"]).ok();
-        let _ = isobath_testkit::qemu::io(&path.join(name), "qcow2", &["write -P 1 0 1M"]).ok();
+        let _ = isobath_testkit::qemu::io(&path.join(name), "qcow2", &[write]).ok();
     }
-    // An entry of the L2 table that lies off the clusters.
-    let mut bytes = fs::read(path.join("other")).unwrap();
-    let l1 = u64::from_be_bytes(bytes[40..48].try_into().unwrap()) as usize;
-    let l2 = u64::from_be_bytes(bytes[l1..l1 + 8].try_into().unwrap()) & ((1 << 56) - 1);
-    bytes[l2 as usize + 16 + 6] |= 2;
-    fs::write(path.join("other"), bytes).unwrap();
-    let ours = isobath(path, ["compare", "-U", "one", "other"]);
-    assert_eq!(ours.code(), 4, "{}", ours.report());
-    assert!(ours.stderr.contains("other"), "{}", ours.report());
+    let number = |bytes: &[u8], at: usize| {
+        u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap()) & ((1 << 54) - 1)
+    };
+    let change = |name: &str, change: fn(&mut [u8], usize, usize)| {
+        let mut bytes = fs::read(path.join(name)).unwrap();
+        let l1 = number(&bytes, 40) as usize;
+        let entry = number(&bytes, l1) as usize + 16;
+        let place = number(&bytes, entry) as usize;
+        change(&mut bytes, entry, place);
+        fs::write(path.join(name), bytes).unwrap();
+    };
+    // An entry of the L2 table that lies off the clusters, and compressed data that is none.
+    change("other", |bytes, entry, _| bytes[entry + 6] |= 2);
+    change("packed", |bytes, _, place| bytes[place..place + 8].fill(0xff));
+    for (name, code) in [("other", 3), ("packed", 4)] {
+        let arguments = ["compare", "-U", name, name];
+        let theirs = qemu_img(path, arguments);
+        assert_eq!(theirs.code(), code, "{}", theirs.report());
+        let ours = isobath(path, arguments);
+        assert_eq!(ours.code(), code, "{}", ours.report());
+        assert!(ours.stderr.contains(name), "{}", ours.report());
+    }
 }

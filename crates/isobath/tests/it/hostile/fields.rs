@@ -59,7 +59,6 @@ fn a_field_out_of_range_is_named_with_its_value() {
         (&|i| i.put32(at::CRYPT_METHOD, 2), &["ncrypt"]),
         (&|i| i.put32(at::CRYPT_METHOD, 77), &["crypt_method", "77"]),
         (&|i| i.put32(at::L1_SIZE, u32::MAX), &["l1_size"]),
-        (&|i| i.put32(at::L1_SIZE, 4 << 20), &["l1_size", "4194304"]),
         (&|i| i.put32(at::L1_SIZE, 0), &["l1_size"]),
         (&|i| i.put64(at::L1_OFFSET, 5), &["l1_table_offset", "5"]),
         (&|i| i.put64(at::L1_OFFSET, 1 << 40), &["l1_table_offset"]),
@@ -69,9 +68,6 @@ fn a_field_out_of_range_is_named_with_its_value() {
         (&|i| i.put32(at::HEADER_LENGTH, 50), &["header_length", "50"]),
         (&|i| i.put32(at::HEADER_LENGTH, u32::MAX), &["header_length"]),
         (&|i| i.bytes[at::COMPRESSION] = 9, &["compression_type", "9"]),
-        (&|i| i.put64(at::REFCOUNT_TABLE, 513), &["refcount_table_offset", "0x201"]),
-        (&|i| i.put32(at::REFCOUNT_CLUSTERS, u32::MAX), &["refcount_table_clusters"]),
-        (&|i| i.put32(at::SNAPSHOTS, 65_537), &["nb_snapshots", "65537"]),
         (
             &|i| {
                 i.put32(at::BACKING_SIZE, 1024);
@@ -99,6 +95,10 @@ fn a_field_out_of_range_is_named_with_its_value() {
     }
     // These matter to those who write.
     let cases: &[Case] = &[
+        (&|i| i.put32(at::L1_SIZE, 4 << 20), &["l1_table_offset"]),
+        (&|i| i.put64(at::REFCOUNT_TABLE, 513), &["refcount_table_offset", "0x201"]),
+        (&|i| i.put32(at::REFCOUNT_CLUSTERS, u32::MAX), &["refcount_table_clusters"]),
+        (&|i| i.put32(at::SNAPSHOTS, 65_537), &["nb_snapshots", "65537"]),
         (&|i| i.put64(at::REFCOUNT_TABLE, 1 << 40), &["refcount_table_offset"]),
         (&|i| i.put64(at::REFCOUNT_TABLE, 0), &["refcount"]),
         (&|i| i.put32(at::REFCOUNT_CLUSTERS, 2048), &["refcount_table_offset"]),

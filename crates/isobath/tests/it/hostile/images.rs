@@ -42,6 +42,7 @@ pub(crate) mod at {
     pub(crate) const SNAPSHOTS: usize = 60;
     pub(crate) const SNAPSHOTS_OFFSET: usize = 64;
     pub(crate) const INCOMPATIBLE: usize = 72;
+    pub(crate) const AUTOCLEAR: usize = 88;
     pub(crate) const REFCOUNT_ORDER: usize = 96;
     pub(crate) const HEADER_LENGTH: usize = 100;
     pub(crate) const COMPRESSION: usize = 104;

@@ -10,5 +10,6 @@ mod journals;
 mod memory;
 mod moved;
 mod names;
+mod repair;
 mod survive;
 mod tables;
