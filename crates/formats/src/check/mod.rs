@@ -72,7 +72,7 @@ impl<S: Storage> Image<S> {
     /// its format.
     ///
     /// With `repair`, invalid entries of a QED image are cleared, and it is marked as closed once nothing is wrong with
-    /// it: its file must be writable, and used by nobody else. Other formats have [no repair](Self::can_be_repaired).
+    /// it: its file must be writable, and used by nobody else. Other formats have no repair.
     ///
     /// # Errors
     /// If a table cannot be read or written, or takes too much memory to be checked.

@@ -61,7 +61,7 @@ pub struct CheckOptions {
 /// Corrects the refcounts of an image that was not closed (dirty bit), and clears the bit. The image has been
 /// recovered, except for a restart log: its journal, if in use, is empty and stays in use.
 ///
-/// Of an image that is not trusted this takes a [bounded](budget) amount of time and memory.
+/// Of an image that is not trusted this takes a bounded amount of time and memory.
 ///
 /// # Errors
 /// If the file cannot be read or written, or errors remain; the bit is then still set. If it takes too much; nothing is
