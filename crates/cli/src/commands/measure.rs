@@ -102,18 +102,15 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             && new.version >= 3
             && header.as_ref().is_some_and(|header| header.version >= 3);
         let any = header.as_ref().is_some_and(|header| header.bitmaps().is_some());
+        let mut sized = new.clone();
+        sized.size = Some(disk.size());
+        let empty = measure::<ImageHost>(&sized, None).await.map_err(refused)?;
+        // Another error is one of the image's.
         let measured = if new.backing_file.is_none() && is_silent(&disk) {
-            let mut new = new.clone();
-            new.size = Some(disk.size());
-            measure::<ImageHost>(&new, None).await
+            empty
         } else {
-            measure(&new, Some(&disk)).await
+            measure(&new, Some(&disk)).await?
         };
-        let measured = measured.map_err(|error| match error {
-            DiskError::Unsupported(_) => refused(error),
-            // It is one of the image's.
-            error => error.into(),
-        })?;
         let bitmaps = match can {
             true if any => {
                 let look = image.look(options.locking);

@@ -89,6 +89,9 @@ fn cases() -> Vec<Case> {
     let snapshots = u64::from_be_bytes(valid[64..72].try_into().unwrap()) as usize;
     let convert = || args!["convert", "-f", "qcow2", "-O", "raw", "image", "out"];
     let case = |name, image, says| Case { name, image, command: convert(), says };
+    // A table that reading does not need.
+    let write = || args!["io", "-f", "qcow2", "-c", "write 0 4k", "image"];
+    let unneeded = |name, image, says| Case { name, image, command: write(), says };
     let mut qcow1 = b"QFI\xfb\0\0\0\x01".to_vec();
     qcow1.extend([0; 16]);
     qcow1.extend((1_u64 << 60).to_be_bytes());
@@ -107,10 +110,10 @@ fn cases() -> Vec<Case> {
             command: args!["serve", "image", "--nbd", "unix:n"],
             says: "was detected as raw",
         },
-        case("CVE-2014-0143", put(60, &[0xff; 4]), "nb_snapshots is 4294967295"),
+        unneeded("CVE-2014-0143", put(60, &[0xff; 4]), "nb_snapshots is 4294967295"),
         case("CVE-2014-0144", put(20, &[0, 0, 0, 32]), "cluster_bits is 32"),
         case("CVE-2014-0144", put(36, &[0xff; 4]), "l1_size is 4294967295"),
-        case("CVE-2014-0144", put(64, &[0xff; 8]), "snapshots_offset is 0xffffffffffffffff"),
+        unneeded("CVE-2014-0144", put(64, &[0xff; 8]), "snapshots_offset is 0xffffffffffffffff"),
         case("CVE-2014-0144", put(100, &[0xff, 0xff, 0xff, 0xf8]), "header_length is 4294967288"),
         Case {
             name: "CVE-2014-0145",
@@ -123,8 +126,12 @@ fn cases() -> Vec<Case> {
             put(112, &[0x68, 3, 0xf8, 0x57, 0x7f, 0xff, 0xff, 0xff]),
             "extension",
         ),
-        case("CVE-2014-0147", put(48, &[0x80, 0, 0, 0, 0, 0, 0, 0]), "refcount_table_offset is"),
-        case("CVE-2014-0147", put(56, &[0x7f, 0xff, 0xff, 0xff]), "refcount_table_clusters is"),
+        unneeded(
+            "CVE-2014-0147",
+            put(48, &[0x80, 0, 0, 0, 0, 0, 0, 0]),
+            "refcount_table_offset is",
+        ),
+        unneeded("CVE-2014-0147", put(56, &[0x7f, 0xff, 0xff, 0xff]), "refcount_table_clusters is"),
         Case {
             name: "CVE-2014-0148",
             image: without_blocks(),
