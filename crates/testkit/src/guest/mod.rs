@@ -1,9 +1,9 @@
 //! A Linux guest under `qemu-system-x86_64`: boots a kernel on the disks of a test, runs a shell script there, and
 //! returns the result.
 //!
-//! The kernel and its modules are in `target/guest`, where `scripts/setup` puts them. The guest runs
-//! from an initramfs with busybox, or with [`Guest::root`] from one of its disks. It needs no
-//! network and no acceleration, and boots in about three seconds.
+//! The kernel and its modules are in `target/guest`, or in `target/guest-ublk` those of one that has ublk devices; that
+//! is where `scripts/setup` puts them. The guest runs from an initramfs with busybox, or with [`Guest::root`] from one of
+//! its disks. It needs no network and no acceleration, and boots in about three seconds.
 //!
 //! ```no_run
 //! use isobath_testkit::guest::Guest;
@@ -43,9 +43,11 @@ const EXIT: &str = "GUEST-EXIT ";
 /// A guest to boot.
 #[derive(Debug)]
 pub struct Guest {
+    kernel: PathBuf,
     arguments: Vec<OsString>,
     disks: usize,
     memory: u32,
+    processors: u32,
     /// Whether the memory is a file that other processes may map.
     shared_memory: bool,
     root: bool,
@@ -82,13 +84,23 @@ impl Guest {
     /// A guest without disks, with 256 MiB of memory and five minutes to finish.
     #[track_caller]
     pub fn new() -> Self {
+        Self::of_kernel(kernel_directory("ISOBATH_GUEST_DIR", "target/guest"))
+    }
+
+    /// As [`new`](Self::new), with a kernel that has ublk and loop devices.
+    #[track_caller]
+    pub fn with_ublk() -> Self {
+        Self::of_kernel(kernel_directory("ISOBATH_GUEST_UBLK_DIR", "target/guest-ublk"))
+    }
+
+    #[track_caller]
+    fn of_kernel(kernel: PathBuf) -> Self {
         let mut files = Initramfs::default();
         for directory in ["bin", "dev", "mnt", "newroot", "proc", "run", "sys", "tmp"] {
             files.directory(directory);
         }
         files.character_device("dev/console", 5, 1);
         add_file(&mut files, &tools::require("busybox"), "/bin/busybox", 0o755);
-        let kernel = kernel_directory();
         let list = kernel.join("modules.list");
         for module in fs::read_to_string(&list).expect("read modules.list").lines() {
             let name = format!("modules/{module}.ko");
@@ -96,9 +108,11 @@ impl Guest {
         }
         add_file(&mut files, &list, "/modules.list", 0o644);
         Self {
+            kernel,
             arguments: Vec::new(),
             disks: 0,
             memory: 256,
+            processors: 1,
             shared_memory: false,
             root: false,
             patience: Duration::from_mins(5),
@@ -149,6 +163,13 @@ impl Guest {
         self
     }
 
+    /// Sets the number of the guest's processors.
+    #[must_use]
+    pub fn processors(mut self, processors: u32) -> Self {
+        self.processors = processors;
+        self
+    }
+
     /// Runs the script with the first disk, an ext4 file system as made by [`fs::make_root`](crate::fs::make_root), as
     /// the root file system. It is remounted read-only at the end.
     #[must_use]
@@ -175,11 +196,17 @@ impl Guest {
     /// `/bin/NAME`. Not visible with [`Guest::root`].
     #[must_use]
     #[track_caller]
-    pub fn program(mut self, name: &str) -> Self {
-        let path = tools::require(name);
+    pub fn program(self, name: &str) -> Self {
+        self.program_at(&tools::require(name))
+    }
+
+    /// As [`program`](Self::program), for a program anywhere on the host.
+    #[must_use]
+    #[track_caller]
+    pub fn program_at(mut self, path: &Path) -> Self {
         let file_name = path.file_name().expect("a program has a name").to_string_lossy();
-        add_file(&mut self.files, &path, &format!("/bin/{file_name}"), 0o755);
-        let libraries = run_program(tools::require("ldd"), [&path]).ok().text();
+        add_file(&mut self.files, path, &format!("/bin/{file_name}"), 0o755);
+        let libraries = run_program(tools::require("ldd"), [path]).ok().text();
         for library in libraries.split_whitespace().filter(|word| word.starts_with('/')) {
             add_file(&mut self.files, Path::new(library), library, 0o755);
         }
@@ -208,14 +235,16 @@ impl Guest {
         let mut initrd = NamedTempFile::new().expect("a temporary file");
         initrd.write_all(&self.files.finish()).expect("write the initramfs");
 
-        let accelerator = env::var("ISOBATH_GUEST_ACCEL").unwrap_or_else(|_| "tcg".into());
+        // With a thread for each processor, one may run into code that another is just changing.
+        let accelerator =
+            env::var("ISOBATH_GUEST_ACCEL").unwrap_or_else(|_| "tcg,thread=single".into());
         let mut command = Command::new(qemu::program("qemu-system-x86_64"));
         command
             .args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"])
             .args(["-machine", "pc", "-accel", &accelerator, "-cpu", "max", "-serial", "stdio"])
-            .args(["-m", &self.memory.to_string()])
+            .args(["-m", &self.memory.to_string(), "-smp", &self.processors.to_string()])
             .arg("-kernel")
-            .arg(kernel_directory().join("vmlinuz"))
+            .arg(self.kernel.join("vmlinuz"))
             .arg("-initrd")
             .arg(initrd.path())
             .args(["-append", "console=ttyS0 quiet loglevel=4 panic=-1 oops=panic mitigations=off"])
@@ -321,9 +350,9 @@ impl RunningGuest {
 
 /// The directory of the kernel and its modules.
 #[track_caller]
-fn kernel_directory() -> PathBuf {
-    let directory = env::var_os("ISOBATH_GUEST_DIR")
-        .map_or_else(|| tools::workspace().join("target/guest"), PathBuf::from);
+fn kernel_directory(variable: &str, usual: &str) -> PathBuf {
+    let directory =
+        env::var_os(variable).map_or_else(|| tools::workspace().join(usual), PathBuf::from);
     assert!(
         directory.join("modules.list").exists(),
         "no kernel for the guest in {}: run scripts/setup",
