@@ -30,6 +30,7 @@ mod info_matches_qemus;
 mod internal_snapshots;
 mod io_like_qemu_io;
 mod it_can_fail;
+mod kernel_device;
 mod known_vulnerabilities;
 mod left_alone;
 mod limits;
