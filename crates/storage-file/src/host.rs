@@ -320,7 +320,7 @@ fn storage(
         writing: Writing::new(mode.writable),
         file,
         source: ArcSwap::from_pointee(source),
-        roles: OnceLock::new(),
+        mapped: OnceLock::new(),
         kind,
         direct,
         cached: Cached::default(),

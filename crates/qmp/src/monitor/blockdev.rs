@@ -161,7 +161,7 @@ impl<H: Host + Clone> Monitor<H> {
         self.drives.borrow_mut().retain(|other| !Rc::ptr_eq(other, drive));
         drive.disk().throttle().set_group(None);
         self.forget_filters(drive);
-        let closed = drive.close().await.map_err(QmpError::new);
+        let closed = self.closing.close(drive).await.map_err(QmpError::new);
         self.prune_names();
         closed
     }

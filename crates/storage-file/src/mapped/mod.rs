@@ -17,9 +17,10 @@ pub(super) use budget::Mappings;
 
 use super::sys;
 use arc_swap::ArcSwap;
-use budget::{Owner, Share};
+use budget::Owner;
 use doubts::Doubts;
 use isobath_ring::may_go_on;
+use smallvec::SmallVec;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -41,8 +42,8 @@ const COHERENT: [u64; 3] = [
     0x9123_683E, // Btrfs
 ];
 
-/// The windows of a file that are mapped at a time, by their numbers, in ascending order.
-type Windows = Vec<(u64, Arc<Window>)>;
+/// The windows of a file that are mapped at a time, by their numbers, in ascending order. Most files have one.
+type Windows = SmallVec<[(u64, Arc<Window>); 1]>;
 
 /// The mappings of a file.
 pub(super) struct Mapped {
@@ -146,7 +147,8 @@ impl Mapped {
             return BEFORE_NEXT;
         }
         let Some(share) = self.mappings.admit(length) else { return BEFORE_NEXT };
-        let window = match Window::new(file, number, length, share.clone()) {
+        let is_others = share.is_others();
+        let window = match Window::new(file, number, length, share) {
             Ok(window) => Arc::new(window),
             Err(error) if error.kind() == io::ErrorKind::OutOfMemory => return BEFORE_NEXT,
             Err(_) => {
@@ -162,8 +164,8 @@ impl Mapped {
             }
         });
         let owner: Weak<Self> = Arc::downgrade(self);
-        self.mappings.register(owner, &share);
-        if share.is_others() { BEFORE_NEXT } else { BEFORE_FIRST }
+        self.mappings.register(owner, &window);
+        if is_others { BEFORE_NEXT } else { BEFORE_FIRST }
     }
 
     fn change(&self, change: impl Fn(&mut Windows)) {
@@ -196,8 +198,8 @@ impl Mapped {
 }
 
 impl Owner for Mapped {
-    fn give_up(&self, share: &Arc<Share>) {
-        self.change(|windows| windows.retain(|(_, window)| !window.has(share)));
+    fn give_up(&self, window: &Arc<Window>) {
+        self.change(|windows| windows.retain(|(_, other)| !Arc::ptr_eq(other, window)));
     }
 }
 

@@ -163,6 +163,7 @@ impl Args {
         if let Some(controlling) = controlling {
             controlling.ended(&control).await;
         }
+        control.service().closing().ended().await;
         drop(workers);
         result
     }
