@@ -94,6 +94,17 @@ pub fn check_data_file<H: Host>(
     }
 }
 
+/// Refuses an external data file for an image that keeps its data itself, in QEMU's words.
+fn check_keeps_data(image: &Path, options: &OpenOptions) -> Result<()> {
+    if options.data_file.is_none() {
+        return Ok(());
+    }
+    Err(DiskError::Refused {
+        image: image.to_owned(),
+        reason: "'data-file' can only be set for images with an external data file".into(),
+    })
+}
+
 /// The field that names an external data file.
 pub const DATA_FILE: &str = "data file";
 
@@ -289,6 +300,9 @@ async fn load_layer<H: Host>(
     let length = file.len().await?;
     let start = file.read_at(0, IoBuf::zeroed(4096)).await?;
     let format = format_of(name, format, &start)?;
+    if format != ImageFormat::Qcow2 {
+        check_keeps_data(name, options)?;
+    }
     if format == ImageFormat::Luks && options.snapshot.is_none() {
         return Box::pin(luks::open(name, file, key)).await;
     }
@@ -421,6 +435,7 @@ pub(crate) async fn load_qcow2<H: Host>(
         }
         Some(Arc::new(data))
     } else {
+        check_keeps_data(name, options)?;
         None
     };
     let file_length = match &data {

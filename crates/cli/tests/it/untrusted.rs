@@ -187,7 +187,7 @@ fn a_server_refuses_data_files_that_no_image_has_use_for() {
     let own = directory.path().join("own");
     for (options, told) in [
         (args!["--data-file", "base", "--data-file", "base", "data"], "2 times for 1 images"),
-        (args!["--data-file", "base", "inside"], "no external data file"),
+        (args!["--data-file", "base", "inside"], "for images with an external data file"),
         (args!["--data-file", "", "data"], "does not choose"),
         (args!["data"], "serve' take the file's name as --data-file"),
     ] {

@@ -109,8 +109,7 @@ async fn image_files(
             found.connects = true;
             continue;
         }
-        let options = disks::options(args, secrets, memory).trust(args.trusting.trust()?);
-        let options = options.data_file(args.data_file(number));
+        let options = args.files_of(number, disks::options(args, secrets, memory))?;
         let options = options.writable(false).locking(Locking::Unlocked);
         let disk = Disk::open(images().clone(), image, &options).await?;
         for layer in disk.layers() {
