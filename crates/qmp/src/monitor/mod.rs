@@ -295,10 +295,12 @@ impl<H: Host + Clone> Monitor<H> {
                 Ok(json!({}))
             }
             _ => {
+                let begun = Cell::new(false);
                 let work = async {
                     let _order = self.order.lock().await;
                     // It may have waited for another one.
                     self.check_not_ending()?;
+                    begun.set(true);
                     self.change(command, arguments, client).await
                 };
                 let given_up = async {
@@ -307,7 +309,7 @@ impl<H: Host + Clone> Monitor<H> {
                         future::pending::<()>().await;
                     }
                     self.until(&self.gives_up).await;
-                    Err(shutting_down())
+                    Err(if begun.get() { given_up(command) } else { shutting_down() })
                 };
                 first(work, given_up).await?;
                 Ok(json!({}))
@@ -347,6 +349,13 @@ impl<H: Host + Clone> Monitor<H> {
             verb => self.job_verb(verb, &arguments),
         }
     }
+}
+
+/// The answer to a command that had begun: a snapshot may have become the active layer, and have been written to.
+fn given_up(command: &str) -> QmpError {
+    QmpError::new(format_args!(
+        "the server is shutting down, and has given up '{command}'; whether it has taken effect is not known"
+    ))
 }
 
 fn shutting_down() -> QmpError {
