@@ -44,11 +44,25 @@ pub fn referenced_file<H: Host>(
                 ),
             });
         }
-        // Where nothing is allowed nothing is looked for: whether a file exists is nobody's business.
-        let real = if directories.is_empty() { None } else { Some(host.canonical(&path)?) };
         let inside =
             |real: PathBuf| directories.iter().any(|directory| real.starts_with(directory));
-        if !real.is_some_and(inside) {
+        // Where nothing is allowed nothing is looked for: whether a file exists there is nobody's business.
+        let real = if directories.is_empty() { None } else { Some(host.canonical(&path)) };
+        let is_inside = match real {
+            None => false,
+            Some(Ok(real)) => inside(real),
+            Some(Err(error)) => {
+                let parent = match path.parent() {
+                    Some(parent) if parent.as_os_str().is_empty() => Some(Path::new(".")),
+                    parent => parent,
+                };
+                if parent.and_then(|parent| host.canonical(parent).ok()).is_some_and(inside) {
+                    return Err(error.into());
+                }
+                false
+            }
+        };
+        if !is_inside {
             return Err(DiskError::Refused {
                 image: referrer.to_owned(),
                 reason: format!(
