@@ -125,7 +125,7 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     }
     if args.unsafe_mode && args.naming.instead.has_backing_file() {
         return Err(Failure::usage(
-            "--backing-file is the present backing file, which unsafe mode (-u) does not open; the new one is given by -b",
+            "--backing-file is the present backing file, which unsafe mode (-u) does not open; -b gives the new one",
         ));
     }
     let image = args.naming.image(&args.image, args.format)?;

@@ -41,8 +41,10 @@ fn over(below: u8) -> Vec<u8> {
 const OTHER: &str = "driver=qcow2,file.filename=top,backing.driver=raw,backing.file.filename=other";
 
 /// A command for `top`, with `other` below it.
-fn given(command: &str, rest: &[OsString]) -> Vec<OsString> {
-    [args![command, "--backing-file", "other"], rest.to_vec()].concat()
+fn given(command: &str, rest: impl AsRef<[OsString]>) -> Vec<OsString> {
+    let mut given = args![command, "--backing-file", "other"];
+    given.extend_from_slice(rest.as_ref());
+    given
 }
 
 #[test]
@@ -52,23 +54,23 @@ fn commands_read_an_image_over_the_backing_file_that_is_given() {
     let before = fs::read(path.join("top")).unwrap();
     let isobath = |arguments: Vec<OsString>| isobath(path, arguments);
     let bytes = |name: &str| fs::read(path.join(name)).unwrap();
-    let _ = isobath(given("convert", &args!["-O", "raw", "top", "copy"])).ok();
+    let _ = isobath(given("convert", args!["-O", "raw", "top", "copy"])).ok();
     let _ = qemu_img(path, args!["convert", "--image-opts", "-O", "raw", OTHER, "qemus"]).ok();
     assert!(bytes("copy") == over(0x22) && bytes("qemus") == over(0x22));
-    let _ = isobath(given("dd", &args!["if=top", "of=copied"])).ok();
+    let _ = isobath(given("dd", args!["if=top", "of=copied"])).ok();
     assert!(bytes("copied") == over(0x22));
-    let map = isobath(given("map", &args!["--output=json", "top"])).json();
+    let map = isobath(given("map", args!["--output=json", "top"])).json();
     assert!(map == qemu_img(path, args!["map", "--output=json", "--image-opts", OTHER]).json());
-    let measured = isobath(given("measure", &args!["-O", "qcow2", "--output=json", "top"])).json();
+    let measured = isobath(given("measure", args!["-O", "qcow2", "--output=json", "top"])).json();
     let qemus = args!["measure", "-O", "qcow2", "--output=json", "--image-opts", OTHER];
     assert_eq!(measured, qemu_img(path, qemus).json());
     let read = "read -P 0x22 64k 64k";
     let read = ["-r", "-c", read, "-c", "close", "-c", "open -r top", "-c", read];
-    let _ = isobath(given("io", &[read.map(Into::into).to_vec(), args!["top"]].concat())).ok();
-    let _ = isobath(given("bench", &args!["-q", "-c", "1", "top"])).ok();
-    let info = isobath(given("info", &args!["--backing-chain", "--output=json", "top"])).json();
+    let _ = isobath(given("io", [read.map(Into::into).to_vec(), args!["top"]].concat())).ok();
+    let _ = isobath(given("bench", args!["-q", "-c", "1", "top"])).ok();
+    let info = isobath(given("info", args!["--backing-chain", "--output=json", "top"])).json();
     assert_eq!((&info[1]["filename"], &info[1]["format"]), (&json!("other"), &json!("raw")));
-    let two = isobath(given("compare", &args!["top", "top"])).exits(2);
+    let two = isobath(given("compare", args!["top", "top"])).exits(2);
     assert!(two.stderr.contains("for one image"), "{}", two.report());
     assert!(bytes("top") == before);
 }
@@ -85,17 +87,17 @@ fn commands_write_to_an_image_over_the_backing_file_that_is_given() {
         qemu::assert_clean(&path.join("top"));
     };
     // A part of a cluster: the rest of it comes from below.
-    let _ = isobath(given("io", &args!["-c", "write -P 0x44 128k 512", "top"]));
+    let _ = isobath(given("io", args!["-c", "write -P 0x44 128k 512", "top"]));
     let mut expected = over(0x22);
     expected[128 << 10..][..512].fill(0x44);
     shown(&expected);
-    let _ = isobath(given("resize", &args!["-q", "top", "2M"]));
+    let _ = isobath(given("resize", args!["-q", "top", "2M"]));
     expected.resize(2 * SIZE, 0);
     shown(&expected);
-    let _ = isobath(given("amend", &args!["-o", "compat=0.10", "top"]));
+    let _ = isobath(given("amend", args!["-o", "compat=0.10", "top"]));
     shown(&expected);
     // Its contents stay, while it comes to name 'base' for what was 'other' below it.
-    let _ = isobath(given("rebase", &args!["-b", "base", "-F", "raw", "top"]));
+    let _ = isobath(given("rebase", args!["-b", "base", "-F", "raw", "top"]));
     assert!(qemu::read_disk(&path.join("top"), "qcow2") == expected);
     assert!(fs::read(path.join("other")).unwrap() == vec![0x22; SIZE]);
 }
@@ -105,7 +107,7 @@ fn a_commit_writes_to_the_backing_file_that_is_given_even_below_an_untrusted_ima
     let directory = laid_out();
     let path = directory.path();
     let untrusted = args!["--untrusted", "--backing-file-format", "raw", "top"];
-    let other_base = given("commit", &[args!["-b", "base"], untrusted.clone()].concat());
+    let other_base = given("commit", [args!["-b", "base"], untrusted.clone()].concat());
     let refused = isobath(path, other_base).exits(1);
     assert!(refused.stderr.contains("--untrusted"), "{}", refused.report());
     let _ = isobath(path, given("commit", &untrusted)).ok();
@@ -189,22 +191,22 @@ fn what_the_options_for_given_files_cannot_mean_is_refused() {
     let before = (bytes("top"), bytes("alone"));
     let none = r#"json:{"driver":"qcow2","file":{"filename":"top"},"backing":null}"#;
     for (command, told) in [
-        (given("map", &args!["--no-backing", "top"]), "cannot be used with"),
+        (given("map", args!["--no-backing", "top"]), "cannot be used with"),
         (args!["map", "--backing-file-format", "raw", "top"], "also require"),
         (args!["map", "--backing-file", "", "top"], "names no file"),
-        (given("map", &args!["missing"]), "No such file"),
-        (given("map", &args!["base"]), "no backing file"),
-        (given("map", &args!["alone"]), "no backing file"),
-        (given("map", &args![none]), "says itself what is below"),
-        (given("map", &args!["--image-opts", OTHER]), "cannot be used with"),
-        (given("info", &args!["top"]), "without --backing-chain"),
-        (given("check", &args!["top"]), "'check' opens no backing file"),
-        (given("snapshot", &args!["-c", "one", "top"]), "'snapshot' opens no backing file"),
-        (given("bitmap", &args!["--add", "top", "one"]), "'bitmap' opens no backing file"),
-        (given("rebase", &args!["-u", "-F", "raw", "top"]), "the present backing file"),
-        (given("rebase", &args!["-F", "raw", "top"]), "--backing-file is the present one"),
-        (given("serve", &args!["--no-backing", "top"]), "cannot be used with"),
-        (given("serve", &args!["--backing-file", "base", "top"]), "2 times for 1 images"),
+        (given("map", args!["missing"]), "No such file"),
+        (given("map", args!["base"]), "no backing file"),
+        (given("map", args!["alone"]), "no backing file"),
+        (given("map", args![none]), "says itself what is below"),
+        (given("map", args!["--image-opts", OTHER]), "cannot be used with"),
+        (given("info", args!["top"]), "without --backing-chain"),
+        (given("check", args!["top"]), "'check' opens no backing file"),
+        (given("snapshot", args!["-c", "one", "top"]), "'snapshot' opens no backing file"),
+        (given("bitmap", args!["--add", "top", "one"]), "'bitmap' opens no backing file"),
+        (given("rebase", args!["-u", "-F", "raw", "top"]), "the present backing file"),
+        (given("rebase", args!["-F", "raw", "top"]), "--backing-file is the present one"),
+        (given("serve", args!["--no-backing", "top"]), "cannot be used with"),
+        (given("serve", args!["--backing-file", "base", "top"]), "2 times for 1 images"),
         (args!["serve", "--no-backing", "top"], "requires --read-only"),
         (
             args!["serve", "--backing-file", "", "--backing-file-format", "raw", "top"],
@@ -216,7 +218,7 @@ fn what_the_options_for_given_files_cannot_mean_is_refused() {
         assert!(done.stderr.contains(told), "{}", done.report());
     }
     // The option was another name of convert's -B once.
-    let target = given("convert", &args!["-F", "raw", "-O", "qcow2", "top", "copy"]);
+    let target = given("convert", args!["-F", "raw", "-O", "qcow2", "top", "copy"]);
     let target = isobath(path, target).exits(1);
     assert!(target.stderr.contains("without backing file"), "{}", target.report());
     assert!(!path.join("copy").exists());

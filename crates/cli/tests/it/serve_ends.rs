@@ -308,7 +308,7 @@ fn a_snapshot_that_is_given_up_is_not_said_to_have_failed() {
     let silent = UnixListener::bind(path("silent")).unwrap();
     let backing = format!("nbd+unix:///?socket={}", path("silent").display());
     let made = ["create", "-q", "-u", "-f", "qcow2", "-F", "qcow2", "-b", &backing];
-    let made = [&made.map(OsString::from)[..], &args![path("new"), "64M"]].concat();
+    let made = made.map(OsString::from).into_iter().chain(args![path("new"), "64M"]);
     let _ = run_program(qemu::program("qemu-img"), made).ok();
     let qmp = format!("unix:{}", path("qmp").display());
     let options = ["--metadata", "journal", "--export-name", "vm", "--qmp", &qmp];

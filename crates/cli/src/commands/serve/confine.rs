@@ -45,7 +45,8 @@ pub(super) fn enter(
         .collect();
     sockets.extend(args.frontends.socket_files()?);
     let connects = controlled || connects;
-    args.sandbox.enter(images, Needs { writes, sockets, pid_file: args.pid_file.clone(), connects })
+    let needs = Needs { writes, sockets, pid_file: args.pid_file.clone(), connects };
+    args.sandbox.enter(images, &needs)
 }
 
 /// Fails if an image is in use: only who is not confined can see by whom. Nothing is read.

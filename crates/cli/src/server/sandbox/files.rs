@@ -52,8 +52,8 @@ impl Rules {
     }
 }
 
-/// What the images of a server and their backing files bring is allowed as it is found: every layer of a chain may lie in
-/// a directory of its own, and no descriptor is kept of any.
+/// What the images of a server and their backing files bring is allowed as it is found: every layer of a chain may lie
+/// in a directory of its own, and no descriptor is kept of any.
 #[derive(Debug)]
 pub(crate) struct ImageRules {
     ruleset: RulesetCreated,
@@ -105,7 +105,7 @@ fn written() -> Rights {
 
 /// What a server may open besides its images.
 fn rules(
-    needs: Needs,
+    needs: &Needs,
     given: Vec<Held>,
     restart: Option<&RestartDirectories>,
 ) -> Result<Rules, Failure> {
@@ -161,7 +161,7 @@ fn rules(
 /// Confines this thread to the images and what else it needs. If it was `asked` for, the kernel must be able to.
 pub(super) fn enter(
     images: ImageRules,
-    needs: Needs,
+    needs: &Needs,
     given: &[PathBuf],
     asked: bool,
 ) -> Result<Option<RestartDirectories>, Failure> {
@@ -258,11 +258,11 @@ mod tests {
         let held = || vec![Held::directory(given.path()).unwrap().unwrap()];
         let hosts = Path::new("/etc/hosts");
         let needs = Needs { connects: true, ..Needs::default() };
-        let connecting = rules(needs, held(), None).unwrap();
+        let connecting = rules(&needs, held(), None).unwrap();
         assert!(rights(&connecting, hosts).is_some());
         let sockets = written() | AccessFs::MakeSock;
         assert_eq!(rights(&connecting, given.path()), Some(sockets));
-        let others = rules(Needs::default(), held(), None).unwrap();
+        let others = rules(&Needs::default(), held(), None).unwrap();
         assert!(rights(&others, hosts).is_none());
         assert_eq!(rights(&others, given.path()), Some(written()));
     }

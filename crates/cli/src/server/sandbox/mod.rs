@@ -105,7 +105,7 @@ impl SandboxArgs {
     ///
     /// # Errors
     /// A directory cannot be opened, or `--sandbox strict` was given and the kernel cannot confine the server.
-    pub(crate) fn enter(&self, images: ImageRules, needs: Needs) -> Result<Confined, Failure> {
+    pub(crate) fn enter(&self, images: ImageRules, needs: &Needs) -> Result<Confined, Failure> {
         let given = self.sandbox.is_some() || !self.sandbox_dir.is_empty();
         let kept =
             Kept { sockets: needs.connects, notifies: env::var_os("NOTIFY_SOCKET").is_some() };
