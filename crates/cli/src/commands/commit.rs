@@ -49,9 +49,11 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    if args.naming.trusting.untrusted {
+    let chosen = args.naming.instead.has_backing_file() && args.base.is_none();
+    if args.naming.trusting.untrusted && !chosen {
         return Err(Failure::usage(
-            "an untrusted image does not choose the image that is written to: --untrusted cannot be used with 'commit'",
+            "an untrusted image does not choose the image that is written to: with --untrusted, 'commit' takes that as \
+             --backing-file, without -b",
         ));
     }
     let image = args.naming.image(&args.image, args.format)?;

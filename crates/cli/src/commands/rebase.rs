@@ -109,11 +109,23 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     if args.backing_file.is_none() && !args.unsafe_mode {
-        return Err(Failure::new("Must specify backing file (-b) or use unsafe mode (-u)"));
+        let present = if args.naming.instead.has_backing_file() {
+            "; --backing-file is the present one"
+        } else {
+            ""
+        };
+        return Err(Failure::new(format_args!(
+            "Must specify backing file (-b) or use unsafe mode (-u){present}"
+        )));
     }
     if args.compress && args.unsafe_mode {
         return Err(Failure::new(
             "Cannot use both compression and unsafe mode (-u): nothing is copied in that mode",
+        ));
+    }
+    if args.unsafe_mode && args.naming.instead.has_backing_file() {
+        return Err(Failure::usage(
+            "--backing-file is the present backing file, which unsafe mode (-u) does not open; -b gives the new one",
         ));
     }
     let image = args.naming.image(&args.image, args.format)?;

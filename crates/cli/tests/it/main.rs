@@ -22,6 +22,7 @@ mod encrypted;
 mod fewer_layers;
 mod foreign;
 mod frontends;
+mod given_files;
 mod handed_in;
 mod histories;
 mod hostile_images;

@@ -3,6 +3,7 @@
 use crate::serving::{ISOBATH, QemuIo, Served};
 use isobath_testkit::process::{Finished, PATIENCE, Ready, Server, run, run_program};
 use isobath_testkit::{args, qemu, tools, until, until_some};
+use std::ffi::OsString;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
@@ -298,6 +299,31 @@ fn a_qmp_command_that_hangs_does_not_keep_the_server() {
     drop(client);
     qemu::assert_clean(&image);
     let _ = qemu::io(&image, "qcow2", &["read -P 7 0 1M"]).ok();
+}
+
+#[test]
+fn a_snapshot_that_is_given_up_is_not_said_to_have_failed() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    let image = overlay(directory.path());
+    // An overlay that there is already, below which a server is looked for that says nothing.
+    let silent = UnixListener::bind(path("silent")).unwrap();
+    let backing = format!("nbd+unix:///?socket={}", path("silent").display());
+    let made = ["create", "-q", "-u", "-f", "qcow2", "-F", "qcow2", "-b", &backing];
+    let made = made.map(OsString::from).into_iter().chain(args![path("new"), "64M"]);
+    let _ = run_program(qemu::program("qemu-img"), made).ok();
+    let qmp = format!("unix:{}", path("qmp").display());
+    let options = ["--metadata", "journal", "--export-name", "vm", "--qmp", &qmp];
+    let served = Served::start(&[&image], &options);
+    let mut control = Control::connect(&path("qmp"));
+    let new = path("new").display().to_string();
+    let new = format!(r#"{{"device": "vm", "snapshot-file": "{new}", "mode": "existing"}}"#);
+    control.send(&format!(r#"{{"execute": "blockdev-snapshot-sync", "arguments": {new}}}"#));
+    let _waits = silent.accept().unwrap();
+    served.server.signal(libc::SIGTERM);
+    let _ = served.server.wait().exits(0);
+    let reply = control.reply();
+    assert!(reply.contains("whether it has taken effect is not known"), "{reply}");
 }
 
 #[test]

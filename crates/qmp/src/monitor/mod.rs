@@ -317,16 +317,17 @@ impl<H: Host + Clone> Monitor<H> {
                 Ok(json!({}))
             }
             _ => {
+                let begun = Cell::new(false);
                 let work = async {
                     let _order = self.order.lock().await;
                     // It may have waited for another one.
                     self.check_not_ending()?;
+                    begun.set(true);
                     self.change(command, arguments, client).await
                 };
                 let given_up = async {
                     self.until(&self.gives_up).await;
-                    let reason = "the server is shutting down; what the command has done so far is not undone";
-                    Err(QmpError::of(ErrorClass::GenericError, reason))
+                    Err(if begun.get() { given_up(command) } else { shutting_down() })
                 };
                 first(work, given_up).await?;
                 Ok(json!({}))
@@ -366,6 +367,13 @@ impl<H: Host + Clone> Monitor<H> {
             verb => self.job_verb(verb, &arguments),
         }
     }
+}
+
+/// The answer to a command that had begun: a snapshot may have become the active layer, and have been written to.
+fn given_up(command: &str) -> QmpError {
+    QmpError::new(format_args!(
+        "the server is shutting down, and has given up '{command}'; whether it has taken effect is not known"
+    ))
 }
 
 fn shutting_down() -> QmpError {

@@ -9,7 +9,7 @@ use crate::commands::create;
 use crate::failure::{Failure, Outcome};
 use crate::host::{ImageHost, only_files};
 use crate::image_name::{Image, Naming, device_driver};
-use crate::trust::Trusting;
+use crate::program::NotUnderLinks;
 use crate::workers::{self, Progress};
 use crate::{messages, options, runtime, size};
 use isobath_disk::{CopyOptions, Disk, DiskCopy, ImageFormat, SnapshotChoice};
@@ -38,9 +38,9 @@ pub(crate) struct Args {
     output_format: Option<TargetFormat>,
     /// The target's backing file; only the active layer is copied, so its contents must equal those of the source's
     /// backing file
-    #[arg(short = 'B', long = "backing", alias = "backing-file", value_name = "FILE")]
+    #[arg(short = 'B', long = "backing", value_name = "FILE")]
     backing_file: Option<String>,
-    /// The backing file's format
+    /// The format of the target's backing file
     #[arg(short = 'F', long, value_name = "FMT")]
     backing_format: Option<String>,
     /// Options for the target as NAME=VALUE, as in 'isobath create'
@@ -222,9 +222,8 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let inputs: Vec<Image> = inputs.collect::<Result<_, _>>()?;
     let target_naming = Naming {
         image_opts: args.target_image_opts,
-        trusting: Trusting::default(),
-        data_file: None,
-        no_backing: false,
+        trusting: NotUnderLinks::default(),
+        instead: NotUnderLinks::default(),
         ..args.naming.clone()
     };
     let device = args.output_format.and_then(|target| target.device);

@@ -43,6 +43,11 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    if args.naming.instead.has_backing_file() && !args.backing_chain {
+        return Err(Failure::usage(
+            "without --backing-chain 'info' opens no backing file: leave out --backing-file",
+        ));
+    }
     let naming = Naming { secrets_unneeded: true, ..args.naming.clone() };
     let image = naming.image(&args.image, args.format)?;
     let mut chain = read(&image, options::locking(args.force_share), args.backing_chain)?;
