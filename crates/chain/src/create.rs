@@ -502,7 +502,7 @@ fn check_plain(name: &Path, new: &NewDisk) -> Result<()> {
     let refused = |reason: String| Err(DiskError::Refused { image: name.to_owned(), reason });
     let format = new.format.name();
     if new.preallocation == Preallocation::Metadata && new.format == ImageFormat::Raw {
-        return refused("Unsupported preallocation mode 'metadata' for file format 'raw'".into());
+        return refused("Unsupported preallocation mode: metadata".into());
     }
     let plain = NewDisk {
         size: new.size,
@@ -615,6 +615,9 @@ impl<H: Host> Created<'_, H> {
             return Err(match self.host.find(name) {
                 Ok(Some(found)) if self.sources.contains(&found) => {
                     refused("it is one of the images to copy, or in their backing chains")
+                }
+                Ok(Some(found)) if self.files.iter().any(|kept| kept.file.id() == found) => {
+                    refused("it is the new image itself, or another of its files")
                 }
                 _ => refused("it is the backing file itself, or part of its chain"),
             });
