@@ -81,4 +81,5 @@ pub use isobath_image::snapshots::{apply_snapshot, create_snapshot, delete_snaps
 pub use live::{IoFailure, IoStats, LiveDisk, Overlay, RequestStats};
 pub use measure::{Measure, MeasureError, measure};
 pub use rebase::Rebase;
+pub use resize::NewSize;
 pub use store_index::{IndexMismatch, IndexProgress};
