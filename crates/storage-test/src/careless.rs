@@ -3,7 +3,7 @@
 
 use isobath_storage::{
     Allocation, Capabilities, FileId, Host, Identity, IoBuf, Made, OpenMode, Result, Storage,
-    ZeroMode,
+    StorageExt as _, ZeroMode,
 };
 use parking_lot::Mutex;
 use std::path::{Path, PathBuf};
