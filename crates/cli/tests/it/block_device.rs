@@ -93,7 +93,6 @@ fn what_is_copied_to_a_device_by_its_drivers_name_is_on_the_device() {
         (&["compare", "-f", "host_device", "-F", "host_device", plain, plain], "raw"),
         (&["measure", "-f", "host_device", "-O", "qcow2", plain], "raw"),
         (&["create", "-f", "qcow2", "-b", plain, "-F", "host_cdrom", "above"], "raw"),
-        (&["map", "above"], "raw"),
     ] {
         let [theirs, ours] = run_both(arguments);
         assert_eq!(theirs.code(), ours.code(), "{}{}", theirs.report(), ours.report());
