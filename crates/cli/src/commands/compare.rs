@@ -27,7 +27,8 @@ pub(crate) struct Args {
     #[arg(short, long = "a-format", alias = "format", value_name = "FMT", value_parser = options::named_format)]
     format: Option<NamedFormat>,
     /// The second image's format [default: detected]
-    #[arg(short = 'F', long = "b-format", alias = "second-format", value_name = "FMT", value_parser = options::named_format)]
+    #[arg(short = 'F', long = "b-format", alias = "second-format", value_name = "FMT")]
+    #[arg(value_parser = options::named_format)]
     second_format: Option<NamedFormat>,
     /// Cache mode for both images
     #[arg(

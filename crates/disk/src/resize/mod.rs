@@ -51,17 +51,18 @@ impl From<u64> for NewSize {
 }
 
 impl<H: Host> Disk<H> {
-    /// Changes the disk's size, durably. Of two changes at once, one begins when the other has ended. The new part reads as zeroes, except for what a raw data file
-    /// already holds there, and in a LUKS image that is not [preallocated](Self::preallocation_of_zeroes): it is noise
-    /// there, as in QEMU. With `shrink` the size may become smaller; data past it is deleted.
+    /// Changes the disk's size, durably. Of two changes at once, one begins when the other has ended. The new part
+    /// reads as zeroes, except for what a raw data file already holds there, and in a LUKS image that is not
+    /// [preallocated](Self::preallocation_of_zeroes): it is noise there, as in QEMU. With `shrink` the size may become
+    /// smaller; data past it is deleted.
     ///
     /// Other requests may run meanwhile. Those that reach past the end of a disk that shrinks fail.
     ///
     /// # Errors
-    /// If the size is 0 by a relative change, is not a multiple of 512 bytes or exceeds what the image's tables can describe; if it is smaller and
-    /// `shrink` is not set or preallocation is requested; if the image is of version 2 and has internal snapshots, or
-    /// has an inconsistent persistent bitmap; or the storage fails. After a failure of the storage the disk may accept
-    /// no more writes.
+    /// If the size is 0 by a relative change, is not a multiple of 512 bytes or exceeds what the image's tables can
+    /// describe; if it is smaller and `shrink` is not set or preallocation is requested; if the image is of version 2
+    /// and has internal snapshots, or has an inconsistent persistent bitmap; or the storage fails. After a failure of
+    /// the storage the disk may accept no more writes.
     pub async fn resize(
         &self,
         size: impl Into<NewSize>,
