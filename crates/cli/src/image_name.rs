@@ -6,6 +6,7 @@
 use crate::failure::Failure;
 use crate::host::{self, ImageFile, ImageHost, images};
 use crate::null::{self, is_null};
+use crate::options::NamedFormat;
 use crate::program::NotUnderLinks;
 use crate::tls_objects::{self, TlsObject};
 use crate::trust::Trusting;
@@ -298,7 +299,7 @@ impl Naming {
     ///
     /// # Errors
     /// If they cannot be used, in QEMU's words.
-    pub(crate) fn image(&self, name: &Path, format: Option<ImageFormat>) -> Result<Image, Failure> {
+    pub(crate) fn image(&self, name: &Path, format: Option<NamedFormat>) -> Result<Image, Failure> {
         if self.image_opts && format.is_some() {
             return Err(Failure::new("--image-opts and --format are mutually exclusive"));
         }
@@ -307,8 +308,14 @@ impl Naming {
     }
 
     /// Like [`image`](Self::image), but the error is only the reason.
-    pub(crate) fn parse(&self, name: &Path, format: Option<ImageFormat>) -> Result<Image, String> {
-        self.as_told(self.parse_name(name, format)?)
+    pub(crate) fn parse(&self, name: &Path, format: Option<NamedFormat>) -> Result<Image, String> {
+        let mut image = self.parse_name(name, format)?;
+        if let Some(driver) = format.and_then(|format| format.protocol)
+            && image.protocol.is_none()
+        {
+            image.is_whole_file(driver)?;
+        }
+        self.as_told(image)
     }
 
     /// The same image, trusted as far as the command says, and with its other files.
@@ -343,7 +350,8 @@ impl Naming {
         }
     }
 
-    fn parse_name(&self, name: &Path, format: Option<ImageFormat>) -> Result<Image, String> {
+    fn parse_name(&self, name: &Path, named: Option<NamedFormat>) -> Result<Image, String> {
+        let format = named.map(|named| named.format);
         let shown = name.to_string_lossy().into_owned();
         let secrets = self.secrets()?;
         tls_objects::define(self.objects.tls());
@@ -375,9 +383,8 @@ impl Naming {
             }
             let mut pairs = Vec::new();
             flatten("", &value, &mut pairs)?;
-            if let (Some(format), None) = (format, pairs.iter().find(|(name, _)| name == "driver"))
-            {
-                pairs.push(("driver".into(), format.name().into()));
+            if let (Some(named), None) = (named, pairs.iter().find(|(name, _)| name == "driver")) {
+                pairs.push(("driver".into(), named.name().into()));
             }
             return self.described(plain(PathBuf::new(), format), pairs);
         }
@@ -447,12 +454,12 @@ impl Naming {
     ///
     /// # Errors
     /// If the name has another protocol's prefix.
-    pub(crate) fn target(name: &Path) -> Result<NewName, Failure> {
-        Self::can_create(name).map_err(|error| Failure::new(error).context(name.display()))?;
+    pub(crate) fn target(name: &Path) -> Result<NewName, String> {
+        Self::can_create(name)?;
         if let Some((driver, file)) = on_device(&name.to_string_lossy()) {
             return Ok(NewName { path: host::path_of_file(file), device: Some(driver) });
         }
-        Ok(NewName { path: Self::default().image(name, None)?.path, device: None })
+        Ok(NewName { path: Self::default().parse(name, None)?.path, device: None })
     }
 }
 
@@ -509,7 +516,7 @@ fn on_device(name: &str) -> Option<(&'static str, &str)> {
 }
 
 /// The driver of that name, if it is one for devices.
-pub(crate) fn device_driver(name: &str) -> Option<&'static str> {
+fn device_driver(name: &str) -> Option<&'static str> {
     ["host_device", "host_cdrom"].into_iter().find(|driver| *driver == name)
 }
 
@@ -586,6 +593,19 @@ impl Image {
         self.device = Some(driver);
         is_of_kind(driver, &self.path.to_string_lossy())
             .map_err(|reason| could_not_open(&self.shown, reason))
+    }
+
+    /// Has its file be the disk, by a driver for files or devices.
+    fn is_whole_file(&mut self, driver: &'static str) -> Result<(), String> {
+        let file = self.path.to_string_lossy();
+        if host::is_export(&self.path) || self.is_null() {
+            let shown = options::printable(&file);
+            return Err(format!("Could not open '{shown}': No such file or directory"));
+        }
+        is_of_kind(driver, &file)?;
+        self.protocol = Some(driver.to_owned());
+        self.device = device_driver(driver);
+        Ok(())
     }
 
     /// Lets the command's cache mode decide.

@@ -173,6 +173,9 @@ pub(crate) fn usage(error: &clap::Error, line: &[OsString]) -> String {
             Some(Named { words, .. }) if !QEMU_IMG.contains(&words.as_str()) && words != "io" => {
                 format!("unexpected argument '{argument}'")
             }
+            Some(Named { words, .. }) if words == "create" => {
+                format!("Unexpected argument: {argument}")
+            }
             _ => "Expecting one image file name".into(),
         },
         ErrorKind::InvalidSubcommand => {

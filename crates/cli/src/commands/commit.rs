@@ -4,8 +4,9 @@ use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
 use crate::host::images;
 use crate::image_name::Naming;
+use crate::options::NamedFormat;
 use crate::{block_job, chain_files, options, runtime, size};
-use isobath_disk::{ImageFormat, LayerIndex, LiveDisk};
+use isobath_disk::{LayerIndex, LiveDisk};
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_jobs::CommitOptions;
 use isobath_ring::Signals;
@@ -21,8 +22,8 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The image's format [default: detected]
-    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long, value_name = "FMT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// The image in the backing chain to commit to [default: the backing file]
     #[arg(short, long, value_name = "BASE")]
     base: Option<String>,

@@ -4,6 +4,7 @@ use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
 use crate::host::{ImageHost, images, is_export};
 use crate::image_name::{Naming, is_of_kind};
+use crate::options::NamedFormat;
 use crate::workers::{self, Progress};
 use crate::{options, runtime};
 use isobath_disk::{Disk, ImageFormat, OpenOptions, Rebase, Secrets, Trust};
@@ -35,7 +36,6 @@ const DRIVERS: &[&str] = &[
     "ftp",
     "ftps",
     "gluster",
-    "host_cdrom",
     "http",
     "https",
     "io_uring",
@@ -70,8 +70,8 @@ const DRIVERS: &[&str] = &[
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The image's format [default: detected]
-    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long, value_name = "FMT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// The new backing file; an empty name removes the backing file
     #[arg(short, long = "backing", value_name = "FILE")]
     backing_file: Option<String>,

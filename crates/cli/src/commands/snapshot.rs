@@ -4,9 +4,9 @@ use super::info;
 use crate::failure::{Failure, Outcome};
 use crate::host::images;
 use crate::image_name::{Naming, reason};
-use crate::options::printable;
+use crate::options::{NamedFormat, printable};
 use crate::{options, runtime};
-use isobath_disk::{DiskError, ImageFormat, apply_snapshot, create_snapshot, delete_snapshot};
+use isobath_disk::{DiskError, apply_snapshot, create_snapshot, delete_snapshot};
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -27,8 +27,8 @@ pub(crate) struct Args {
     #[arg(short, long, value_name = "NAME")]
     delete: Option<String>,
     /// The image's format [default: detected]
-    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long, value_name = "FMT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// Read the image even while another program writes to it; only with -l
     #[arg(short = 'U', long)]
     force_share: bool,

@@ -195,6 +195,13 @@ fn a_salvage_copies_what_can_be_read() {
         &["-O", "qcow2", "-c", "-m", "4", "-W"],
         &["-O", "qcow2", "-c", "-o", "cluster_size=512"],
         &["-O", "qcow2", "-c", "-o", "cluster_size=2M"],
+        &["-O", "vmdk"],
+        &["-O", "vmdk", "-c", "-o", "subformat=streamOptimized"],
+        &["-O", "vmdk", "-r", "1G", "-o", "subformat=twoGbMaxExtentSparse"],
+        &["-O", "vhdx"],
+        &["-O", "vdi"],
+        &["-O", "vpc", "-o", "force_size=on"],
+        &["-O", "qed"],
     ];
     let target = at("target");
     for image in &images {

@@ -10,6 +10,7 @@ use crate::compressed::Compressed;
 use crate::failure::{Failure, Outcome};
 use crate::host::{self, ImageHost, images};
 use crate::image_name::{Image, NO_SNAPSHOT, Naming, reason};
+use crate::options::NamedFormat;
 use crate::server::daemon::{Daemon, WhenReady};
 use crate::server::endpoint::{Endpoint, PORT};
 use crate::server::handed_in::{self, HandedIn};
@@ -99,8 +100,8 @@ pub(crate) struct Args {
     #[arg(short, long, value_name = "OFFSET", value_parser = size::parse, default_value = "0")]
     offset: u64,
     /// The image's format [default: detected]. Required for raw images unless they are served read-only
-    #[arg(short, long, value_name = "FORMAT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long, value_name = "FORMAT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// Refuse writes
     #[arg(short, long)]
     read_only: bool,
