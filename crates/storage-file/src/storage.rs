@@ -110,7 +110,7 @@ impl FileStorage {
         if self.direct.is_some() {
             return 0;
         }
-        // Of thousands of layers, most are not in the processor's caches: as few of their parts are looked at as can be.
+        // Most of thousands of layers are not in the processor's caches: as few of their parts as can be are looked at.
         if self.mapped().is_some_and(|mapped| mapped.read(offset, buf)) {
             return buf.len();
         }

@@ -226,9 +226,9 @@ impl<H: Host + Clone> Monitor<H> {
     /// servers and the disks added by `blockdev-add`. Shared servers, and the disks passed to [`new`](Self::new), are
     /// left to the caller.
     ///
-    /// An image that is being opened is given up at once; any other command, and a job, once it takes too long. What was
-    /// written is made durable before. Shared servers are stopped before disks are closed. A disk that is not closed in
-    /// time, since its storage does not answer, is left to [`closing`](Self::closing).
+    /// An image that is being opened is given up at once; any other command, and a job, once it takes too long. What
+    /// was written is made durable before. Shared servers are stopped before disks are closed. A disk that is not
+    /// closed in time, since its storage does not answer, is left to [`closing`](Self::closing).
     pub async fn end(&self) {
         self.ending.set(true);
         self.changed.notify(usize::MAX);

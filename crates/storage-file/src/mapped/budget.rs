@@ -1,6 +1,5 @@
 //! What all files together may have mapped.
 
-use super::window::Window;
 use crate::sys;
 use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,16 +8,25 @@ use std::sync::{Arc, Weak};
 /// What a window counts for at least, since a process cannot have any number of mappings.
 const LEAST: u64 = 4 << 20;
 
+/// A window, as it counts here.
+pub(super) trait Member: Send + Sync {
+    /// Whether it was of use since this was last asked.
+    fn was_of_use(&self) -> bool;
+
+    /// The bytes that it counts for.
+    fn counted(&self) -> u64;
+}
+
 /// What has windows.
 pub(super) trait Owner: Send + Sync {
     /// Unmaps this window, as soon as nobody reads it.
-    fn give_up(&self, window: &Arc<Window>);
+    fn give_up(&self, window: &Arc<dyn Member>);
 }
 
 /// A mapped window, and whose it is.
 struct Entry {
     owner: Weak<dyn Owner>,
-    window: Weak<Window>,
+    window: Weak<dyn Member>,
 }
 
 /// The windows in a circle.
@@ -93,8 +101,8 @@ impl Mappings {
     }
 
     /// Notes whose window this is.
-    pub(super) fn register(&self, owner: Weak<dyn Owner>, window: &Arc<Window>) {
-        let entry = Entry { owner, window: Arc::downgrade(window) };
+    pub(super) fn register(&self, owner: Weak<dyn Owner>, window: Weak<dyn Member>) {
+        let entry = Entry { owner, window };
         let mut clock = self.clock.lock();
         if clock.entries.len() == clock.entries.capacity() {
             clock.entries.retain(|entry| entry.window.strong_count() > 0);

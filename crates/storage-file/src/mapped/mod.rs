@@ -17,14 +17,15 @@ pub(super) use budget::Mappings;
 
 use super::sys;
 use arc_swap::ArcSwap;
-use budget::Owner;
+use budget::{Member, Owner};
 use doubts::Doubts;
 use isobath_ring::may_go_on;
 use smallvec::SmallVec;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use window::{WINDOW, Window};
 
 /// Immediate reads of a file before a window of it is mapped.
@@ -163,8 +164,8 @@ impl Mapped {
                 windows.insert(place, (number, window.clone()));
             }
         });
-        let owner: Weak<Self> = Arc::downgrade(self);
-        self.mappings.register(owner, &window);
+        let (owner, window) = (Arc::downgrade(self), Arc::downgrade(&window));
+        self.mappings.register(owner, window);
         if is_others { BEFORE_NEXT } else { BEFORE_FIRST }
     }
 
@@ -198,8 +199,11 @@ impl Mapped {
 }
 
 impl Owner for Mapped {
-    fn give_up(&self, window: &Arc<Window>) {
-        self.change(|windows| windows.retain(|(_, other)| !Arc::ptr_eq(other, window)));
+    fn give_up(&self, window: &Arc<dyn Member>) {
+        let window = Arc::as_ptr(window);
+        self.change(|windows| {
+            windows.retain(|(_, other)| !ptr::addr_eq(Arc::as_ptr(other), window));
+        });
     }
 }
 

@@ -1,6 +1,6 @@
 //! A part of a file that is mapped.
 
-use super::budget::Share;
+use super::budget::{Member, Share};
 use crate::sys;
 use isobath_buf::guard::{Access, Guard};
 use std::io;
@@ -175,14 +175,14 @@ impl Window {
             self.used.store(true, Ordering::Relaxed);
         }
     }
+}
 
-    /// Whether it was of use since this was last asked.
-    pub(super) fn was_of_use(&self) -> bool {
+impl Member for Window {
+    fn was_of_use(&self) -> bool {
         self.used.swap(false, Ordering::Relaxed)
     }
 
-    /// The bytes that it counts for.
-    pub(super) fn counted(&self) -> u64 {
+    fn counted(&self) -> u64 {
         self.share.bytes()
     }
 }

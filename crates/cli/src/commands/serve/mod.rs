@@ -121,8 +121,8 @@ async fn run_on<H: Host + Clone>(
     served.and(closed).map(|()| 0)
 }
 
-/// Serves the disks until a signal arrives, or until clients can no longer reach them. Those that clients have added may
-/// then still be closed.
+/// Serves the disks until a signal arrives, or until clients can no longer reach them. Those that clients have added
+/// may then still be closed.
 async fn serve<H: Host + Clone>(
     host: H,
     order: Order<'_>,
@@ -210,8 +210,8 @@ fn stop_when_asked<H: Host + Clone>(
     })
 }
 
-/// Waits for all listeners of shared servers, and for `stopped` if they were told to end. Without any, waits for that, or
-/// for the last export to close if QMP clients cannot add one.
+/// Waits for all listeners of shared servers, and for `stopped` if they were told to end. Without any, waits for that,
+/// or for the last export to close if QMP clients cannot add one.
 async fn until_ended<H: Host + Clone>(
     monitor: &Monitor<H>,
     listening: Vec<JoinHandle<io::Result<()>>>,
