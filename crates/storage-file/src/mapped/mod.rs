@@ -24,8 +24,8 @@ use smallvec::SmallVec;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use window::{WINDOW, Window};
 
 /// Immediate reads of a file before a window of it is mapped.
