@@ -200,7 +200,8 @@ pub async fn backing_chain_info<H: Host>(
         let below = options.backing_files.get(chain.len()).cloned().unwrap_or_default();
         if let Below::Given(file) = below {
             check_replaced(&name, info.backing_filename.is_some())?;
-            let named = info.backing_format.as_deref();
+            let named = info.backing_filename.as_deref().unwrap_or_default();
+            let named = (named, info.backing_format.as_deref());
             let format = format_of_given(&name, &file, named, &options.trust)?;
             next = Some((file.name, InfoOptions { format, named: false, ..options.clone() }));
         } else if let (Some(backing), false) = (&info.backing_filename, below == Below::Nothing) {

@@ -426,34 +426,38 @@ async fn open_wanted<H: Host>(
 /// an image without a backing file relies on that.
 fn given<S: Storage>(layer: &Layer<S>, file: &BackingFile, trust: &Trust) -> Result<Next> {
     let header = layer.header().filter(|header| header.backing_file.is_some());
-    check_replaced(layer.name(), header.is_some())?;
+    let name = header.as_ref().and_then(|header| header.backing_file.as_deref());
+    check_replaced(layer.name(), name.is_some())?;
     let named = header.as_ref().and_then(|header| header.backing_format());
+    let named = (name.unwrap_or_default(), named);
     let format = format_of_given(layer.name(), file, named, trust)?;
     Ok(Next { name: file.name.clone(), format, description: None })
 }
 
-/// The format of a backing file that was given for `image`, whose header says that its own has the format `named`. As
-/// in QEMU, that counts if none was given: a file that is said to be raw is not probed. An untrusted image does not
-/// decide it.
+/// The format of a backing file that was given for `image`, whose header names its own, and perhaps that one's format.
+/// As in QEMU, that counts if none was given, also if the name describes it: a file that is said to be raw is not
+/// probed. An untrusted image does not decide it.
 pub(crate) fn format_of_given(
     image: &Path,
     file: &BackingFile,
-    named: Option<&str>,
+    (named, format): (&str, Option<&str>),
     trust: &Trust,
 ) -> Result<Option<ImageFormat>> {
-    match (file.format, named) {
-        (Some(format), _) => Ok(Some(format)),
-        (None, _) if *trust != Trust::Full => Err(DiskError::Refused {
+    if file.format.is_some() {
+        return Ok(file.format);
+    }
+    if *trust != Trust::Full {
+        return Err(DiskError::Refused {
             image: image.to_owned(),
             reason: format!(
                 "it is untrusted, and does not decide how the backing file '{}' that was given for it is read; give \
                  that file's format as well (--backing-file-format, or backing.driver with --image-opts)",
                 isobath_storage::shown(&file.name)
             ),
-        }),
-        (None, Some(format)) => known_format(image, format).map(Some),
-        (None, None) => Ok(None),
+        });
     }
+    let named = backing_format(image, named, format)?;
+    named.map(|named| known_format(image, &named)).transpose()
 }
 
 /// The format that a header names for its backing file.

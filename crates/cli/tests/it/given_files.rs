@@ -126,6 +126,24 @@ fn disguised(path: &Path) -> Vec<u8> {
     disk
 }
 
+/// An overlay on a raw file whose header says that it is raw only in a name that describes the file, or not at all.
+fn without_format(path: &Path, name: &str, backing: &str) {
+    let create = args!["create", "-q", "-u", "-f", "qcow2", "-b", backing, "-F", "raw", name, "1M"];
+    let _ = qemu_img(path, create).ok();
+    let mut bytes = fs::read(path.join(name)).unwrap();
+    let extension = 0xE279_2ACA_u32.to_be_bytes();
+    let at = bytes.windows(4).position(|window| window == extension).unwrap();
+    // Of a type that nobody knows.
+    bytes[at..at + 4].copy_from_slice(&0x1234_5678_u32.to_be_bytes());
+    fs::write(path.join(name), bytes).unwrap();
+}
+
+/// A name that describes a raw file.
+fn description(path: &Path, name: &str) -> String {
+    let file = path.join(name);
+    format!(r#"json:{{"driver":"raw","file":{{"driver":"file","filename":"{}"}}}}"#, file.display())
+}
+
 #[test]
 fn a_backing_file_that_is_given_has_the_format_that_the_header_names() {
     let directory = laid_out();
@@ -148,6 +166,12 @@ fn a_backing_file_that_is_given_has_the_format_that_the_header_names() {
     assert_eq!(info[1]["format"], "raw");
     let said = args!["convert", "--backing-file-format", "qcow2"];
     assert!(read(isobath(path, [said, plain].concat())) == vec![0x5e; SIZE]);
+    without_format(path, "described", &description(path, "base"));
+    let described = args!["--backing-file", "disguised", "-O", "raw", "described", "copy"];
+    assert!(read(isobath(path, [args!["convert"], described].concat())) == raw);
+    let info = args!["info", "--backing-chain", "--backing-file", "disguised", "described"];
+    let info = isobath(path, info).ok().text();
+    assert_eq!(info.matches("file format: ").count(), 2, "{info}");
 }
 
 #[test]
@@ -343,15 +367,22 @@ fn a_server_takes_no_snapshot_of_a_disk_that_its_headers_do_not_lead_to() {
     // The right file, but not what the header says of it.
     overlay(path, "unlike", "other", "qcow2");
     let raw = ["--backing-file", &given("other"), "--backing-file-format", "raw"];
-    told(snapshot(&raw, "unlike"), "does not name the backing file");
+    told(snapshot(&raw, "unlike"), "does not name the format of the backing file");
+    without_format(path, "described", &description(path, "base"));
+    without_format(path, "detected", "base");
     let create = ["create", "-q", "-f", "qcow2", "-o", "data_file=data", "apart", "1M"];
     let _ = qemu_img(path, create).ok();
     fs::copy(path.join("data"), path.join("moved")).unwrap();
     told(snapshot(&["--data-file", &given("moved")], "apart"), "does not name the data file");
-    for (options, image) in
-        [(["--backing-file", &given("base")], "top"), (["--data-file", &given("data")], "apart")]
-    {
-        let _ = snapshot(&options, image).ok();
+    let (base, data) = (given("base"), given("data"));
+    for (options, image) in [
+        (&["--backing-file", &base][..], "top"),
+        (&["--backing-file", &base], "described"),
+        (&["--backing-file", &base, "--backing-file-format", "raw"], "described"),
+        (&["--backing-file", &base], "detected"),
+        (&["--data-file", &data], "apart"),
+    ] {
+        let _ = snapshot(options, image).ok();
         fs::remove_file(path.join("new")).unwrap();
     }
 }

@@ -7,7 +7,7 @@ use isobath_chain::index;
 use isobath_chain::map::{Unit, UnitKind};
 use isobath_image::durability::MetadataMode;
 use isobath_image::layer::{ImageFormat, Layer};
-use isobath_image::name::name_in_header;
+use isobath_image::name::{backing_format, name_in_header};
 use isobath_image::open::{DATA_FILE, open_again};
 use isobath_image::options::{Below, OpenOptions, Trust};
 use isobath_image::sabotage::{self, Sabotage};
@@ -277,12 +277,16 @@ fn shows_more<S: Storage>(before: &Chain<S>, after: &Chain<S>, removed: &Range<u
     stay.zip(after.layers()).any(|((_, before), (_, after))| after.visible() > before.visible())
 }
 
-/// Whether the header of an image says that its backing file has this format. If it names none, all but raw is
-/// detected.
-fn has_format<S: Storage>(layer: &Layer<S>, format: ImageFormat) -> bool {
-    let header = layer.header();
-    let named = header.as_ref().and_then(|header| header.backing_format());
-    named.map_or(format != ImageFormat::Raw, |named| ImageFormat::of_backing(named) == Some(format))
+/// Whether the header of an image says that its backing file has the format in which it was opened. If it names none,
+/// that is detected.
+fn has_format<S: Storage>(layer: &Layer<S>, below: &Layer<S>) -> bool {
+    let Some(header) = layer.header() else { return false };
+    let name = header.backing_file.as_deref().unwrap_or_default();
+    match backing_format(layer.name(), name, header.backing_format()) {
+        Ok(Some(named)) => ImageFormat::of_backing(&named) == Some(below.format()),
+        Ok(None) => below.format() != ImageFormat::Raw || below.is_detected_raw(),
+        Err(_) => false,
+    }
 }
 
 impl<H: Host> Disk<H> {
@@ -362,14 +366,26 @@ impl<H: Host> Disk<H> {
                 ),
             })
         };
-        if options.backing_files.iter().any(|below| matches!(below, Below::Given(_))) {
-            let mut above: Option<&Arc<Layer<H::File>>> = None;
-            for (_, below) in self.chain.top_down() {
-                if let Some(layer) = above.replace(below)
-                    && !(self.leads_to(layer, below) && has_format(layer, below.format()))
-                {
+        let mut layers = self.chain.top_down().map(|(_, layer)| layer).peekable();
+        let given = options.backing_files.iter().any(|below| matches!(below, Below::Given(_)));
+        while let Some(layer) = layers.next() {
+            match layers.peek() {
+                Some(below) if given && !self.leads_to(layer, below) => {
                     return other(layer, "backing file", "'isobath rebase -u'");
                 }
+                Some(below) if given && !has_format(layer, below) => {
+                    return other(layer, "format of the backing file", "'isobath rebase -u -F'");
+                }
+                None if layer.header().is_some_and(|header| header.backing_file.is_some()) => {
+                    return Err(DiskError::Refused {
+                        image: layer.name().to_owned(),
+                        reason: "it was opened without the backing file that its header names, so that a snapshot \
+                                 would be of another disk for everyone who opens it; open it with that file, or \
+                                 remove the name first, with 'isobath rebase -u -b \"\"'"
+                            .into(),
+                    });
+                }
+                _ => {}
             }
         }
         for (_, layer) in self.chain.top_down() {
@@ -510,7 +526,15 @@ mod tests {
         let error = refused(&over_another(None, "other")).unwrap_err();
         assert!(error.starts_with("'2': its header does not name the backing file"), "{error}");
         let error = refused(&over_another(Some(ImageFormat::Raw), "1")).unwrap_err();
-        assert!(error.starts_with("'2': its header does not name the backing file"), "{error}");
+        let what = "'2': its header does not name the format of the backing file";
+        assert!(error.starts_with(what), "{error}");
+        for below in [vec![Below::Nothing], vec![Below::Named, Below::Nothing]] {
+            let host = chain_of(3).host().clone();
+            let options = OpenOptions::new().writable(true).backing_files(below);
+            let opened = LiveDisk::open(host, Path::new("2"), &options);
+            let error = refused(&block_on(Box::pin(opened)).unwrap()).unwrap_err();
+            assert!(error.contains("without the backing file that its header names"), "{error}");
+        }
     }
 
     #[test]
