@@ -310,10 +310,15 @@ impl Naming {
     /// Like [`image`](Self::image), but the error is only the reason.
     pub(crate) fn parse(&self, name: &Path, format: Option<NamedFormat>) -> Result<Image, String> {
         let mut image = self.parse_name(name, format)?;
-        if let Some(driver) = format.and_then(|format| format.protocol)
-            && image.protocol.is_none()
-        {
-            image.is_whole_file(driver)?;
+        if let Some(driver) = format.and_then(|format| format.protocol) {
+            match &image.protocol {
+                None => image.is_whole_file(driver)?,
+                // The name's own driver, of whatever is on this one.
+                Some(_) if described_driver(name).is_some_and(|named| named != driver) => {
+                    return Err(format!("the name has another driver than '{driver}'"));
+                }
+                Some(_) => {}
+            }
         }
         self.as_told(image)
     }
@@ -1198,6 +1203,12 @@ fn without_contents(pairs: &mut Vec<(String, String)>, prefix: &str) -> Result<P
 
 fn is_null_name(name: &str) -> bool {
     name.strip_suffix("://").is_some_and(is_null)
+}
+
+/// The driver of the node that a `json:` name describes, if it says one.
+fn described_driver(name: &Path) -> Option<String> {
+    let described: Value = serde_json::from_str(name.to_str()?.strip_prefix("json:")?).ok()?;
+    Some(described.get("driver")?.as_str()?.to_owned())
 }
 
 /// Checks that a file is of the kind that its driver requires, as QEMU does.

@@ -172,6 +172,7 @@ impl<H: Host> Sources<H> {
             let offset = start + at as u64;
             match self.read_all(offset, IoBuf::zeroed(length)).await {
                 Ok(part) => put(&mut whole, at, &part, self.name())?,
+                Err(error) if !self.may_salvage(&error) => return Err(error),
                 Err(error) if length <= SECTOR => {
                     tracing::warn!(offset, %error, "cannot be read, and is copied as zeroes");
                 }

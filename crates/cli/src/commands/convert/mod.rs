@@ -8,7 +8,7 @@ use crate::cache::CacheMode;
 use crate::commands::create;
 use crate::failure::{Failure, Outcome};
 use crate::host::{ImageHost, only_files};
-use crate::image_name::{Image, Naming};
+use crate::image_name::{Image, Naming, could_not_open, is_of_kind};
 use crate::options::NamedFormat;
 use crate::program::NotUnderLinks;
 use crate::workers::{self, Progress};
@@ -216,6 +216,10 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         None
     } else {
         let mut new = Naming::target(name).map_err(Failure::new)?;
+        if let Some(driver) = args.output_format.and_then(|format| format.protocol) {
+            is_of_kind(driver, &new.path.to_string_lossy())
+                .map_err(|reason| could_not_open(&name.to_string_lossy(), reason))?;
+        }
         new.device = device.or(new.device);
         let checked = match args.output_format() {
             ImageFormat::Foreign(_) => new.check_file(),

@@ -81,20 +81,34 @@ impl Device {
         ["isobath", "qemu-nbd"].contains(&program.trim()).then_some(handle)
     }
 
-    /// Writes to the disk what the kernel holds for it, of file systems on it too, and of those on its partitions.
+    /// Writes to the disk what the kernel holds for it, of file systems on it too, and of those on its partitions. What
+    /// other devices on it hold, and partitions that have no node here, is written with everything that the machine
+    /// holds, as `sync(2)` does.
+    ///
+    /// # Errors
+    /// The device may not be opened; a write has failed.
     fn flush(&self) -> io::Result<()> {
-        let mut result = Ok(());
+        let (mut files, mut rest) = (Vec::new(), has_holders(&self.directory));
         for entry in fs::read_dir(&self.directory)? {
             let part = entry?.path();
             if part.join("partition").exists() {
-                let flushed = flush_node(
-                    &part,
-                    &Path::new("/dev").join(part.file_name().unwrap_or_default()),
-                );
-                result = result.and(flushed);
+                let node = Path::new("/dev").join(part.file_name().unwrap_or_default());
+                rest |= has_holders(&part);
+                match open_node(&part, &node) {
+                    Ok(file) => files.push(file),
+                    Err(_) => rest = true,
+                }
             }
         }
-        result.and(flush_node(&self.directory, &self.path))
+        match open_node(&self.directory, &self.path) {
+            Ok(file) => files.push(file),
+            Err(error) if error.kind() == ErrorKind::PermissionDenied => return Err(error),
+            Err(_) => rest = true,
+        }
+        if rest {
+            rustix::fs::sync();
+        }
+        files.iter().map(flush_file).fold(Ok(()), Result::and)
     }
 
     /// Opens the device, for which the kernel reads its table of partitions.
@@ -103,14 +117,23 @@ impl Device {
     }
 }
 
-/// Flushes the device of a directory in sysfs, by its name in the file system.
-fn flush_node(directory: &Path, path: &Path) -> io::Result<()> {
+/// Whether other devices, such as logical volumes, are on the one of a directory in sysfs.
+fn has_holders(directory: &Path) -> bool {
+    fs::read_dir(directory.join("holders")).is_ok_and(|mut holders| holders.next().is_some())
+}
+
+/// Opens the device of a directory in sysfs by its name in the file system.
+fn open_node(directory: &Path, path: &Path) -> io::Result<File> {
     let expected = fs::read_to_string(directory.join("dev"))?;
     let file = File::open(path)?;
     let number = file.metadata()?.rdev();
     if format!("{}:{}", major(number), minor(number)) != expected.trim() {
         return Err(io::Error::other(format!("{} is another device by now", path.display())));
     }
+    Ok(file)
+}
+
+fn flush_file(file: &File) -> io::Result<()> {
     // SAFETY: the descriptor is open, and the request has no argument.
     if unsafe { libc::ioctl(file.as_raw_fd(), BLKFLSBUF as _, 0) } < 0 {
         return Err(io::Error::last_os_error());
@@ -175,37 +198,37 @@ impl Connected {
     }
 
     /// The call that disconnects the device, unless somebody else has done so, and before writes to the disk what the
-    /// kernel holds for it, if it `is_served`. If it fails, the device is still connected.
+    /// kernel holds for it, if it `is_served`; returns the failure if that has not reached the disk. If it fails, the
+    /// device is still connected.
     pub(super) fn disconnect(
         mut self,
         is_served: bool,
-    ) -> impl FnOnce() -> io::Result<()> + Send + 'static {
+    ) -> impl FnOnce() -> io::Result<Option<Failure>> + Send + 'static {
         move || {
-            if is_served && let Err(error) = self.device.flush() {
-                warn_unflushed(&self.device, &error);
-            }
+            let flushed = if is_served { self.device.flush() } else { Ok(()) };
             // The device may be somebody else's by now.
-            if self.device.owner() != self.owner {
-                return Ok(());
+            if self.device.owner() == self.owner {
+                self.driver.disconnect(self.device.index)?;
             }
-            self.driver.disconnect(self.device.index)
+            Ok(flushed.err().map(|error| unflushed(&self.device, &error)))
         }
     }
 }
 
-fn warn_unflushed(device: &Device, error: &io::Error) {
-    tracing::warn!(
+fn unflushed(device: &Device, error: &io::Error) -> Failure {
+    Failure::new(format_args!(
         "{}: not everything that was written to it has reached the disk: {}",
         device.path.display(),
         cause(error)
-    );
+    ))
 }
 
 /// Disconnects a device, whoever has connected it, after what the kernel holds for it is written to its disk. One that
 /// is not connected is left alone. When it returns, a server of ours has usually closed its image.
 ///
 /// # Errors
-/// There is no such device; the caller may not.
+/// There is no such device; the caller may not; or it is disconnected, but not everything that was written to it has
+/// reached the disk.
 pub(super) fn disconnect(path: &Path) -> Result<(), Failure> {
     let device = Device::find(path).map_err(|error| {
         Failure::new(format_args!("Cannot open {}: {}", path.display(), cause(&error)))
@@ -218,17 +241,17 @@ pub(super) fn disconnect(path: &Path) -> Result<(), Failure> {
     }
     let mut driver = Driver::find().map_err(|error| refused(cause(&error)))?;
     let server = device.server();
-    if let Err(error) = device.flush() {
-        if matches!(error.kind(), ErrorKind::PermissionDenied) {
+    let flushed = match device.flush() {
+        Err(error) if error.kind() == ErrorKind::PermissionDenied => {
             return Err(refused(netlink::reason(&error)));
         }
-        warn_unflushed(&device, &error);
-    }
+        flushed => flushed.map_err(|error| unflushed(&device, &error)),
+    };
     driver.disconnect(device.index).map_err(|error| refused(netlink::reason(&error)))?;
     if let Some(server) = server {
         wait_for_end(server.as_fd());
     }
-    Ok(())
+    flushed
 }
 
 /// Waits until a process has ended, but not for long: nothing depends on it.

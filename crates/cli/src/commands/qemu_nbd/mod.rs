@@ -610,6 +610,7 @@ impl Args {
         let connected = match connected.unwrap_or_else(|| Err(interrupted())) {
             Ok(connected) => connected,
             Err(failure) => {
+                server.stop();
                 let _ = session.await;
                 return Err(failure);
             }
@@ -639,12 +640,14 @@ impl Args {
         let left =
             ended.as_ref().is_some_and(|ended| matches!(ended, Ok(ended) if is_usual(ended)));
         if !left {
-            let disconnected = unblock(connected.disconnect(ended.is_none())).await;
-            if let Err(error) = disconnected {
-                let error = Failure::new(netlink::reason(&error));
-                result = result
-                    .and(Err(error.context(format!("Cannot disconnect {}", device.display()))));
-                server.stop();
+            match unblock(connected.disconnect(ended.is_none())).await {
+                Ok(unflushed) => result = result.and(unflushed.map_or(Ok(()), Err)),
+                Err(error) => {
+                    let error = Failure::new(netlink::reason(&error));
+                    let what = format!("Cannot disconnect {}", device.display());
+                    result = result.and(Err(error.context(what)));
+                    server.stop();
+                }
             }
         }
         let ended = match ended {
