@@ -255,6 +255,59 @@ fn a_signal_writes_what_the_kernel_holds_and_disconnects_the_device() {
     assert!(output.ends_with("whole"), "{output}");
 }
 
+/// What was written through a name that is gone, and writes that fail.
+#[test]
+fn what_is_written_by_a_name_that_is_gone_is_in_the_image_and_lost_writes_are_told() {
+    let world = World::new();
+    let output = world.run(
+        "
+        head -c 1048576 /dev/zero | tr '\\000' '\\007' >/tmp/sevens
+        ours -c /dev/nbd0 --pid-file=/tmp/pid base.qcow2
+        pid=$(cat /tmp/pid)
+        printf 'n\np\n1\n\n\nw\n' | fdisk /dev/nbd0 >/dev/null
+        start=$(cat /sys/block/nbd0/nbd0p1/start)
+        exec 5<>/dev/nbd0p1
+        cat /tmp/sevens >&5
+        rm /dev/nbd0p1
+        test \"$(ours -d /dev/nbd0)\" = '/dev/nbd0 disconnected'
+        exec 5>&-
+        gone $pid
+        ours -c /dev/nbd0 -r base.qcow2
+        dd if=/dev/nbd0 bs=512 skip=$start count=2048 2>/dev/null | cmp - /tmp/sevens
+        ours -d /dev/nbd0
+
+        ln -s /dev/nbd1 /tmp/link
+        ours -c /tmp/link --pid-file=/tmp/pid top.qcow2
+        pid=$(cat /tmp/pid)
+        exec 5<>/dev/nbd1
+        cat /tmp/sevens >&5
+        rm /tmp/link
+        kill $pid
+        gone $pid
+        exec 5>&-
+        ours -c /dev/nbd1 -r top.qcow2
+        dd if=/dev/nbd1 bs=1M count=1 2>/dev/null | cmp - /tmp/sevens
+        ours -d /dev/nbd1
+
+        # An image whose storage is full.
+        mkdir /tmp/small
+        mount -t tmpfs -o size=4m tmpfs /tmp/small
+        isobath create -q -f qcow2 /tmp/small/image.qcow2 32M
+        ours -c /dev/nbd2 --pid-file=/tmp/pid /tmp/small/image.qcow2
+        pid=$(cat /tmp/pid)
+        exec 5<>/dev/nbd2
+        dd if=/dev/zero bs=1M count=16 2>/dev/null | tr '\\000' '\\007' >&5
+        fails ours -d /dev/nbd2 | grep 'not everything that was written to it has reached the disk'
+        exec 5>&-
+        gone $pid
+        free nbd2
+        umount /tmp/small
+        echo whole
+        ",
+    );
+    assert!(output.ends_with("whole"), "{output}");
+}
+
 #[test]
 fn qemus_program_disconnects_our_devices_and_ours_disconnects_its() {
     let world = World::new();
