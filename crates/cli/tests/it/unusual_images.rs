@@ -409,11 +409,13 @@ fn a_data_file_that_qemu_takes_elsewhere_is_refused() {
     // The option is no way out for the data file of an image below.
     let make = args!["create", "-q", "-f", "qcow2", "-b", "image", "-F", "qcow2", "overlay"];
     let _ = isobath_in(&at("sub"), &make).ok();
-    let below = isobath_in(here, &args!["map", "sub/overlay"]).exits(1);
+    let map = args!["map", "sub/overlay"];
+    let below = isobath_in(here, &map).exits(1);
     let amend = "'isobath amend --data-file FILE -o data_file=PATH sub/image'";
     assert!(below.stderr.contains(amend), "{}", below.report());
     assert!(below.stderr.contains("as its active image"), "{}", below.report());
-    let given = isobath_in(here, &args!["map", "--data-file", "sub/data", "sub/overlay"]).exits(1);
+    let map = args!["map", "--data-file", "sub/data", "sub/overlay"];
+    let given = isobath_in(here, &map).exits(1);
     assert!(given.stderr.contains("with an external data file"), "{}", given.report());
     let named = args!["convert", "--data-file", "sub/data", "-O", "raw", "sub/image", "copy"];
     let _ = isobath_in(here, &named).ok();

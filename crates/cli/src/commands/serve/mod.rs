@@ -243,9 +243,9 @@ async fn until_ended<H: Host + Clone>(
     }
     // Jobs and commands use the images until they have ended.
     if monitor.is_ending() {
-        stopped.await
+        stopped.await;
     } else {
-        monitor.end().await
+        monitor.end().await;
     }
     result
 }
