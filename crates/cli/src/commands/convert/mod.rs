@@ -216,7 +216,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         None
     } else {
         let mut new = Naming::target(name).map_err(Failure::new)?;
-        if let Some(driver) = args.output_format.and_then(|format| format.protocol) {
+        if let Some(driver @ "file") = args.output_format.and_then(|format| format.protocol) {
             is_of_kind(driver, &new.path.to_string_lossy())
                 .map_err(|reason| could_not_open(&name.to_string_lossy(), reason))?;
         }

@@ -236,9 +236,7 @@ pub(super) fn disconnect(path: &Path) -> Result<(), Failure> {
     let refused = |reason: String| {
         Failure::new(format_args!("Cannot disconnect {}: {reason}", path.display()))
     };
-    if device.owner().is_none() {
-        return Ok(());
-    }
+    let Some(owner) = device.owner() else { return Ok(()) };
     let mut driver = Driver::find().map_err(|error| refused(cause(&error)))?;
     let server = device.server();
     let flushed = match device.flush() {
@@ -247,11 +245,19 @@ pub(super) fn disconnect(path: &Path) -> Result<(), Failure> {
         }
         flushed => flushed.map_err(|error| unflushed(&device, &error)),
     };
+    let lost = match flushed {
+        // Nobody serves it any more. What was lost was lost then.
+        Err(failure) if !Path::new("/proc").join(&owner).exists() => {
+            tracing::warn!("{}", failure.message.unwrap_or_default());
+            Ok(())
+        }
+        flushed => flushed,
+    };
     driver.disconnect(device.index).map_err(|error| refused(netlink::reason(&error)))?;
     if let Some(server) = server {
         wait_for_end(server.as_fd());
     }
-    flushed
+    lost
 }
 
 /// Waits until a process has ended, but not for long: nothing depends on it.
