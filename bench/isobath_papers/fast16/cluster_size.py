@@ -3,8 +3,9 @@
 from isobath_bench import tools
 
 from .. import figures
-from ..page import Section, Table, compared
+from ..page import Section, Table
 from ..plan import Point
+from ..verdict import compared
 from . import guests, writes
 from .guests import OURS, THEIRS
 

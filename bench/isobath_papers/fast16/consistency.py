@@ -9,8 +9,9 @@ from isobath_bench import tools
 from isobath_bench.flush import mounts
 
 from .. import figures
-from ..page import Section, Table, Verdict
+from ..page import Section, Table
 from ..plan import Point
+from ..verdict import Verdict
 
 NAME = "consistency"
 TITLE = "Crashes"

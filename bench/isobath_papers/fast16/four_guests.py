@@ -5,8 +5,9 @@ import contextlib
 from isobath_bench import tools
 
 from .. import figures
-from ..page import Section, Table, compared
+from ..page import Section, Table
 from ..plan import Point
+from ..verdict import Cause, compared
 from . import guests
 from .guests import DISKS, MAIL, OURS, PERSONALITIES, SPEED, THEIRS, TPCC
 
@@ -70,7 +71,9 @@ def section(results):
                     f"the four share the disk, and varmail does {mail:.2f} times as much beside isobath's other guests"
                 )
             what = f"{each} beside the other three, {DISKS[disk]}: isobath ÷ QEMU"
-            verdicts.append(compared(results, what, PAPER[disk, each], ours, theirs, each, "higher", why))
+            verdicts.append(
+                compared(results, what, PAPER[disk, each], ours, theirs, each, "higher", why, cause=Cause.OURS)
+            )
         for key in (ours, theirs):
             rows.append(
                 [

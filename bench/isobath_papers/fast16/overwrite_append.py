@@ -6,8 +6,9 @@ from isobath_bench import tools
 from isobath_bench.flush import counts
 
 from .. import figures
-from ..page import Section, Table, compared
+from ..page import Section, Table
 from ..plan import Point
+from ..verdict import Cause, compared
 from . import guests, writes
 from .guests import DISKS, OURS, RAW, THEIRS
 
@@ -123,7 +124,16 @@ def section(results):
                     continue
                 what, reason = f"{load}, {DISKS[disk]}: {who} ÷ QEMU", why(results, disk, load, who)
                 verdicts.append(
-                    compared(results, what, PAPER.get((disk, load)), *keys, "writes_per_second", "higher", reason)
+                    compared(
+                        results,
+                        what,
+                        PAPER.get((disk, load)),
+                        *keys,
+                        "writes_per_second",
+                        "higher",
+                        reason,
+                        cause=Cause.OURS,
+                    )
                 )
     return Section(
         paper=(

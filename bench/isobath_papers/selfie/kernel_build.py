@@ -9,8 +9,9 @@ from pathlib import Path
 from isobath_bench import tools
 
 from .. import figures
-from ..page import Section, Table, compared
+from ..page import Section, Table
 from ..plan import Point
+from ..verdict import Baseline, compared
 from . import common
 from .common import EMBEDDED, JOURNAL, QEMU, RAW
 
@@ -166,10 +167,21 @@ def section(results):
         "server's CPU, s",
     ]
 
+    def name(phase, one):
+        return f"{phase}: {one}'s time ÷ embedded's"
+
     def verdict(phase, one, better="higher", why=""):
         number = PHASES.index(phase)
         paper = PAPER[one][number] / PAPER[EMBEDDED][number]
-        return compared(results, f"{phase}: {one}'s time ÷ embedded's", paper, (one,), (EMBEDDED,), phase, better, why)
+        baseline = None
+        if one == QEMU:
+            baseline = Baseline(
+                f"{phase}, QEMU's time ÷ the raw disk's",
+                PAPER[QEMU][number] / PAPER[RAW][number],
+                results.ratio((QEMU,), (RAW,), phase),
+                name(phase, RAW),
+            )
+        return compared(results, name(phase, one), paper, (one,), (EMBEDDED,), phase, better, why, baseline=baseline)
 
     groups = {phase: {contender: seconds[contender][phase] for contender in WHO} for phase in PHASES}
     paper = {

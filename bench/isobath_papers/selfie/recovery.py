@@ -6,8 +6,9 @@ from isobath_bench import fio, servers, tools
 from isobath_bench.embedded import contenders, loads, places
 
 from .. import figures
-from ..page import Section, Table, Verdict
+from ..page import Section, Table
 from ..plan import Point
+from ..verdict import Cause, Verdict
 from . import common
 from .common import EMBEDDED, JOURNAL, QEMU
 
@@ -186,6 +187,7 @@ def section(results):
                 ready,
                 better="lower",
                 why=in_use,
+                cause=Cause.OURS,
                 form="{:,.2f} s",
             ),
             Verdict(
@@ -194,6 +196,7 @@ def section(results):
                 ready,
                 better="lower",
                 why=in_use,
+                cause=Cause.OURS,
                 form="{:,.2f} s",
             ),
             Verdict(
@@ -210,12 +213,14 @@ def section(results):
                 better="lower",
                 form="{:,.0f} s",
                 why=f"the paper reads all of each zone; here there are {all_of_them}",
+                cause=Cause.OURS,
             ),
             Verdict(
                 f"nothing collected, taken to 128 GiB, ÷ embedded, {large:g} GiB",
                 PAPER["none"] / PAPER["8 zones"],
                 whole and ready and whole / ready,
                 why=in_use,
+                cause=Cause.OURS,
             ),
             Verdict(
                 f"QEMU with lazy refcounts ÷ embedded, {checked:g} GiB",

@@ -3,8 +3,9 @@
 from isobath_bench.live import guest
 
 from .. import figures
-from ..page import Section, Verdict, compared
+from ..page import Section
 from ..plan import Point
+from ..verdict import Cause, Verdict, compared
 from . import beside, pictures
 from .beside import ADAPTIVE, DISSERTATION, ISOBATH, LIMIT, NONE, NORMAL, QEMU
 
@@ -170,16 +171,15 @@ def runtimes(results):
 def verdicts(results):
     normal, limit = (QEMU, NORMAL), (QEMU, LIMIT)
 
-    def against(what, key, other, field, paper, better, why):
-        return compared(results, what, paper, key, other, field, better, why)
+    def against(what, key, other, field, paper, better, why, **more):
+        return compared(results, what, paper, key, other, field, better, why, **more)
 
-    def kept(what, key, other, paper, better, why):
-        return against(f"guest's bandwidth: {what}", key, other, "bandwidth", paper, better, why)
+    def kept(what, key, other, paper, better, why, **more):
+        return against(f"guest's bandwidth: {what}", key, other, "bandwidth", paper, better, why, **more)
 
-    def usrr(what, key, paper, better, why):
-        return Verdict(
-            f"USRR: {what}", paper, results.median(key, "usrr"), results.spread(key, "usrr"), better, why, "{:.2f}"
-        )
+    def usrr(what, key, paper, better, why, **more):
+        ours, spread = results.median(key, "usrr"), results.spread(key, "usrr")
+        return Verdict(f"USRR: {what}", paper, ours, spread, better, why, "{:.2f}", points=(key,), **more)
 
     active = USRR[ADAPTIVE] * RUNTIME[ADAPTIVE] / (USRR[LIMIT] * RUNTIME[LIMIT])
     return [
@@ -214,6 +214,7 @@ def verdicts(results):
             BANDWIDTH[NORMAL] / BANDWIDTH[NONE],
             "equal",
             beside.ONE_PIECE,
+            check=True,
         ),
         against(
             "job's time: adaptive ÷ QEMU's normal job",
@@ -233,9 +234,9 @@ def verdicts(results):
             "lower",
             PAUSES,
         ),
-        usrr("QEMU's with a speed limit", limit, USRR[LIMIT], "equal", SLEEPS),
-        usrr("the dissertation's mode", (ISOBATH, DISSERTATION), USRR[ADAPTIVE], "lower", FILLS),
-        usrr("adaptive", OURS, USRR[ADAPTIVE], "lower", FILLS),
+        usrr("QEMU's with a speed limit", limit, USRR[LIMIT], "equal", SLEEPS, check=True),
+        usrr("the dissertation's mode", (ISOBATH, DISSERTATION), USRR[ADAPTIVE], "lower", FILLS, cause=Cause.OURS),
+        usrr("adaptive", OURS, USRR[ADAPTIVE], "lower", FILLS, cause=Cause.OURS),
         against(
             "time in which the job gets on: adaptive ÷ QEMU's with a speed limit",
             OURS,

@@ -2,8 +2,9 @@
 
 from isobath_bench.live import guest
 
-from ..page import Section, Table, Verdict, compared
+from ..page import Section, Table
 from ..plan import Point
+from ..verdict import Cause, Verdict, compared
 from . import beside, pictures
 from .beside import ADAPTIVE, ISOBATH, NORMAL, QEMU
 
@@ -117,20 +118,21 @@ def table(results):
 
 
 def verdicts(results):
-    def kept(what, key, better, why=""):
-        return Verdict(what, DURING / AFTER, results.median(key, "kept"), results.spread(key, "kept"), better, why)
+    def kept(what, key, better, why, **more):
+        ours, spread = results.median(key, "kept"), results.spread(key, "kept")
+        return Verdict(what, DURING / AFTER, ours, spread, better, why, points=(key,), **more)
 
     def beside_qemu(what, field, why):
         return compared(results, what, None, full, qemu, field, "lower", why)
 
     full, qemu = (ISOBATH, NORMAL), (QEMU, NORMAL)
     return [
-        kept("guest's bandwidth beside QEMU's job ÷ after it", qemu, "equal", beside.ONE_PIECE),
+        kept("guest's bandwidth beside QEMU's job ÷ after it", qemu, "equal", beside.ONE_PIECE, check=True),
         kept(
             "guest's bandwidth beside isobath's adaptive job ÷ after it", (ISOBATH, ADAPTIVE), "higher", beside.DRAINS
         ),
-        kept("the same with a deadline", (ISOBATH, DEADLINE), "higher", beside.DRAINS),
-        kept("the same with isobath at full speed", full, "higher", FULL_SPEED),
+        kept("the same with a deadline", (ISOBATH, DEADLINE), "higher", beside.DRAINS, cause=Cause.OURS),
+        kept("the same with isobath at full speed", full, "higher", FULL_SPEED, cause=Cause.OURS),
         beside_qemu("how long it lasts: isobath at full speed ÷ QEMU", "seconds", "The paper has QEMU's time alone."),
         beside_qemu(
             "what the guest loses in all: isobath at full speed ÷ QEMU", "lost_mb", "The paper has QEMU's loss alone."

@@ -2,8 +2,9 @@
 
 from isobath_bench.live import guest
 
-from ..page import Section, Table, Verdict, compared
+from ..page import Section, Table
 from ..plan import Point
+from ..verdict import Cause, Verdict, compared
 from . import beside, pictures
 from .beside import ADAPTIVE, DISSERTATION, ISOBATH, NONE, NORMAL, QEMU
 
@@ -128,7 +129,7 @@ def verdicts(results):
     ]
 
     def against(what, other, paper):
-        return compared(results, what, paper, ours, other, "bandwidth", "higher", beside.DRAINS)
+        return compared(results, what, paper, ours, other, "bandwidth", "higher", beside.DRAINS, cause=Cause.OURS)
 
     done = [sample["finished"] for sample in results.samples(ours)]
     return [

@@ -13,9 +13,10 @@ from isobath_bench.depth import chains
 from isobath_bench.flush import mounts
 
 from .. import figures
-from ..page import Section, Table, compared
+from ..page import Section, Table
 from ..plan import Point
 from ..stage import disks, memory, ycsb
+from ..verdict import Cause, compared
 from . import beside, pictures
 from .beside import ADAPTIVE, DISSERTATION, ISOBATH, NONE, NORMAL, QEMU, Watched
 
@@ -314,10 +315,12 @@ def times(results):
 def verdicts(results, kind):
     ours, normal = (*OURS, kind), (QEMU, NORMAL, kind)
 
-    def against(what, other, field, paper, better, why):
-        return compared(results, f"{kind}: {what}", paper, ours, other, field, better, why)
+    def against(what, other, field, paper, better, why, cause):
+        return compared(results, f"{kind}: {what}", paper, ours, other, field, better, why, cause=cause)
 
     contended = IN_MEMORY if kind == ALL else beside.DRAINS
+    # In memory there are two processors to contend for, on disk what the job takes of it.
+    contention = Cause.MACHINE if kind == ALL else Cause.OURS
     return [
         against(
             "throughput: adaptive ÷ QEMU's normal job",
@@ -326,6 +329,7 @@ def verdicts(results, kind):
             THROUGHPUT[ADAPTIVE] / THROUGHPUT[NORMAL],
             "higher",
             contended,
+            contention,
         ),
         against(
             "throughput: adaptive ÷ no job",
@@ -334,6 +338,7 @@ def verdicts(results, kind):
             THROUGHPUT[ADAPTIVE] / THROUGHPUT[NONE],
             "higher",
             NO_GAIN,
+            contention,
         ),
         against(
             "a scan's latency: adaptive ÷ QEMU's normal job",
@@ -342,9 +347,26 @@ def verdicts(results, kind):
             SCAN[ADAPTIVE] / SCAN[NORMAL],
             "lower",
             contended,
+            contention,
         ),
-        against("an insert's latency: adaptive ÷ QEMU's normal job", normal, "insert_us", INSERT, "lower", INSERTS),
-        against("job's time: adaptive ÷ QEMU's normal job", normal, "seconds", RUNTIME, "lower", longer(results, kind)),
+        against(
+            "an insert's latency: adaptive ÷ QEMU's normal job",
+            normal,
+            "insert_us",
+            INSERT,
+            "lower",
+            INSERTS,
+            Cause.MACHINE,
+        ),
+        against(
+            "job's time: adaptive ÷ QEMU's normal job",
+            normal,
+            "seconds",
+            RUNTIME,
+            "lower",
+            longer(results, kind),
+            Cause.SCALE,
+        ),
         against(
             "time in which the job is active: adaptive ÷ QEMU's normal job",
             normal,
@@ -352,6 +374,7 @@ def verdicts(results, kind):
             ACTIVE,
             "lower",
             active(results, kind),
+            Cause.OURS,
         ),
     ]
 

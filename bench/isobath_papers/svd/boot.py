@@ -7,8 +7,9 @@ from isobath_bench import servers, tools
 from isobath_bench.depth import boot
 
 from .. import figures
-from ..page import Section, Table, compared
+from ..page import Section, Table
 from ..plan import Point
+from ..verdict import Cause, compared
 from . import passes, places
 from .passes import INDEXED
 from .places import CACHED, NFS
@@ -141,6 +142,7 @@ def section(results):
             (NFS, INDEXED, layers),
             "seconds",
             why=why(results, layers),
+            cause=Cause.MACHINE,
         )
         for layers in counts
     ]

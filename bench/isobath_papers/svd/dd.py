@@ -5,9 +5,10 @@ import re
 
 from isobath_bench import tools
 
-from ..page import Section, Table, compared
+from ..page import Section, Table
 from ..plan import Point
 from ..stage import disks
+from ..verdict import compared
 from . import passes, places
 from .passes import INDEXED, ISOBATH
 from .places import CACHED, NFS

@@ -5,9 +5,10 @@ import contextlib
 from isobath_bench import tools
 
 from .. import figures
-from ..page import Section, Table, Verdict
+from ..page import Section, Table
 from ..plan import Point
 from ..stage import slow
+from ..verdict import Cause, Verdict
 from . import passes, probes
 
 NAME = "events"
@@ -164,6 +165,7 @@ def section(results):
                 MISSES_AT_1000,
                 over(results, name, lengths[-1], "table_reads"),
                 why=READS[name],
+                cause=Cause.OURS,
             ),
         ]
     return Section(

@@ -4,9 +4,10 @@ import contextlib
 
 from isobath_bench import fio
 
-from ..page import Section, Table, compared
+from ..page import Section, Table
 from ..plan import Point
 from ..stage import disks
+from ..verdict import compared
 from . import passes, places
 from .passes import INDEXED, ISOBATH
 from .places import CACHED, NFS

@@ -9,8 +9,9 @@ from isobath_bench import servers, tools
 from isobath_bench.depth import chains
 
 from .. import figures
-from ..page import Section, Table, compared
+from ..page import Section, Table
 from ..plan import Point
+from ..verdict import compared
 from . import passes
 
 NAME = "formats"
@@ -173,6 +174,7 @@ def section(results):
             (name, 1),
             "bytes_per_second",
             better="equal",
+            check=True,
             why=(
                 "there is no guest here whose part of the time does not grow, and QEMU's block layer, the same for all"
                 " formats, asks for every request of a layer whether all below it are there (`bdrv_is_inserted`)"

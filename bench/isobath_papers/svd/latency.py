@@ -6,9 +6,10 @@ import statistics
 from isobath_bench import tools
 
 from .. import figures
-from ..page import Section, Table, compared
+from ..page import Section, Table
 from ..plan import Point
 from ..stage import slow
+from ..verdict import Cause, compared
 from . import passes, probes
 
 NAME = "latency"
@@ -163,6 +164,7 @@ def section(results):
                     (kind, qemu, long),
                     (kind, name, long),
                     "median_us",
+                    cause=Cause.OURS,
                     why=(
                         "without an index the tables of all layers are read for a piece of the map, where QEMU stops at"
                         " the owner, half way on average; the piece then serves 32 MiB"

@@ -3,8 +3,9 @@
 import contextlib
 
 from .. import figures
-from ..page import Section, Table, Verdict, compared
+from ..page import Section, Table
 from ..plan import Point
+from ..verdict import Verdict, compared
 from . import passes
 
 NAME = "memory"

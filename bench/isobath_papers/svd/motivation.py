@@ -5,8 +5,9 @@ import contextlib
 from isobath_bench.depth import chains
 
 from .. import figures
-from ..page import Section, Table, Verdict, compared
+from ..page import Section, Table
 from ..plan import Point
+from ..verdict import Verdict, compared
 from . import passes
 
 NAME = "motivation"
@@ -115,6 +116,7 @@ def section(results):
             (DD, passes.qemu(), 1),
             "bytes_per_second",
             better="equal",
+            check=True,
             why=(
                 "there is no guest here whose part of the time does not grow; and every layer asks all below it whether"
                 " they are there (`bdrv_is_inserted`, half of QEMU's CPU at 300 layers), for each of the pieces into"
@@ -128,6 +130,7 @@ def section(results):
             MORE_AT_300,
             more(results, passes.qemu(), most),
             better="equal",
+            check=True,
             form="{:,.0f} MB",
             why=(
                 "the caches hold tables of 64 KiB for every layer as in the paper; what else a layer takes differs by"

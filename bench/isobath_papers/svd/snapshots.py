@@ -10,8 +10,9 @@ from isobath_bench.depth import chains
 from isobath_bench.live import served, snapshot_stall
 
 from .. import figures
-from ..page import Section, Table, Verdict, compared
+from ..page import Section, Table
 from ..plan import Point
+from ..verdict import Cause, Verdict, compared
 from . import passes
 
 NAME = "snapshots"
@@ -177,6 +178,7 @@ def section(results):
                     (kind, qemu, size),
                     "milliseconds",
                     better="lower",
+                    cause=Cause.OURS if kind == CREATE else None,
                     why=(
                         "for the first index all tables of the ten layers are read, looked through and hashed; a"
                         " further one copies nothing, where SVD copies all tables each time"

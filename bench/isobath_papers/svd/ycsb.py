@@ -7,10 +7,11 @@ from isobath_bench.depth import chains
 from isobath_bench.flush import mounts
 
 from .. import figures
-from ..page import Section, Table, compared
+from ..page import Section, Table
 from ..plan import Point
 from ..stage import disks, memory
 from ..stage import ycsb as load
+from ..verdict import compared
 from . import passes, places
 from .passes import INDEXED
 
