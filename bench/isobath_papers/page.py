@@ -42,6 +42,13 @@ def results_of(experiment, profile, records):
     return Results(experiment.paper, experiment.module.NAME, profile, records)
 
 
+def verdicts_of(experiment, profile, records):
+    """The verdicts on what is on record of an experiment; its figures are not kept."""
+    with tempfile.TemporaryDirectory() as drawn:
+        figures.DIRECTORY = Path(drawn)
+        return experiment.module.section(results_of(experiment, profile, records)).verdicts
+
+
 def write(directory, papers, profile, records_of, machine):
     """Writes a page for each of some papers, and the index. `records_of(experiment)` gives what is on record.
 
@@ -170,6 +177,8 @@ def about_text(machine):
         f" {machine['began']}, {machine['rounds']} interleaved round{'s' * (machine['rounds'] > 1)} at most; figures"
         " are medians, *spread* is half the range ÷ the median."
     )
+    if machine["discarded"]:
+        text += f" Thrown away, and measured again, since the machine was busy: {machine['discarded']}."
     if machine["profile"] == "quick":
         text = "**A quick run, to try everything out: its figures mean nothing.** " + text
     return text
@@ -184,7 +193,8 @@ def from_directory(raw, directory):
         return record.last(raw / f"{experiment.name}.jsonl")
 
     machine["rounds"] = 1 + max(
-        (each["round"] for path in raw.glob("*.jsonl") for each in record.read(path)), default=0
+        (each["round"] for path in raw.glob("*.jsonl") for each in record.last(path)), default=0
     )
+    machine["discarded"] = sum(len(record.discarded(path)) for path in raw.glob("*.jsonl"))
     measured = {path.name.split(".")[0] for path in raw.glob("*.jsonl")}
     write(directory, [name for name in PAPERS if name in measured], profile, records_of, machine)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from . import PAPERS
 
-ROUNDS = 3
+# Rounds at least; those of what is within a part of the paper's ratio.
+ROUNDS, CLOSE_ROUNDS, CLOSE = 3, 5, 0.1
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,10 @@ class Profile:
     """How thoroughly: `quick` tries everything out, and its figures mean nothing."""
 
     quick: bool
+    # Of all points.
     rounds: int
+    # Further ones, of the points whose ratios are close to the paper's.
+    further: int = 0
 
     @property
     def name(self):
@@ -41,8 +45,8 @@ class Point:
     key: tuple
     # What one measurement may take, for the first estimate.
     seconds: float = 5.0
-    # At most so many rounds; `None`: as many as the profile has.
-    rounds: int | None = None
+    # Whether one round is enough: what is counted is the same each time.
+    once: bool = False
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,20 @@ def read(path):
 
 
 def last(path):
-    """The records of a file: of each measurement the last."""
-    return list({(tuple(each["key"]), each["round"]): each for each in read(path)}.values())
+    """The records of a file that count: of each measurement the last, unless it was thrown away."""
+    found = {}
+    for each in read(path):
+        if "discarded" in each:
+            for key in each["keys"]:
+                found.pop((tuple(key), each["round"]), None)
+        else:
+            found[tuple(each["key"]), each["round"]] = each
+    return list(found.values())
+
+
+def discarded(path):
+    """What was thrown away of a file: a record for each round that was begun."""
+    return [each for each in read(path) if "discarded" in each]
 
 
 class Run:
@@ -91,6 +103,14 @@ class Run:
             "isobath": program(),
             "sample": sample,
         }
+        self.write(experiment, record)
+
+    def discard(self, experiment, keys, number, why):
+        """Has what was measured of some points in a round not count: it stays in the file, and why is behind it."""
+        self.write(experiment, {"discarded": why, "round": number, "keys": [list(key) for key in keys]})
+
+    def write(self, experiment, record):
+        """Adds a line, and has it on disk."""
         path = self.path(experiment)
         # A line that was cut off stays by itself.
         cut = path.exists() and not path.read_bytes().endswith(b"\n")

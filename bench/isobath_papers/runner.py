@@ -1,5 +1,5 @@
 """Has experiments measured: a round of all of them after the other, each in another order, with what is on record left
-out."""
+out, and what was measured while the machine was busy thrown away."""
 
 import statistics
 import time
@@ -8,6 +8,7 @@ import traceback
 from isobath_bench import servers, tools
 from isobath_bench.rounds import rotated
 
+from . import page, plan, quiet
 from .progress import Progress
 
 # The sample of what has crashed in an earlier round.
@@ -29,11 +30,7 @@ def planned(experiment, profile, number):
     if len({point.key for point in points}) < len(points):
         raise ValueError(f"{experiment.name} has two points of one key")
     # Steps of a prime bring every point to every place.
-    return [
-        Work(experiment, point, number)
-        for point in rotated(points, number * 7)
-        if point.rounds is None or number < point.rounds
-    ]
+    return [Work(experiment, point, number) for point in rotated(points, number * 7) if not (point.once and number)]
 
 
 class Estimate:
@@ -56,59 +53,121 @@ class Estimate:
         return work.point.seconds * (self.measured + 60) / (self.said + 60)
 
 
-def run(experiments, profile, kept):
-    """Measures what is missing on record, a round of all experiments after the other; gives how many measurements
-    failed."""
-    estimate, there, failed = Estimate(), set(), 0
-    for experiment in experiments:
-        points = {point.key: point for point in experiment.points(profile)}
-        for record in kept.records(experiment):
-            key, sample = tuple(record["key"]), record["sample"]
-            if key in points:
-                estimate.add(experiment, points[key], record["seconds"])
-            # What failed is tried again by the next run, but for what crashed.
-            if "failed" not in sample or sample["failed"] == "crashed":
-                there.add((experiment.name, key, record["round"]))
-    batches = []
-    for number in range(profile.rounds):
+class Run:
+    """A run under way: what is on record of it, and what failed."""
+
+    def __init__(self, experiments, profile, kept, watch):
+        self.experiments, self.profile, self.kept, self.watch = experiments, profile, kept, watch
+        self.estimate, self.there, self.crashed, self.failed = Estimate(), set(), set(), 0
         for experiment in experiments:
-            works = planned(experiment, profile, number)
-            batches.append(
-                (experiment, [work for work in works if (experiment.name, work.point.key, number) not in there])
-            )
-    everything = [work for _, works in batches for work in works]
-    progress, crashed = Progress(len(everything)), set()
-    for experiment, works in batches:
-        if not works:
-            continue
-        progress.note(f"{experiment.name}, round {works[0].number + 1}: {experiment.module.TITLE}")
-        done = progress.done
+            points = {point.key: point for point in experiment.points(profile)}
+            for record in kept.records(experiment):
+                key, sample = tuple(record["key"]), record["sample"]
+                if key in points:
+                    self.estimate.add(experiment, points[key], record["seconds"])
+                # What failed is tried again by the next run, but for what crashed.
+                if "failed" not in sample or sample["failed"] == "crashed":
+                    self.there.add((experiment.name, key, record["round"]))
+
+    def missing(self, experiment, number, keys=None):
+        """The measurements of a round that are not on record: of all points, or of those of some keys."""
+        return [
+            work
+            for work in planned(experiment, self.profile, number)
+            if (experiment.name, work.point.key, number) not in self.there and (keys is None or work.point.key in keys)
+        ]
+
+    def measure(self, rounds, keys=None):
+        """Measures what is missing of some rounds, one after the other; `keys`: by experiment, those of the points."""
+        batches = [
+            (experiment, self.missing(experiment, number, keys and keys[experiment.name]))
+            for number in rounds
+            for experiment in self.experiments
+        ]
+        everything = [work for _, works in batches for work in works]
+        progress = Progress(len(everything))
         try:
-            with experiment.setting(profile) as setting:
+            for experiment, works in batches:
+                if not works:
+                    continue
+                progress.note(f"{experiment.name}, round {works[0].number + 1}: {experiment.module.TITLE}")
+                self.quietly(experiment, works, progress, everything)
+        finally:
+            progress.close()
+
+    def quietly(self, experiment, works, progress, everything):
+        """Measures a round of an experiment, again if the machine was busy."""
+        done, number = progress.done, works[0].number
+        for _ in range(quiet.TRIES):
+            self.watch.wait(progress.note)
+            progress.done = done
+            try:
+                failed, why = self.round(experiment, works, progress, everything)
+            except tools.Failed as error:
+                # What all its points share could not be made: the others go on.
+                progress.note(f"{experiment.name}: {error}")
+                failed, why = done + len(works) - progress.done, None
+                progress.done = done + len(works)
+            if why is None:
+                self.failed += failed
+                return
+            progress.note(f"{experiment.name}, round {number + 1}, is thrown away: {why}")
+        raise quiet.Busy(
+            f"{experiment.name}, round {number + 1}, was thrown away {quiet.TRIES} times, at last since {why}. Run this"
+            " again when nothing else runs: the other rounds are on record, and the next run goes on from there"
+        )
+
+    def round(self, experiment, works, progress, everything):
+        """Measures a round of an experiment; gives how many measurements failed, and why it does not count, if so."""
+        failed, measured = 0, []
+        with experiment.setting(self.profile) as setting:
+            self.watch.begin()
+            try:
                 for work in works:
                     name = f"{experiment.name} {' / '.join(map(str, work.point.key))}"
-                    progress.show(name, sum(map(estimate.of, everything[progress.done :])))
+                    progress.show(name, sum(map(self.estimate.of, everything[progress.done :])))
                     began = time.monotonic()
-                    sample = (
-                        AS_BEFORE
-                        if (experiment.name, work.point.key) in crashed
-                        else attempt(experiment, setting, work)
-                    )
+                    before = (experiment.name, work.point.key) in self.crashed
+                    sample = AS_BEFORE if before else attempt(experiment, setting, work)
                     seconds = time.monotonic() - began
                     if "failed" in sample:
                         failed += 1
-                        crashed |= {(experiment.name, work.point.key)} if sample["failed"] == "crashed" else set()
+                        if sample["failed"] == "crashed":
+                            self.crashed.add((experiment.name, work.point.key))
                         progress.note(f"{name}: {sample['why'][:500]}")
-                    kept.add(experiment, work.point, work.number, seconds, sample)
-                    estimate.add(experiment, work.point, seconds)
+                    self.kept.add(experiment, work.point, work.number, seconds, sample)
+                    measured.append(work.point.key)
+                    self.estimate.add(experiment, work.point, seconds)
                     progress.step()
-        except tools.Failed as error:
-            # What all its points share could not be made: the others go on.
-            progress.note(f"{experiment.name}: {error}")
-            failed += done + len(works) - progress.done
-            progress.done = done + len(works)
-    progress.close()
-    return failed
+                    self.watch.look()
+            finally:
+                # A round that was interrupted is judged as far as it got.
+                why = self.watch.end() if measured else None
+                if why is not None:
+                    self.kept.discard(experiment, measured, works[0].number, why)
+        return failed, why
+
+    def close(self, experiment):
+        """The keys of the points whose ratios are so close to the paper's that further rounds may decide; what these
+        find is left out, so that an interrupted run decides as before."""
+        records = [each for each in self.kept.records(experiment) if each["round"] < self.profile.rounds]
+        repeated = {point.key for point in experiment.points(self.profile) if not point.once}
+        keys = set()
+        for verdict in page.verdicts_of(experiment, self.profile, records) if records else []:
+            if verdict.close(plan.CLOSE):
+                keys |= set(verdict.points) or repeated
+        return keys & repeated
+
+
+def run(experiments, profile, kept, watch):
+    """Measures what is missing on record, a round of all experiments after the other, then further rounds of what is
+    close to the paper's; gives how many measurements failed."""
+    state = Run(experiments, profile, kept, watch)
+    state.measure(range(profile.rounds))
+    if profile.further:
+        keys = {experiment.name: state.close(experiment) for experiment in experiments}
+        state.measure(range(profile.rounds, profile.rounds + profile.further), keys)
+    return state.failed
 
 
 def attempt(experiment, setting, work):

@@ -25,7 +25,7 @@ PAPER_LARGE = 0.5
 def points(profile):
     """By contender and size of clusters."""
     return [
-        Point((who, size), profile.of(1, 5), 2)
+        Point((who, size), profile.of(1, 5))
         for size in (["64k", "2M"] if profile.quick else SIZES)
         for who in (OURS, THEIRS)
     ]

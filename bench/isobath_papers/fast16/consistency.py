@@ -41,9 +41,13 @@ RECOVERIES = {"crashed": r"(\d+)\s+crashed in recovery$", "crashed_twice": r"(\d
 def points(profile):
     """By method, workload (of the simulator: all its histories), and mode."""
     files = [
-        Point((FILES, load, mode), profile.of(2, 5), 1) for load in WORKLOADS for mode in profile.of(MODES[:2], MODES)
+        Point((FILES, load, mode), profile.of(2, 5), once=True)
+        for load in WORKLOADS
+        for mode in profile.of(MODES[:2], MODES)
     ]
-    return files + [Point((SIMULATED, "all", mode), profile.of(2, 35), 1) for mode in profile.of(MODES[:2], MODES)]
+    return files + [
+        Point((SIMULATED, "all", mode), profile.of(2, 35), once=True) for mode in profile.of(MODES[:2], MODES)
+    ]
 
 
 def states(method):

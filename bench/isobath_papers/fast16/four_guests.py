@@ -23,7 +23,7 @@ PAPER = {("hdd", MAIL): 1.5, ("hdd", TPCC): 1.34, ("ssd", MAIL): 1.3, ("ssd", TP
 
 def points(profile):
     """By disk and contender."""
-    return [Point((disk, who), profile.of(2, 10), 2) for disk in profile.of(["ssd"], DISKS) for who in (OURS, THEIRS)]
+    return [Point((disk, who), profile.of(2, 10)) for disk in profile.of(["ssd"], DISKS) for who in (OURS, THEIRS)]
 
 
 def setting(profile):

@@ -36,12 +36,12 @@ def points(profile):
         ]
     pairs = [(each, who) for each in (MAIL, TPCC) for who in (OURS, THEIRS)]
     found = [
-        Point((disk, beside, *pair), seconds(disk, beside) + 2.5, 2)
+        Point((disk, beside, *pair), seconds(disk, beside) + 2.5)
         for disk in DISKS
         for beside in BESIDE
         for pair in pairs
     ]
-    return found + [Point((disk, ALONE, MAIL, who), 8, 1) for disk in DISKS for who in (RAW, RAW_QEMU)]
+    return found + [Point((disk, ALONE, MAIL, who), 8) for disk in DISKS for who in (RAW, RAW_QEMU)]
 
 
 def setting(profile):

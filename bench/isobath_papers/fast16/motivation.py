@@ -27,7 +27,7 @@ BYTES = 1 << 30
 def points(profile):
     """By disk, contender, and whether somebody syncs."""
     return [
-        Point((disk, who, how), profile.of(1, 5), 2)
+        Point((disk, who, how), profile.of(1, 5))
         for disk in profile.of(["ssd"], ["hdd"])
         for who in (OURS, THEIRS, RAW)
         for how in (ALONE, BESIDE)

@@ -36,7 +36,7 @@ def points(profile):
     """By disk, load, and way to keep the image."""
     if profile.quick:
         return [Point(("ssd", load, who), 1) for load in LOADS for who in (OURS, "isobath ordered", THEIRS, LAZY, RAW)]
-    return [Point((disk, load, who), 3.5, 2) for disk in DISKS for load in LOADS for who in WAYS[load]]
+    return [Point((disk, load, who), 3.5) for disk in DISKS for load in LOADS for who in WAYS[load]]
 
 
 def setting(profile):

@@ -35,7 +35,7 @@ def points(profile):
     found = [
         (load, who) for load in LOADS for who in (few if profile.quick else EVERYBODY) if (load, who) not in LEFT_OUT
     ]
-    return [Point(key, profile.of(0.7, 1.5), 1) for key in found]
+    return [Point(key, profile.of(0.7, 1.5), once=True) for key in found]
 
 
 # Without a base, or without tables.

@@ -28,9 +28,7 @@ SELFIE = {0: 0.23, 50: 0.23 * 1.75, 100: 0.23 * 2.53}
 
 def points(profile):
     def point(contender, part):
-        return Point(
-            (contender, part), seconds=profile.of(1, 10 if (contender, part) == (EMBEDDED, 0) else 7), rounds=2
-        )
+        return Point((contender, part), seconds=profile.of(1, 10 if (contender, part) == (EMBEDDED, 0) else 7))
 
     return [point(EMBEDDED, part) for part in PARTS] + [
         point(JOURNAL, 0),

@@ -47,10 +47,7 @@ WHO = [EMBEDDED, JOURNAL, QEMU, RAW]
 
 
 def points(profile):
-    return [
-        Point((contender,), seconds=profile.of(1.5, 30), rounds=2 if contender in (EMBEDDED, QEMU) else 1)
-        for contender in WHO
-    ]
+    return [Point((contender,), seconds=profile.of(1.5, 30)) for contender in WHO]
 
 
 class Setting:

@@ -38,7 +38,6 @@ def points(profile):
         Point(
             (place, contender),
             seconds=profile.of(1, 4 if place == "ssd" else 10),
-            rounds=2 if place in ("hdd", "ssd") else 1,
         )
         for place in PLACES
         for contender in who(place)

@@ -50,7 +50,6 @@ def points(profile):
             seconds=1
             + size
             + (20 * min(size, 0.5 if case == EMBEDDED else size) if case in (NOTHING, EMBEDDED) else 1),
-            rounds=1,
         )
         for case, each in sizes(profile).items()
         for size in each

@@ -61,7 +61,6 @@ def points(profile):
         Point(
             (figure, kib, writers, contender),
             seconds=profile.of(0.6, 3.8 if figure == 7 else 1.8),
-            rounds=1 if isinstance(figure, str) else 2,
         )
         for figure in FIGURES
         for kib, writers in cases(profile, figure)

@@ -59,10 +59,7 @@ def data(profile):
 
 
 def points(profile):
-    return [
-        Point(key, seconds=profile.of(1.3, SECONDS[key[1]] + 4), rounds=1 if key == (ISOBATH, LIMIT) else 2)
-        for key in KEYS
-    ]
+    return [Point(key, seconds=profile.of(1.3, SECONDS[key[1]] + 4)) for key in KEYS]
 
 
 class Setting(beside.Setting):

@@ -47,7 +47,7 @@ def deadline(profile):
 
 def points(profile):
     seconds = {NORMAL: 12, DEADLINE: 22, ADAPTIVE: 30}
-    return [Point(key, seconds=profile.of(3, seconds[key[1]]), rounds=1 if key[1] == ADAPTIVE else 2) for key in KEYS]
+    return [Point(key, seconds=profile.of(3, seconds[key[1]])) for key in KEYS]
 
 
 def setting(profile):

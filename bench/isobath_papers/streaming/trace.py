@@ -38,7 +38,7 @@ def data(profile):
 
 def points(profile):
     seconds = {NONE: 20, NORMAL: 15, DISSERTATION: 20, ADAPTIVE: 15}
-    return [Point(key, seconds=profile.of(1.5, seconds[key[1]]), rounds=1) for key in KEYS]
+    return [Point(key, seconds=profile.of(1.5, seconds[key[1]])) for key in KEYS]
 
 
 class Setting(beside.Setting):

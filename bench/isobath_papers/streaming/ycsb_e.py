@@ -88,7 +88,7 @@ def most(profile):
 
 
 def points(profile):
-    return [Point(key, seconds=profile.of(1.2, 12), rounds=2) for key in KEYS]
+    return [Point(key, seconds=profile.of(1.2, 12)) for key in KEYS]
 
 
 def loaded(profile):

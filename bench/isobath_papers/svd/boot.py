@@ -42,13 +42,12 @@ def points(profile):
                 Point(
                     (NFS, who, layers),
                     seconds=8 if passes.own(who) else 8 + layers / 40,
-                    rounds=2 if layers in (1, deepest) else 1,
                 )
             )
-    found += [Point((NFS, f"{qemu} by NBD", layers), seconds=8, rounds=1) for layers in profile.of([], BY_NBD)]
+    found += [Point((NFS, f"{qemu} by NBD", layers), seconds=8) for layers in profile.of([], BY_NBD)]
     for layers in profile.of([], [1, deepest]):
         for who in (INDEXED, qemu):
-            found.append(Point((CACHED, who, layers), seconds=8 if passes.own(who) else 8 + layers / 80, rounds=1))
+            found.append(Point((CACHED, who, layers), seconds=8 if passes.own(who) else 8 + layers / 80))
     return found
 
 

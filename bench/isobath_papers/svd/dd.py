@@ -48,17 +48,16 @@ def points(profile):
     found = []
     for where in (NFS, CACHED):
         for count in snapshots(profile):
-            slow, rounds = count >= 500, 1 if where == CACHED else 2 if count >= 500 else None
+            slow = count >= 500
             for who in (INDEXED, passes.qemu()):
                 found.append(
                     Point(
                         (where, who, count),
                         seconds=profile.of(0.8, 12 if slow and who != INDEXED else 4),
-                        rounds=rounds,
                     )
                 )
     deepest = snapshots(profile)[-1]
-    return [*found, Point((NFS, ISOBATH, deepest), seconds=profile.of(0.8, 5), rounds=2)]
+    return [*found, Point((NFS, ISOBATH, deepest), seconds=profile.of(0.8, 5))]
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ def setting(profile):
 def points(profile):
     lengths = profile.of([1, 10], [1, 10, 50, 100, 300])
     return [Point((CONSTANTS,), seconds=1)] + [
-        Point((name, layers), seconds=1 + layers * profile.of(0, 0.02), rounds=1 if layers > 100 else 2)
+        Point((name, layers), seconds=1 + layers * profile.of(0, 0.02))
         for layers in lengths for name in passes.names()
     ]  # fmt: skip
 

@@ -52,7 +52,7 @@ def points(profile):
         Point(
             (name, layers),
             seconds=2 if passes.own(name) else 3 + layers * profile.of(0, 0.03 if layers > PROBED else 0.05),
-            rounds=1,
+            once=True,
         )
         for layers in lengths
         for name in passes.names()

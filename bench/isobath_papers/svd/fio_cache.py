@@ -51,13 +51,13 @@ def points(profile):
     for load in LOADS:
         for size in profile.of([SMALLEST], SIZES[load]):
             found += [
-                Point((NFS, load, who, size), seconds=profile.of(1.5, 5 if passes.own(who) else 11), rounds=2)
+                Point((NFS, load, who, size), seconds=profile.of(1.5, 5 if passes.own(who) else 11))
                 for who in (INDEXED, qemu)
             ]
         for size in profile.of([], [SMALLEST, LARGEST]):
-            found += [Point((CACHED, load, who, size), seconds=6, rounds=1) for who in (INDEXED, qemu)]
+            found += [Point((CACHED, load, who, size), seconds=6) for who in (INDEXED, qemu)]
     found += [
-        Point((NFS, "read", ISOBATH, size), seconds=profile.of(1.5, 5), rounds=1)
+        Point((NFS, "read", ISOBATH, size), seconds=profile.of(1.5, 5))
         for size in profile.of([SMALLEST], [SMALLEST, LARGEST])
     ]
     return found

@@ -48,10 +48,8 @@ def names():
 
 def points(profile):
     lengths = profile.of([1, 10], PAPER_LENGTHS)
-    found = [Point((REFUSALS,), seconds=0.3, rounds=1)]
-    return found + [
-        Point((name, layers), seconds=profile.of(0.8, 5), rounds=2) for layers in lengths for name in names()
-    ]
+    found = [Point((REFUSALS,), seconds=0.3, once=True)]
+    return found + [Point((name, layers), seconds=profile.of(0.8, 5)) for layers in lengths for name in names()]
 
 
 def measure(how, point, number):

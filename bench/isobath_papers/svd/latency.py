@@ -58,7 +58,6 @@ def points(profile):
         Point(
             (kind, name, layers),
             seconds=profile.of(0.3, 12 if kind == "hdd" and layers > 1 else 2),
-            rounds=2 if kind == "hdd" else None,
         )
         for kind in MISSES
         for layers in lengths

@@ -35,7 +35,7 @@ def setting(profile):
 def points(profile):
     lengths = profile.of([1, 5, 50], LENGTHS)
     return [
-        Point((name, layers), seconds=0.2 + layers / profile.of(500, 40), rounds=1 if layers >= 500 else None)
+        Point((name, layers), seconds=0.2 + layers / profile.of(500, 40))
         for layers in lengths
         for name in passes.names()
     ]

@@ -38,7 +38,7 @@ def points(profile):
     lengths = profile.of([1, 10], LENGTHS)
     names = [*CONTENDERS, passes.qemu()]
     return [
-        Point((kind, name, layers), seconds=profile.of(0.7, 4 if kind == DD else 1), rounds=2 if layers > 50 else None)
+        Point((kind, name, layers), seconds=profile.of(0.7, 4 if kind == DD else 1))
         for layers in lengths for name in names for kind in (DD, MEMORY)
     ]  # fmt: skip
 

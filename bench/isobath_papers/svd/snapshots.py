@@ -50,7 +50,7 @@ def names():
 def points(profile):
     sizes = profile.of([50, 100], PAPER_GB)
     found = [Point((kind, name, size), seconds=1.5) for size in sizes for kind in (CREATE, LIVE) for name in names()]
-    return [*found, Point((SPACE, passes.ISOBATH, sizes[0]), seconds=10, rounds=1)]
+    return [*found, Point((SPACE, passes.ISOBATH, sizes[0]), seconds=10, once=True)]
 
 
 def measure(how, point, number):

@@ -62,12 +62,9 @@ def points(profile):
         cases = [("c", CACHES[0]), ("d", CACHES[0])]
         cases += profile.of([], [("c", CACHES[1])]) + ([("b", CACHES[0])] if count == layers(profile)[0] else [])
         for workload, cache in cases:
-            once = workload == "b" or (count == 500 and (workload, cache) != ("c", CACHES[0]))
             for who in (INDEXED, qemu):
                 full = 6 if passes.own(who) else 6 + count / 30
-                found.append(
-                    Point((workload, who, count, cache), seconds=profile.of(1.5, full), rounds=1 if once else 2)
-                )
+                found.append(Point((workload, who, count, cache), seconds=profile.of(1.5, full)))
     return found
 
 

@@ -8,4 +8,5 @@ mod gate;
 mod invariants;
 mod lines;
 mod links;
+mod papers;
 mod rooms;
