@@ -195,8 +195,8 @@ def today(results, disk, beside, application):
         keys = ((disk, ALONE, MAIL, RAW), (disk, ALONE, MAIL, THEIRS))
         return Baseline("varmail alone, raw's speed ÷ QEMU's", 1 / PAPER_OF_RAW, results.ratio(*keys, SPEED[MAIL]))
     return Baseline(
-        f"{application}, {DISKS[disk]}, {beside}: QEMU's syncs a flush (today's: flushes of the disk, which are no"
-        " fewer), of which a raw disk needs one",
+        f"{application}, {DISKS[disk]}, {beside}: QEMU's syncs a flush, of which a raw disk needs one (the paper's of"
+        " figure 2, since it has none of TPC-C; today's: flushes of the disk, which are no fewer)",
         PAPER_SYNCS,
         per_flush(results, (disk, beside, application, THEIRS), "disk_flushes"),
         form="{:.2f}",
