@@ -85,6 +85,19 @@ impl Instead {
         )))
     }
 
+    /// Refuses an external data file for a command that opens none.
+    ///
+    /// # Errors
+    /// If there is one.
+    pub(crate) fn check_no_data(&self, command: &str) -> Result<(), Failure> {
+        if self.data_file.is_none() {
+            return Ok(());
+        }
+        Err(Failure::usage(format_args!(
+            "'{command}' opens no external data file: leave out --data-file"
+        )))
+    }
+
     /// Puts the files in the place of those that the image names.
     fn apply(&self, image: &mut Image) -> Result<(), String> {
         if self.data_file.is_some() {
