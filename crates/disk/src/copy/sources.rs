@@ -84,7 +84,7 @@ impl fmt::Display for TooLarge {
 pub fn total_size(sizes: &[u64]) -> std::result::Result<u64, TooLarge> {
     let mut before = 0;
     for (index, &size) in sizes.iter().enumerate() {
-        let sum = u64::checked_add(before, size).filter(|sum| *sum <= i64::MAX as u64);
+        let sum = u64::checked_add(before, size).filter(|sum| i64::try_from(*sum).is_ok());
         before = sum.ok_or(TooLarge { index, size, before })?;
     }
     Ok(before)
