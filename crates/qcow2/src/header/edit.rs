@@ -404,9 +404,9 @@ impl<'a> Places<'a> {
     }
 
     /// Writes that give the journal's feature bit its name in the feature name table: in the existing one, or in a new
-    /// one, which also has the other names if QEMU would write a table. In an existing one it comes after the last whole
-    /// entry that QEMU reads, and all bytes of the table stay. They also clean up after a crash in the middle of such an
-    /// edit. `None` if there is no room.
+    /// one, which also has the other names if QEMU would write a table. In an existing one it comes after the last
+    /// whole entry that QEMU reads, and all bytes of the table stay. They also clean up after a crash in the middle of
+    /// such an edit. `None` if there is no room.
     fn name_journal(&self) -> Option<Vec<HeaderWrite>> {
         let name = FeatureName::journal();
         let tables = || self.extents.iter().filter(|extent| extent.magic == FEATURE_NAMES);
