@@ -85,6 +85,19 @@ impl Instead {
         )))
     }
 
+    /// Refuses an external data file for a command that opens none.
+    ///
+    /// # Errors
+    /// If there is one.
+    pub(crate) fn check_no_data(&self, command: &str) -> Result<(), Failure> {
+        if self.data_file.is_none() {
+            return Ok(());
+        }
+        Err(Failure::usage(format_args!(
+            "'{command}' opens no external data file: leave out --data-file"
+        )))
+    }
+
     /// Puts the files in the place of those that the image names.
     fn apply(&self, image: &mut Image) -> Result<(), String> {
         if self.data_file.is_some() {
@@ -271,6 +284,8 @@ pub(crate) struct Image {
     pub(crate) format: Option<ImageFormat>,
     /// The driver that is named in place of a format: that of a file, which is then the disk.
     protocol: Option<String>,
+    /// The driver that its description (`json:`) says, of whatever is on top.
+    described_driver: Option<String>,
     /// The driver of its file, if that is one for devices.
     device: Option<&'static str>,
     /// How a disk without contents is shown.
@@ -311,13 +326,11 @@ impl Naming {
     pub(crate) fn parse(&self, name: &Path, format: Option<NamedFormat>) -> Result<Image, String> {
         let mut image = self.parse_name(name, format)?;
         if let Some(driver) = format.and_then(|format| format.protocol) {
-            match &image.protocol {
-                None => image.is_whole_file(driver)?,
-                // The name's own driver, of whatever is on this one.
-                Some(_) if described_driver(name).is_some_and(|named| named != driver) => {
-                    return Err(format!("the name has another driver than '{driver}'"));
-                }
-                Some(_) => {}
+            if image.described_driver.as_deref().is_some_and(|described| described != driver) {
+                return Err(format!("the name has another driver than '{driver}'"));
+            }
+            if image.protocol.is_none() {
+                image.is_whole_file(driver)?;
             }
         }
         self.as_told(image)
@@ -388,10 +401,13 @@ impl Naming {
             }
             let mut pairs = Vec::new();
             flatten("", &value, &mut pairs)?;
-            if let (Some(named), None) = (named, pairs.iter().find(|(name, _)| name == "driver")) {
+            let driver = pairs.iter().find(|(name, _)| name == "driver");
+            let described_driver = driver.map(|(_, driver)| driver.clone());
+            if let (Some(named), None) = (named, &described_driver) {
                 pairs.push(("driver".into(), named.name().into()));
             }
-            return self.described(plain(PathBuf::new(), format), pairs);
+            let image = Image { described_driver, ..plain(PathBuf::new(), format) };
+            return self.described(image, pairs);
         }
         if let Some(path) = shown.strip_prefix("file:") {
             // As in QEMU, its name shows that it is a file.
@@ -451,6 +467,12 @@ impl Naming {
         }
         if bytes.starts_with(b"json:") {
             return Err("Unknown protocol 'json'");
+        }
+        if bytes.starts_with(b"null-co:") {
+            return Err("Protocol driver 'null-co' does not support image creation");
+        }
+        if bytes.starts_with(b"null-aio:") {
+            return Err("Protocol driver 'null-aio' does not support image creation");
         }
         Ok(())
     }
@@ -535,6 +557,7 @@ impl Image {
             path,
             format,
             protocol: None,
+            described_driver: None,
             device: None,
             shown_null: None,
             direct,
@@ -602,12 +625,12 @@ impl Image {
 
     /// Has its file be the disk, by a driver for files or devices.
     fn is_whole_file(&mut self, driver: &'static str) -> Result<(), String> {
-        let file = self.path.to_string_lossy();
         if host::is_export(&self.path) || self.is_null() {
-            let shown = options::printable(&file);
+            // As in QEMU: of a file of that name.
+            let shown = options::printable(&self.shown);
             return Err(format!("Could not open '{shown}': No such file or directory"));
         }
-        is_of_kind(driver, &file)?;
+        is_of_kind(driver, &self.path.to_string_lossy())?;
         self.protocol = Some(driver.to_owned());
         self.device = device_driver(driver);
         Ok(())
@@ -1203,12 +1226,6 @@ fn without_contents(pairs: &mut Vec<(String, String)>, prefix: &str) -> Result<P
 
 fn is_null_name(name: &str) -> bool {
     name.strip_suffix("://").is_some_and(is_null)
-}
-
-/// The driver of the node that a `json:` name describes, if it says one.
-fn described_driver(name: &Path) -> Option<String> {
-    let described: Value = serde_json::from_str(name.to_str()?.strip_prefix("json:")?).ok()?;
-    Some(described.get("driver")?.as_str()?.to_owned())
 }
 
 /// Checks that a file is of the kind that its driver requires, as QEMU does.

@@ -15,7 +15,8 @@ use crate::snapshots::complete_snapshots;
 use crate::{DiskError, Result};
 use isobath_qcow2::header::{HeaderWrite, V2_LENGTH, V3_LENGTH, field};
 use isobath_qcow2::{
-    AutoclearFeatures, CompatibleFeatures, CompressionType, Extension, Header, IncompatibleFeatures,
+    AutoclearFeatures, CompatibleFeatures, CompressionType, Extension, FeatureNameTable, Header,
+    IncompatibleFeatures,
 };
 use isobath_storage::{Host, Storage};
 use std::path::Path;
@@ -182,8 +183,10 @@ async fn check<S: Storage>(change: &Change<S>, amend: &Amend) -> Result<()> {
         .with(IncompatibleFeatures::COMPRESSION_TYPE);
     let kept = header.incompatible.without(dropped);
     if !kept.is_empty() {
+        let names = FeatureNameTable::known().describe_incompatible(kept.bits());
         return refuse(&format!(
-            "Cannot downgrade an image with incompatible features set ({:#x})",
+            "Cannot downgrade an image with incompatible features {:#x} set: {names}; 'convert -O qcow2 -o \
+             compat=0.10' makes a copy without them",
             kept.bits()
         ));
     }

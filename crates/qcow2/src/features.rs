@@ -212,6 +212,13 @@ impl FeatureNameTable {
         Self { entries: entries.collect() }
     }
 
+    /// The bytes at the beginning of an extension's data that are whole entries with a name. QEMU stops at the first
+    /// entry without one.
+    pub(crate) fn used(data: &[u8]) -> usize {
+        let named = |entry: &&[u8]| entry.get(2).is_some_and(|first| *first != 0);
+        data.chunks_exact(Self::ENTRY).take_while(named).count() * Self::ENTRY
+    }
+
     const ENTRY: usize = FeatureName::SIZE;
 
     pub(crate) fn encode(&self) -> Vec<u8> {

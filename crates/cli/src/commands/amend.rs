@@ -98,7 +98,6 @@ impl Keys {
                 let milliseconds = milliseconds.map_err(|_| "iter-time must not be negative")?;
                 self.iter_time = Some(Duration::from_millis(milliseconds));
             }
-            "format" if value == "luks" => {}
             _ => return Err(format!("Invalid parameter 'encrypt.{option}'")),
         }
         Ok(())
@@ -124,21 +123,16 @@ impl Keys {
     }
 }
 
+/// The encryption options of new images only.
+const OF_NEW_KEYS: &[&str] =
+    &["cipher-alg", "cipher-mode", "hash-alg", "ivgen-alg", "ivgen-hash-alg", "key-secret"];
+
 impl Wanted {
     /// Parses the options for an image that is encrypted as a whole: those of its key slots.
     fn of_luks(pairs: &[(String, String)]) -> Result<Self, String> {
-        const AT_CREATION: &[&str] = &[
-            "cipher-alg",
-            "cipher-mode",
-            "hash-alg",
-            "ivgen-alg",
-            "ivgen-hash-alg",
-            "key-secret",
-            "size",
-        ];
         let mut keys = Keys::default();
         for (name, value) in pairs {
-            if AT_CREATION.contains(&name.as_str()) {
+            if name == "size" || OF_NEW_KEYS.contains(&name.as_str()) {
                 return Err(at_creation(name));
             }
             let known = HELP.iter().any(|(option, _)| of_luks(option) == Some(name.as_str()));
@@ -178,17 +172,20 @@ impl Wanted {
                         return Err("data-file-raw cannot be set on existing images".into());
                     }
                 }
-                "size" => wanted.size = Some(size::parse(value)?),
+                "size" => wanted.size = Some(size::parameter(name, value)?),
                 "backing_file" => wanted.backing_file = Some(value.clone()),
                 "backing_fmt" => wanted.backing_format = Some(value.clone()),
-                _ if name.starts_with("encrypt.") => {
-                    let option = name.trim_start_matches("encrypt.");
-                    wanted.keys.get_or_insert_default().set(option, value)?;
-                }
                 _ if AT_CREATION.contains(&name.as_str()) => {
                     return Err(at_creation(name));
                 }
                 _ => {
+                    if let Some(option) = name.strip_prefix("encrypt.") {
+                        if option == "format" || OF_NEW_KEYS.contains(&option) {
+                            return Err(at_creation(name));
+                        }
+                        wanted.keys.get_or_insert_default().set(option, value)?;
+                        continue;
+                    }
                     let known = HELP.iter().filter_map(|(option, _)| option.split('=').next());
                     return Err(options::unknown(name, known));
                 }

@@ -250,6 +250,38 @@ fn what_the_options_for_given_files_cannot_mean_is_refused() {
 }
 
 #[test]
+fn a_data_file_is_refused_by_commands_that_open_none() {
+    let directory = laid_out();
+    let path = directory.path();
+    let create = ["create", "-q", "-f", "qcow2", "-o", "data_file=data", "apart", "1M"];
+    let _ = qemu_img(path, create).ok();
+    let before = fs::read(path.join("apart")).unwrap();
+    for (command, rest) in [
+        ("info", &[][..]),
+        ("info", &["--backing-chain"]),
+        ("check", &[]),
+        ("check", &["-r", "all"]),
+        ("snapshot", &["-l"]),
+        ("snapshot", &["-c", "one"]),
+        ("rebase", &["-u", "-b", "base", "-F", "raw"]),
+    ] {
+        let mut arguments = args![command, "--data-file", "other"];
+        arguments.extend(rest.iter().map(Into::into));
+        arguments.push("apart".into());
+        let refused = isobath(path, arguments).exits(1);
+        assert!(refused.stderr.contains("leave out --data-file"), "{}", refused.report());
+    }
+    assert!(fs::read(path.join("apart")).unwrap() == before);
+    // Where it is opened, it is the one that is given.
+    fs::rename(path.join("data"), path.join("moved")).unwrap();
+    let add = args!["bitmap", "--data-file", "moved", "--add", "apart", "changed"];
+    let _ = isobath(path, add).ok();
+    fs::rename(path.join("moved"), path.join("data")).unwrap();
+    let bitmaps = &qemu::info(&path.join("apart"))["format-specific"]["data"]["bitmaps"];
+    assert_eq!(bitmaps[0]["name"], "changed");
+}
+
+#[test]
 fn a_data_file_is_not_given_to_an_image_that_keeps_its_data() {
     let directory = laid_out();
     let path = directory.path();

@@ -516,3 +516,23 @@ fn a_new_backing_file_is_beside_the_image_however_the_image_is_named() {
         assert_eq!(qemu::info(&sub.join("overlay"))["backing-filename"], "other");
     }
 }
+
+#[test]
+fn sources_that_are_larger_together_than_a_disk_are_refused_by_name() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    let large = r#"json:{"driver":"null-co","size":"7E","read-zeroes":true}"#;
+    for sources in [&["small", large, large][..], &["small", large, large, large]] {
+        for format in ["raw", "qcow2", "vmdk"] {
+            fs::write(path.join("small"), [1; 512]).unwrap();
+            let mut arguments = args!["convert", "-O", format];
+            arguments.extend(sources.iter().map(OsString::from));
+            arguments.push("new".into());
+            let refused = isobath_in(path, &arguments).exits(1);
+            let told = r#"'json:{"driver":"null-co","size":"7E","read-zeroes":true}': its 8070450532247928832 bytes "#;
+            assert!(refused.stderr.contains(told), "{}", refused.report());
+            assert!(refused.stderr.contains("after 8070450532247929344"), "{}", refused.report());
+            assert!(!path.join("new").exists());
+        }
+    }
+}

@@ -13,7 +13,7 @@ use isobath_image::{DiskError, Result, invariant};
 use isobath_storage::{Host, IoBuf};
 use isobath_sync::AsyncMutex;
 use isobath_sync::order::in_order;
-pub use sources::{Content, Sources};
+pub use sources::{Content, Sources, TooLarge, total_size};
 use std::future::{Future, poll_fn};
 use std::ops::Range;
 use std::pin::pin;
@@ -103,13 +103,13 @@ impl<H: Host> DiskCopy<H> {
     /// Copies `sources` to the start of `target`.
     ///
     /// # Errors
-    /// If the target is too small, or options exclude each other.
+    /// If the target is too small, options exclude each other, or the sources are larger together than a disk may be.
     pub fn new(
         sources: Vec<Arc<Disk<H>>>,
         target: Arc<Disk<H>>,
         options: CopyOptions,
     ) -> Result<Self> {
-        let sources = Sources::new(sources, options.backing, options.salvage);
+        let sources = Sources::new(sources, options.backing, options.salvage)?;
         let refuse = |reason: &str| Err(DiskError::Unsupported(reason.into()));
         if target.size() < sources.size() {
             return refuse("output file is smaller than input file");

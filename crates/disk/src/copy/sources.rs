@@ -6,6 +6,7 @@ use isobath_image::{DiskError, Result, always};
 use isobath_storage::{Host, IoBuf};
 use isobath_sync::AsyncMutex;
 use std::collections::VecDeque;
+use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -53,18 +54,63 @@ impl Known {
     }
 }
 
+/// A disk that is too large to follow those before it in one disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TooLarge {
+    /// Its place among the disks.
+    pub index: usize,
+    /// Its bytes.
+    pub size: u64,
+    /// The bytes of those before it.
+    pub before: u64,
+}
+
+impl fmt::Display for TooLarge {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { size, before, .. } = self;
+        write!(
+            f,
+            "its {size} bytes after {before} of the images before it are more than a disk may have ({}); convert \
+             fewer images into one",
+            i64::MAX
+        )
+    }
+}
+
+/// The size of the disk that concatenates disks of these sizes, in bytes.
+///
+/// # Errors
+/// If it is more than a disk may have.
+pub fn total_size(sizes: &[u64]) -> std::result::Result<u64, TooLarge> {
+    let mut before = 0;
+    for (index, &size) in sizes.iter().enumerate() {
+        let sum = u64::checked_add(before, size).filter(|sum| i64::try_from(*sum).is_ok());
+        before = sum.ok_or(TooLarge { index, size, before })?;
+    }
+    Ok(before)
+}
+
 impl<H: Host> Sources<H> {
     /// Concatenates disks, for a target whose backing file has `backing` bytes. With `salvages`, what cannot be read
     /// is zero.
-    pub fn new(disks: Vec<Arc<Disk<H>>>, backing: Option<u64>, salvages: bool) -> Self {
-        let mut size = 0;
-        let mut placed = Vec::with_capacity(disks.len());
-        for disk in disks {
-            let length = disk.size();
-            placed.push((size, disk));
-            size += length;
-        }
-        Self { disks: placed, size, backing, salvages, known: AsyncMutex::default() }
+    ///
+    /// # Errors
+    /// If they are larger together than a disk may be.
+    pub fn new(disks: Vec<Arc<Disk<H>>>, backing: Option<u64>, salvages: bool) -> Result<Self> {
+        let sizes: Vec<u64> = disks.iter().map(|disk| disk.size()).collect();
+        let size = total_size(&sizes).map_err(|too_large| {
+            let layer = disks.get(too_large.index).and_then(|disk| disk.layers().next());
+            let image = layer.map(|layer| layer.name().to_owned()).unwrap_or_default();
+            DiskError::Refused { image, reason: too_large.to_string() }
+        })?;
+        let mut start = 0;
+        let placed = disks.into_iter().zip(sizes).map(|(disk, length)| {
+            let at = start;
+            start += length;
+            (at, disk)
+        });
+        let disks = placed.collect();
+        Ok(Self { disks, size, backing, salvages, known: AsyncMutex::default() })
     }
 
     /// The bytes of all disks.

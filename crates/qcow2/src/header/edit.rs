@@ -404,14 +404,17 @@ impl<'a> Places<'a> {
     }
 
     /// Writes that give the journal's feature bit its name in the feature name table: in the existing one, or in a new
-    /// one, which also has the other names if QEMU would write a table. They also clean up after a crash in the middle
-    /// of such an edit. `None` if there is no room.
+    /// one, which also has the other names if QEMU would write a table. In an existing one it comes after the last
+    /// whole entry that QEMU reads, and all bytes of the table stay. They also clean up after a crash in the middle of
+    /// such an edit. `None` if there is no room.
     fn name_journal(&self) -> Option<Vec<HeaderWrite>> {
         let name = FeatureName::journal();
         let tables = || self.extents.iter().filter(|extent| extent.magic == FEATURE_NAMES);
         let has_name = |extent: &Extent<'_>| {
-            let table = FeatureNameTable::parse(extent.data.unwrap_or_default());
-            table.find(name.kind, name.bit).is_some()
+            let data = extent.data.unwrap_or_default();
+            // QEMU sees no others.
+            let seen = data.get(..FeatureNameTable::used(data)).unwrap_or_default();
+            FeatureNameTable::parse(seen).find(name.kind, name.bit).is_some()
         };
         // The last is the one that is read.
         let named = tables().next_back().is_some_and(has_name);
@@ -429,8 +432,8 @@ impl<'a> Places<'a> {
         for extent in self.extents.iter().filter(|extent| extent.magic != MOVING) {
             let mut data = extent.data?.to_vec();
             if !named && extent.at == last.at {
-                data.truncate(data.len() - data.len() % FeatureName::SIZE);
-                data.extend(name.encode());
+                let at = FeatureNameTable::used(&data);
+                data.splice(at..at, name.encode());
             }
             extensions.push(Extension::Unknown { magic: extent.magic, data });
         }
@@ -454,6 +457,7 @@ impl<'a> Places<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::FeatureKind;
     use crate::header::tests::sample;
     use crate::index::BlockHash;
     use crate::lsn::Lsn;
@@ -678,6 +682,42 @@ mod tests {
         apply(&mut cluster, Some(&journal(2)), 1);
         assert_eq!(Places::find(&cluster).unwrap().end, end);
         assert_eq!(Header::parse(&cluster).unwrap().index(), Some(&index(1)));
+    }
+
+    #[test]
+    fn a_table_of_names_keeps_all_of_its_bytes_and_gets_the_journals_where_qemu_reads_it() {
+        let table = || FeatureNameTable::known().encode();
+        let empty = FeatureName::new(FeatureKind::Incompatible, 9, "").encode().collect::<Vec<_>>();
+        let unseen = FeatureName::journal().encode().collect();
+        let other = FeatureName::new(FeatureKind::Compatible, 40, "other").encode().collect();
+        for (seen, unseen) in [
+            (table(), Vec::new()),
+            (Vec::new(), Vec::new()),
+            // An incomplete entry, which QEMU reads too.
+            (table(), b"\0\x30incomplete".to_vec()),
+            (Vec::new(), b"\0\x30incomplete".to_vec()),
+            (table(), vec![0]),
+            (table(), [empty.clone(), unseen].concat()),
+            (table(), [empty.clone(), other, b"\x01\x29end".to_vec()].concat()),
+            (Vec::new(), [empty, table()].concat()),
+        ] {
+            let data = [seen.clone(), unseen.clone()].concat();
+            let names = Extension::Unknown { magic: FEATURE_NAMES, data };
+            let header = Header { extensions: vec![names], ..sample() };
+            let mut cluster = header.encode().unwrap();
+            for _ in 0..2 {
+                for (at, bytes) in Header::edit_journal(&cluster, Some(&journal(1))).unwrap() {
+                    cluster = put(&cluster, at, &bytes);
+                }
+                let places = Places::find(&cluster).unwrap();
+                let tables = places.extents.iter().filter(|extent| extent.magic == FEATURE_NAMES);
+                // The encoder puts one of its own before it; the last is the one that is read.
+                let data = tables.filter_map(|extent| extent.data).next_back();
+                let name = FeatureName::journal().encode().collect();
+                let expected = [seen.clone(), name, unseen.clone()].concat();
+                assert_eq!(data, Some(&expected[..]), "{seen:?}, {unseen:?}");
+            }
+        }
     }
 
     #[test]

@@ -56,7 +56,7 @@ pub(super) async fn convert(
     new: &Options,
     signals: &mut Signals,
 ) -> Outcome {
-    let disks = Sources::new(sources.to_vec(), None, args.salvage);
+    let disks = Sources::new(sources.to_vec(), None, args.salvage)?;
     let total = disks.size();
     let failed = |reason: String| {
         let what = format!("error while converting {}", new.format().name());

@@ -13,6 +13,7 @@ use crate::options::NamedFormat;
 use crate::program::NotUnderLinks;
 use crate::workers::{self, Progress};
 use crate::{messages, options, runtime, size};
+use isobath_disk::copy::total_size;
 use isobath_disk::{CopyOptions, Disk, DiskCopy, ImageFormat, SnapshotChoice};
 use isobath_ring::Signals;
 use isobath_storage::StorageExt;
@@ -252,7 +253,12 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             None => Vec::new(),
         };
         refuse_source(&name.path, &sources).await?;
-        let size = sources.iter().map(|source| source.size()).sum();
+        let sizes: Vec<u64> = sources.iter().map(|source| source.size()).collect();
+        let size = total_size(&sizes).map_err(|too_large| {
+            let input = args.images.get(too_large.index).map(|name| name.to_string_lossy());
+            let name = options::printable(&input.unwrap_or_default());
+            Failure::new(format_args!("'{name}': {too_large}"))
+        })?;
         let interrupted = Rc::new(Cell::new(None));
         let mut signals = Signals::new(&[libc::SIGINT, libc::SIGTERM])?;
         if let ImageFormat::Foreign(format) = args.output_format() {

@@ -48,6 +48,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             "without --backing-chain 'info' opens no backing file: leave out --backing-file",
         ));
     }
+    args.naming.instead.check_no_data("info")?;
     let naming = Naming { secrets_unneeded: true, ..args.naming.clone() };
     let image = naming.image(&args.image, args.format)?;
     let mut chain = read(&image, options::locking(args.force_share), args.backing_chain)?;

@@ -616,8 +616,16 @@ impl Args {
             }
         };
         let (accepting, handles) = (Arc::clone(server), handles.to_vec());
-        let listening = entrance
-            .map(|entrance| spawn(async move { accepting.serve_at(entrance, &handles).await }));
+        let listening = entrance.map(|entrance| {
+            spawn(async move {
+                let served = accepting.serve_at(entrance, &handles).await;
+                if let Err(error) = &served {
+                    // The device is served until somebody disconnects it.
+                    tracing::warn!(%error, "the listener failed: no other clients can connect");
+                }
+                served
+            })
+        });
         let used = async {
             if let Some(Err(error)) = end.unless_given(unblock(connected.look())).await {
                 tracing::debug!(%error, "the partitions were not read");
