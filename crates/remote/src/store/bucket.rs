@@ -1,0 +1,408 @@
+//! A bucket of an object store: S3, and Google's and Microsoft's.
+//!
+//! The client runs in a runtime of its own. It repeats nothing by itself: here every attempt has a time limit, all of
+//! them together another, and what is repeated is safe to repeat. An object's name is the digest of what it holds, so
+//! that a put whose outcome is unknown may be repeated; a conditional put is settled by reading the object.
+
+use super::{Entry, Found, Limits, Outcome, Parts, Store, Version};
+use crate::error::{Error, Result};
+use crate::progress::Progress;
+use futures_util::TryStreamExt;
+use object_store::aws::AmazonS3Builder;
+use object_store::azure::MicrosoftAzureBuilder;
+use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::multipart::{MultipartStore, PartId};
+use object_store::path::Path;
+use object_store::{
+    ClientOptions, GetOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload,
+    RetryConfig, UpdateVersion,
+};
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::future::Future;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+use tokio::runtime::Runtime;
+use tokio::time::{Instant, sleep, timeout};
+
+type Failed = object_store::Error;
+
+/// Least bytes of a part, and most parts.
+const PART: u64 = 8 << 20;
+const MOST_PARTS: u64 = 9_000;
+
+/// The longest pause between two attempts.
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+/// How often it is looked whether an operation was cancelled.
+const LOOK: Duration = Duration::from_millis(50);
+
+trait Client: ObjectStore + MultipartStore {}
+impl<T: ObjectStore + MultipartStore> Client for T {}
+
+/// A bucket.
+pub struct Bucket {
+    client: Arc<dyn Client>,
+    /// What all names begin with, with a slash at the end; may be empty.
+    prefix: String,
+    limits: Limits,
+    progress: Arc<Progress>,
+    runtime: Runtime,
+}
+
+impl Bucket {
+    /// A bucket, with the credentials and the endpoint that the environment names.
+    ///
+    /// # Errors
+    /// The environment names none, or wrong ones.
+    pub fn open(
+        scheme: &str,
+        bucket: &str,
+        prefix: &str,
+        limits: Limits,
+        progress: &Arc<Progress>,
+    ) -> Result<Self> {
+        // Another part of the process may have chosen one.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let options = || {
+            let connect = limits.attempt.min(Duration::from_secs(10));
+            ClientOptions::default().with_timeout(limits.attempt).with_connect_timeout(connect)
+        };
+        let retry =
+            RetryConfig { max_retries: 0, retry_timeout: limits.attempt, ..RetryConfig::default() };
+        let wrong = |error: Failed| {
+            Error::refused(format_args!("cannot use {scheme}://{bucket}: {}", short(&error)))
+        };
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .thread_name("remote")
+            .enable_all()
+            .build();
+        let runtime =
+            runtime.map_err(|error| Error::Local(format!("cannot start threads: {error}")))?;
+        let _inside = runtime.enter();
+        let client: Arc<dyn Client> = match scheme {
+            "s3" => {
+                let allow = std::env::var("AWS_ALLOW_HTTP")
+                    .is_ok_and(|value| value == "true" || value == "1");
+                let builder =
+                    AmazonS3Builder::from_env().with_bucket_name(bucket).with_retry(retry);
+                let builder = builder.with_client_options(options().with_allow_http(allow));
+                Arc::new(builder.build().map_err(wrong)?)
+            }
+            "gs" => {
+                let builder = GoogleCloudStorageBuilder::from_env()
+                    .with_bucket_name(bucket)
+                    .with_retry(retry);
+                Arc::new(builder.with_client_options(options()).build().map_err(wrong)?)
+            }
+            _ => {
+                let builder =
+                    MicrosoftAzureBuilder::from_env().with_container_name(bucket).with_retry(retry);
+                Arc::new(builder.with_client_options(options()).build().map_err(wrong)?)
+            }
+        };
+        let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
+        Ok(Self { client, prefix, limits, progress: Arc::clone(progress), runtime })
+    }
+
+    fn path(&self, key: &str) -> Path {
+        Path::from(format!("{}{key}", self.prefix))
+    }
+
+    /// Runs an operation until it succeeds, its failure is final, or the time is over.
+    fn run<T, F: Future<Output = std::result::Result<T, Failed>>>(
+        &self,
+        what: &str,
+        key: &str,
+        cancellable: bool,
+        operation: impl Fn() -> F,
+    ) -> Result<std::result::Result<T, Failed>> {
+        let work = async {
+            let end = Instant::now() + self.limits.overall;
+            let mut pause = self.limits.pause;
+            loop {
+                let left = end.saturating_duration_since(Instant::now());
+                let attempt = timeout(self.limits.attempt.min(left), operation()).await;
+                let cause = match attempt {
+                    Ok(Ok(done)) => return Ok(Ok(done)),
+                    Ok(Err(error)) if is_final(&error) => return Ok(Err(error)),
+                    Ok(Err(error)) => short(&error),
+                    Err(_) => format!("no answer within {:?}", self.limits.attempt),
+                };
+                if Instant::now() + pause >= end {
+                    let limit = self.limits.overall;
+                    return Err(Error::store(
+                        what,
+                        key,
+                        format_args!("{cause} (given up after {limit:?})"),
+                    ));
+                }
+                sleep(pause).await;
+                pause = (pause * 2).min(LONGEST_PAUSE);
+            }
+        };
+        let cancelled = async {
+            while !(cancellable && self.progress.is_cancelled()) {
+                sleep(LOOK).await;
+            }
+        };
+        self.runtime.block_on(async {
+            tokio::pin!(work, cancelled);
+            match futures_util::future::select(work, cancelled).await {
+                futures_util::future::Either::Left((done, _)) => done,
+                futures_util::future::Either::Right(_) => Err(Error::Interrupted),
+            }
+        })
+    }
+
+    /// The same, where a failure that is final is an error.
+    fn done<T, F: Future<Output = std::result::Result<T, Failed>>>(
+        &self,
+        what: &str,
+        key: &str,
+        operation: impl Fn() -> F,
+    ) -> Result<T> {
+        self.run(what, key, true, operation)?
+            .map_err(|error| Error::store(what, key, short(&error)))
+    }
+}
+
+/// Whether repeating the request gives the same. The client does not say which status it got, except in words; if they
+/// are not found, the request is repeated.
+fn is_final(error: &Failed) -> bool {
+    match error {
+        Failed::Generic { .. } => match status(error) {
+            None => error.to_string().contains("redirect"),
+            Some(408 | 425 | 429) => false,
+            Some(501) => true,
+            Some(status) => (300..500).contains(&status),
+        },
+        _ => true,
+    }
+}
+
+fn status(error: &Failed) -> Option<u32> {
+    let text = error.to_string();
+    let (_, rest) = text.split_once("status code: ")?;
+    rest.get(..3)?.parse().ok()
+}
+
+/// The message of an error, without the pages that some servers answer.
+fn short(error: &impl Display) -> String {
+    const MOST: usize = 300;
+    let text = error.to_string();
+    match text.char_indices().nth(MOST) {
+        Some((end, _)) => format!("{}...", text.get(..end).unwrap_or_default()),
+        None => text,
+    }
+}
+
+impl Store for Bucket {
+    fn head(&self, key: &str) -> Result<Option<Found>> {
+        let path = self.path(key);
+        match self.run("look at", key, true, || self.client.head(&path))? {
+            Ok(found) => {
+                Ok(Some(Found { length: found.size, modified: found.last_modified.into() }))
+            }
+            Err(Failed::NotFound { .. }) => Ok(None),
+            Err(error) => Err(Error::store("look at", key, short(&error))),
+        }
+    }
+
+    fn get(&self, key: &str, most: u64) -> Result<Option<(Vec<u8>, Version)>> {
+        let path = self.path(key);
+        let read = || async {
+            let found = self.client.get_opts(&path, GetOptions::default()).await?;
+            let meta = found.meta.clone();
+            if meta.size > most {
+                return Ok(Err(meta.size));
+            }
+            let bytes = found.bytes().await?;
+            Ok(Ok((bytes, Version { tag: meta.e_tag, number: meta.version })))
+        };
+        match self.run("read", key, true, read)? {
+            Ok(Ok((bytes, version))) if bytes.len() as u64 <= most => {
+                Ok(Some((bytes.to_vec(), version)))
+            }
+            Ok(_) => Err(Error::damaged(format_args!(
+                "'{key}' has more than the {most} bytes that it may have"
+            ))),
+            Err(Failed::NotFound { .. }) => Ok(None),
+            Err(error) => Err(Error::store("read", key, short(&error))),
+        }
+    }
+
+    fn read(&self, key: &str, offset: u64, length: usize) -> Result<Vec<u8>> {
+        let path = self.path(key);
+        let read = || async {
+            let bytes = self.client.get_range(&path, offset..offset + length as u64).await?;
+            if bytes.len() == length {
+                Ok(bytes)
+            } else {
+                Err(Failed::Generic {
+                    store: "store",
+                    source: "it answered with too few bytes".into(),
+                })
+            }
+        };
+        match self.run("read", key, true, read)? {
+            Ok(bytes) => Ok(bytes.to_vec()),
+            Err(Failed::NotFound { .. }) => {
+                Err(Error::damaged(format_args!("'{key}' is missing in the store")))
+            }
+            Err(error) => Err(Error::store("read", key, short(&error))),
+        }
+    }
+
+    fn put(&self, key: &str, bytes: &[u8]) -> Result<()> {
+        let (path, payload) =
+            (self.path(key), PutPayload::from(bytes::Bytes::copy_from_slice(bytes)));
+        self.done("write", key, || self.client.put(&path, payload.clone())).map(drop)
+    }
+
+    fn put_if(&self, key: &str, bytes: &[u8], was: Option<&Version>) -> Result<Outcome> {
+        let (path, payload) =
+            (self.path(key), PutPayload::from(bytes::Bytes::copy_from_slice(bytes)));
+        let mode = match was {
+            None => PutMode::Create,
+            Some(was) => PutMode::Update(UpdateVersion {
+                e_tag: was.tag.clone(),
+                version: was.number.clone(),
+            }),
+        };
+        let end = std::time::Instant::now() + self.limits.overall;
+        let mut pause = self.limits.pause;
+        loop {
+            // One attempt: whether it may be repeated is seen by reading the object.
+            let attempt = self.runtime.block_on(async {
+                let options = PutOptions { mode: mode.clone(), ..PutOptions::default() };
+                timeout(self.limits.attempt, self.client.put_opts(&path, payload.clone(), options))
+                    .await
+            });
+            let failed = match attempt {
+                Ok(Ok(_)) => return Ok(Outcome::Done),
+                Ok(Err(Failed::NotImplemented { .. } | Failed::NotSupported { .. })) => {
+                    return Ok(Outcome::Unsupported);
+                }
+                Ok(Err(error)) if status(&error) == Some(501) => return Ok(Outcome::Unsupported),
+                Ok(Err(error)) => Some(error),
+                Err(_) => None,
+            };
+            let refused =
+                matches!(&failed, Some(Failed::AlreadyExists { .. } | Failed::Precondition { .. }));
+            if let Some(error) = failed.as_ref().filter(|error| !refused && is_final(error)) {
+                return Err(Error::store("write", key, short(error)));
+            }
+            match self.get(key, bytes.len() as u64) {
+                Ok(Some((now, _))) if now == bytes => return Ok(Outcome::Done),
+                Ok(now) if now.as_ref().map(|(_, version)| version) != was => {
+                    return Ok(Outcome::Changed);
+                }
+                // It is longer than what was to be written.
+                Err(Error::Damaged(_)) if refused => return Ok(Outcome::Changed),
+                Ok(_) | Err(Error::Damaged(_)) => {}
+                Err(error) => return Err(error),
+            }
+            if self.progress.is_cancelled() {
+                return Err(Error::Interrupted);
+            }
+            if std::time::Instant::now() + pause >= end {
+                let cause = failed.map_or_else(|| "no answer".to_owned(), |error| short(&error));
+                return Err(Error::store("write", key, cause));
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    fn begin<'a>(&'a self, key: &str, length: u64) -> Result<Box<dyn Parts + 'a>> {
+        let path = self.path(key);
+        let id = self.done("begin", key, || self.client.create_multipart(&path))?;
+        let size = PART.max(length.div_ceil(MOST_PARTS).next_multiple_of(PART));
+        Ok(Box::new(Upload {
+            bucket: self,
+            key: key.to_owned(),
+            path,
+            id,
+            size,
+            length,
+            parts: Mutex::default(),
+        }))
+    }
+
+    fn list(&self, prefix: &str) -> Result<Vec<Entry>> {
+        let path = self.path(prefix);
+        let list = || async { self.client.list(Some(&path)).try_collect::<Vec<_>>().await };
+        let found = self.done("list", prefix, list)?;
+        let entries = found.into_iter().filter_map(|found| {
+            let key = found.location.as_ref().strip_prefix(&self.prefix)?.to_owned();
+            Some(Entry {
+                key,
+                found: Found { length: found.size, modified: found.last_modified.into() },
+            })
+        });
+        Ok(entries.collect())
+    }
+
+    fn delete(&self, key: &str) -> Result<()> {
+        let path = self.path(key);
+        // Whoever was cancelled still removes what it has noted.
+        match self.run("remove", key, false, || self.client.delete(&path))? {
+            Ok(()) | Err(Failed::NotFound { .. }) => Ok(()),
+            Err(error) => Err(Error::store("remove", key, short(&error))),
+        }
+    }
+
+    fn sweep(&self, _before: SystemTime) -> Result<u64> {
+        // Parts of uploads that were not finished are seen by nobody; a rule of the bucket removes them.
+        Ok(0)
+    }
+}
+
+/// An object whose parts are sent.
+struct Upload<'b> {
+    bucket: &'b Bucket,
+    key: String,
+    path: Path,
+    id: String,
+    size: u64,
+    length: u64,
+    parts: Mutex<BTreeMap<u64, PartId>>,
+}
+
+impl Parts for Upload<'_> {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn put(&self, number: u64, bytes: Vec<u8>) -> Result<()> {
+        let payload = PutPayload::from(bytes);
+        let client = &self.bucket.client;
+        let send = || client.put_part(&self.path, &self.id, number as usize, payload.clone());
+        let id = self.bucket.done("write", &self.key, send)?;
+        self.parts.lock().unwrap_or_else(PoisonError::into_inner).insert(number, id);
+        Ok(())
+    }
+
+    fn finish(self: Box<Self>) -> Result<()> {
+        let parts = std::mem::take(&mut *self.parts.lock().unwrap_or_else(PoisonError::into_inner));
+        let parts: Vec<PartId> = parts.into_values().collect();
+        let client = &self.bucket.client;
+        let finish = || client.complete_multipart(&self.path, &self.id, parts.clone());
+        let finished = self.bucket.run("write", &self.key, true, finish)?;
+        let Err(error) = finished else { return Ok(()) };
+        // If an attempt succeeded whose answer was lost, the next one finds no upload any more.
+        match self.bucket.head(&self.key)? {
+            Some(found) if found.length == self.length => Ok(()),
+            _ => Err(Error::store("write", &self.key, short(&error))),
+        }
+    }
+
+    fn abandon(self: Box<Self>) -> Result<()> {
+        let client = &self.bucket.client;
+        let abort = || client.abort_multipart(&self.path, &self.id);
+        let aborted = self.bucket.run("remove the parts of", &self.key, false, abort)?;
+        aborted.map_err(|error| Error::store("remove the parts of", &self.key, short(&error)))
+    }
+}

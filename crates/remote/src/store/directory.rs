@@ -1,0 +1,300 @@
+//! A directory as a store: each object is a file, which appears by a rename when its contents are durable.
+
+use super::{Entry, Found, Outcome, Parts, Store, Version};
+use crate::digest::{Digest, unique};
+use crate::error::{Error, Result};
+use crate::local::{self, rename_new};
+use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::SystemTime;
+
+/// What the name of a file begins with that is no object yet.
+const TEMPORARY: &str = ".tmp-";
+
+/// Who changes objects under a condition has this file's lock.
+const LOCK: &str = ".lock";
+
+/// Bytes of a part.
+const PART: u64 = 8 << 20;
+
+/// A store in a directory, which is open: whatever its name refers to later, objects go there.
+#[derive(Debug)]
+pub struct Directory {
+    path: PathBuf,
+    root: OwnedFd,
+    /// Conditional puts of this process, one at a time: the lock is the process's.
+    conditional: Mutex<()>,
+}
+
+impl Directory {
+    /// Opens a store. An empty directory is one.
+    ///
+    /// # Errors
+    /// There is no such directory.
+    pub fn open(path: &Path) -> Result<Self> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let root = rustix::fs::open(path, flags, Mode::empty());
+        let root = root.map_err(|error| Error::local("open the directory", path, error))?;
+        Ok(Self { path: path.to_owned(), root, conditional: Mutex::default() })
+    }
+
+    fn failed(&self, what: &str, key: &str, error: impl std::fmt::Display) -> Error {
+        Error::local(what, &self.path.join(key), error)
+    }
+
+    /// The directory of an object, and its name there. With `create` it is made.
+    fn place<'k>(&self, key: &'k str, create: bool) -> Result<Option<(OwnedFd, &'k str)>> {
+        let (directory, name) = key.rsplit_once('/').unwrap_or((".", key));
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let mut opened = rustix::fs::openat(&self.root, directory, flags, Mode::empty());
+        if create && matches!(opened, Err(Errno::NOENT)) {
+            match rustix::fs::mkdirat(&self.root, directory, Mode::from_raw_mode(0o777)) {
+                Ok(()) | Err(Errno::EXIST) => {}
+                Err(error) => return Err(self.failed("create the directory", directory, error)),
+            }
+            rustix::fs::fsync(&self.root).map_err(|error| self.failed("flush", ".", error))?;
+            opened = rustix::fs::openat(&self.root, directory, flags, Mode::empty());
+        }
+        match opened {
+            Ok(directory) => Ok(Some((directory, name))),
+            Err(Errno::NOENT) if !create => Ok(None),
+            Err(error) => Err(self.failed("open the directory", directory, error)),
+        }
+    }
+
+    /// Keeps other processes from changing objects under a condition, and from removing them, until it is dropped.
+    fn lock(&self) -> Result<OwnedFd> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let lock = rustix::fs::openat(&self.root, LOCK, flags, Mode::from_raw_mode(0o666));
+        let lock = lock.map_err(|error| self.failed("open", LOCK, error))?;
+        let locked = rustix::fs::flock(&lock, FlockOperation::LockExclusive);
+        locked.map_err(|error| self.failed("lock", LOCK, error))?;
+        Ok(lock)
+    }
+
+    /// An object's file, opened for reading.
+    fn file(&self, key: &str) -> Result<Option<File>> {
+        let Some((directory, name)) = self.place(key, false)? else { return Ok(None) };
+        match local::open_file(&directory, Path::new(name)) {
+            Ok(file) => Ok(file),
+            Err(error) => Err(self.failed("open", key, error)),
+        }
+    }
+
+    fn temporary(&self, key: &str) -> Result<Temporary<'_>> {
+        let Some((directory, name)) = self.place(key, true)? else {
+            unreachable!("a directory that is created is there")
+        };
+        let hidden = format!("{TEMPORARY}{}", unique()?);
+        let flags =
+            OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = rustix::fs::openat(&directory, &*hidden, flags, Mode::from_raw_mode(0o666));
+        let file = File::from(file.map_err(|error| self.failed("create", key, error))?);
+        Ok(Temporary {
+            store: self,
+            key: key.to_owned(),
+            name: name.to_owned(),
+            directory,
+            hidden,
+            file,
+            kept: false,
+        })
+    }
+}
+
+/// A file that is no object yet.
+struct Temporary<'s> {
+    store: &'s Directory,
+    key: String,
+    name: String,
+    directory: OwnedFd,
+    hidden: String,
+    file: File,
+    /// It has become an object.
+    kept: bool,
+}
+
+impl Temporary<'_> {
+    fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.file
+            .write_all_at(bytes, offset)
+            .map_err(|error| self.store.failed("write", &self.key, error))
+    }
+
+    /// Makes it the object, in place of another or of none.
+    fn keep(mut self, replace: bool) -> Result<Outcome> {
+        self.file.sync_all().map_err(|error| self.store.failed("flush", &self.key, error))?;
+        let renamed = if replace {
+            rustix::fs::renameat(&self.directory, &*self.hidden, &self.directory, &*self.name)
+        } else {
+            rename_new(&self.directory, Path::new(&self.hidden), Path::new(&self.name))
+        };
+        match renamed {
+            Ok(()) => self.kept = true,
+            Err(Errno::EXIST) if !replace => return Ok(Outcome::Changed),
+            Err(error) => return Err(self.store.failed("create", &self.key, error)),
+        }
+        let flushed = rustix::fs::fsync(&self.directory);
+        flushed.map_err(|error| self.store.failed("flush the directory of", &self.key, error))?;
+        Ok(Outcome::Done)
+    }
+}
+
+impl Drop for Temporary<'_> {
+    fn drop(&mut self) {
+        if !self.kept {
+            // What stays is removed when objects are collected.
+            let _ = rustix::fs::unlinkat(&self.directory, &*self.hidden, AtFlags::empty());
+        }
+    }
+}
+
+impl Store for Directory {
+    fn head(&self, key: &str) -> Result<Option<Found>> {
+        let Some(file) = self.file(key)? else { return Ok(None) };
+        let metadata = file.metadata().map_err(|error| self.failed("examine", key, error))?;
+        let modified = metadata.modified().map_err(|error| self.failed("examine", key, error))?;
+        Ok(Some(Found { length: metadata.len(), modified }))
+    }
+
+    fn get(&self, key: &str, most: u64) -> Result<Option<(Vec<u8>, Version)>> {
+        let Some(file) = self.file(key)? else { return Ok(None) };
+        let mut bytes = Vec::new();
+        let read = file.take(most.saturating_add(1)).read_to_end(&mut bytes);
+        read.map_err(|error| self.failed("read", key, error))?;
+        if bytes.len() as u64 > most {
+            return Err(Error::damaged(format_args!(
+                "'{key}' has more than the {most} bytes that it may have"
+            )));
+        }
+        let tag = Digest::of(&bytes).to_string();
+        Ok(Some((bytes, Version { tag: Some(tag), number: None })))
+    }
+
+    fn read(&self, key: &str, offset: u64, length: usize) -> Result<Vec<u8>> {
+        let missing = || Error::damaged(format_args!("'{key}' is missing in the store"));
+        let file = self.file(key)?.ok_or_else(missing)?;
+        let mut bytes = vec![0; length];
+        match file.read_exact_at(&mut bytes, offset) {
+            Ok(()) => Ok(bytes),
+            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => Err(Error::damaged(
+                format_args!("'{key}' ends before byte {}", offset + length as u64),
+            )),
+            Err(error) => Err(self.failed("read", key, error)),
+        }
+    }
+
+    fn put(&self, key: &str, bytes: &[u8]) -> Result<()> {
+        let temporary = self.temporary(key)?;
+        temporary.write(0, bytes)?;
+        temporary.keep(true).map(|_| ())
+    }
+
+    fn put_if(&self, key: &str, bytes: &[u8], was: Option<&Version>) -> Result<Outcome> {
+        let _alone = self.conditional.lock().unwrap_or_else(PoisonError::into_inner);
+        let _lock = self.lock()?;
+        let now = self.get(key, u64::MAX >> 1)?.map(|(_, version)| version);
+        if now.as_ref() != was {
+            return Ok(Outcome::Changed);
+        }
+        let temporary = self.temporary(key)?;
+        temporary.write(0, bytes)?;
+        temporary.keep(was.is_some())
+    }
+
+    fn begin<'a>(&'a self, key: &str, length: u64) -> Result<Box<dyn Parts + 'a>> {
+        let begun = self.temporary(key)?;
+        begun.file.set_len(length).map_err(|error| self.failed("write", key, error))?;
+        Ok(Box::new(begun))
+    }
+
+    fn list(&self, prefix: &str) -> Result<Vec<Entry>> {
+        let mut entries = Vec::new();
+        self.each_file(prefix, |name, file, key| {
+            if !name.starts_with('.') {
+                let modified =
+                    file.modified().map_err(|error| self.failed("examine", key, error))?;
+                entries.push(Entry {
+                    key: key.to_owned(),
+                    found: Found { length: file.size(), modified },
+                });
+            }
+            Ok(())
+        })?;
+        entries.sort_unstable_by(|one, other| one.key.cmp(&other.key));
+        Ok(entries)
+    }
+
+    fn delete(&self, key: &str) -> Result<()> {
+        let _alone = self.conditional.lock().unwrap_or_else(PoisonError::into_inner);
+        let _lock = self.lock()?;
+        let Some((directory, name)) = self.place(key, false)? else { return Ok(()) };
+        match rustix::fs::unlinkat(&directory, name, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => Ok(()),
+            Err(error) => Err(self.failed("remove", key, error)),
+        }
+    }
+
+    fn sweep(&self, before: SystemTime) -> Result<u64> {
+        let mut left = Vec::new();
+        let kinds =
+            crate::keys::KINDS.into_iter().chain([crate::keys::MANIFESTS, crate::keys::PUSHES, ""]);
+        for prefix in kinds {
+            self.each_file(prefix, |name, file, key| {
+                let modified =
+                    file.modified().map_err(|error| self.failed("examine", key, error))?;
+                if name.starts_with(TEMPORARY) && modified < before {
+                    left.push(key.to_owned());
+                }
+                Ok(())
+            })?;
+        }
+        left.iter().try_for_each(|key| self.delete(key))?;
+        Ok(left.len() as u64)
+    }
+}
+
+impl Directory {
+    /// Shows all files of a directory: the name, what is known, and the key.
+    fn each_file(
+        &self,
+        prefix: &str,
+        mut show: impl FnMut(&str, &std::fs::Metadata, &str) -> Result<()>,
+    ) -> Result<()> {
+        let Some((directory, _)) = self.place(prefix, false)? else { return Ok(()) };
+        let entries = rustix::fs::Dir::read_from(&directory);
+        for entry in entries.map_err(|error| self.failed("read the directory", prefix, error))? {
+            let entry = entry.map_err(|error| self.failed("read the directory", prefix, error))?;
+            let Ok(name) = entry.file_name().to_str() else { continue };
+            // One that is removed meanwhile is none.
+            let opened = local::open_file(&directory, Path::new(name)).ok().flatten();
+            let Some(metadata) = opened.and_then(|file| file.metadata().ok()) else { continue };
+            show(name, &metadata, &format!("{prefix}{name}"))?;
+        }
+        Ok(())
+    }
+}
+
+impl Parts for Temporary<'_> {
+    fn size(&self) -> u64 {
+        PART
+    }
+
+    fn put(&self, number: u64, bytes: Vec<u8>) -> Result<()> {
+        self.write(number * PART, &bytes)
+    }
+
+    fn finish(self: Box<Self>) -> Result<()> {
+        self.keep(true).map(|_| ())
+    }
+
+    fn abandon(self: Box<Self>) -> Result<()> {
+        Ok(())
+    }
+}
