@@ -7,7 +7,7 @@ use crate::trust::Trusting;
 use crate::{json, options, runtime, size};
 use isobath_disk::{Disk, ImageFormat, Layer, OpenOptions, Secrets};
 use isobath_remote::{Address, Format, LocalLayer, Replace, push};
-use isobath_storage::{FileId, Storage, StorageExt};
+use isobath_storage::{FileId, Storage};
 use serde_json::json;
 use std::fs::File;
 use std::io::Write;

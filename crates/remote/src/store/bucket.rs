@@ -8,14 +8,14 @@ use super::{Entry, Found, Limits, Outcome, Parts, Store, Version};
 use crate::error::{Error, Result};
 use crate::progress::Progress;
 use futures_util::TryStreamExt;
-use object_store::aws::AmazonS3Builder;
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::MicrosoftAzureBuilder;
 use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
 use object_store::{
-    ClientOptions, GetOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload,
-    RetryConfig, UpdateVersion,
+    ClientConfigKey, ClientOptions, GetOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions,
+    PutPayload, RetryConfig, UpdateVersion,
 };
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -33,6 +33,9 @@ const MOST_PARTS: u64 = 9_000;
 
 /// The longest pause between two attempts.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+/// The limit of an operation that tidies up after an interruption.
+const HURRIED: Duration = Duration::from_secs(5);
 
 /// How often it is looked whether an operation was cancelled.
 const LOOK: Duration = Duration::from_millis(50);
@@ -62,45 +65,56 @@ impl Bucket {
         limits: Limits,
         progress: &Arc<Progress>,
     ) -> Result<Self> {
-        // Another part of the process may have chosen one.
-        let _ = rustls::crypto::ring::default_provider().install_default();
-        let options = || {
-            let connect = limits.attempt.min(Duration::from_secs(10));
-            ClientOptions::default().with_timeout(limits.attempt).with_connect_timeout(connect)
-        };
-        let retry =
-            RetryConfig { max_retries: 0, retry_timeout: limits.attempt, ..RetryConfig::default() };
         let wrong = |error: Failed| {
             Error::refused(format_args!("cannot use {scheme}://{bucket}: {}", short(&error)))
         };
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(2)
-            .thread_name("remote")
-            .enable_all()
-            .build();
-        let runtime =
-            runtime.map_err(|error| Error::Local(format!("cannot start threads: {error}")))?;
-        let _inside = runtime.enter();
-        let client: Arc<dyn Client> = match scheme {
-            "s3" => {
-                let allow = std::env::var("AWS_ALLOW_HTTP")
-                    .is_ok_and(|value| value == "true" || value == "1");
-                let builder =
-                    AmazonS3Builder::from_env().with_bucket_name(bucket).with_retry(retry);
-                let builder = builder.with_client_options(options().with_allow_http(allow));
-                Arc::new(builder.build().map_err(wrong)?)
-            }
+        let (options, retry) = (client_options(limits), retry_config(limits));
+        Self::new(prefix, limits, progress, || match scheme {
+            "s3" => s3(AmazonS3Builder::from_env().with_bucket_name(bucket), limits).map_err(wrong),
             "gs" => {
-                let builder = GoogleCloudStorageBuilder::from_env()
-                    .with_bucket_name(bucket)
-                    .with_retry(retry);
-                Arc::new(builder.with_client_options(options()).build().map_err(wrong)?)
+                let builder = GoogleCloudStorageBuilder::from_env().with_bucket_name(bucket);
+                let builder = builder.with_client_options(options).with_retry(retry);
+                Ok(Arc::new(builder.build().map_err(wrong)?) as Arc<dyn Client>)
             }
             _ => {
-                let builder =
-                    MicrosoftAzureBuilder::from_env().with_container_name(bucket).with_retry(retry);
-                Arc::new(builder.with_client_options(options()).build().map_err(wrong)?)
+                let builder = MicrosoftAzureBuilder::from_env().with_container_name(bucket);
+                let builder = builder.with_client_options(options).with_retry(retry);
+                Ok(Arc::new(builder.build().map_err(wrong)?) as Arc<dyn Client>)
             }
+        })
+    }
+
+    /// A bucket of S3 that is not described by the environment alone.
+    ///
+    /// # Errors
+    /// The description is wrong.
+    pub fn of_s3(
+        builder: AmazonS3Builder,
+        prefix: &str,
+        limits: Limits,
+        progress: &Arc<Progress>,
+    ) -> Result<Self> {
+        let wrong = |error: Failed| {
+            Error::refused(format_args!("cannot use the bucket: {}", short(&error)))
+        };
+        Self::new(prefix, limits, progress, || s3(builder, limits).map_err(wrong))
+    }
+
+    fn new(
+        prefix: &str,
+        limits: Limits,
+        progress: &Arc<Progress>,
+        client: impl FnOnce() -> Result<Arc<dyn Client>>,
+    ) -> Result<Self> {
+        // Another part of the process may have chosen one.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let mut runtime = tokio::runtime::Builder::new_multi_thread();
+        let runtime = runtime.worker_threads(2).thread_name("remote").enable_all().build();
+        let runtime =
+            runtime.map_err(|error| Error::Local(format!("cannot start threads: {error}")))?;
+        let client = {
+            let _inside = runtime.enter();
+            client()?
         };
         let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
         Ok(Self { client, prefix, limits, progress: Arc::clone(progress), runtime })
@@ -119,7 +133,10 @@ impl Bucket {
         operation: impl Fn() -> F,
     ) -> Result<std::result::Result<T, Failed>> {
         let work = async {
-            let end = Instant::now() + self.limits.overall;
+            // Whoever was interrupted does not wait long to tidy up.
+            let hurried = self.progress.is_cancelled().then_some(HURRIED);
+            let end =
+                Instant::now() + hurried.unwrap_or(self.limits.overall).min(self.limits.overall);
             let mut pause = self.limits.pause;
             loop {
                 let left = end.saturating_duration_since(Instant::now());
@@ -166,6 +183,25 @@ impl Bucket {
         self.run(what, key, true, operation)?
             .map_err(|error| Error::store(what, key, short(&error)))
     }
+}
+
+fn s3(builder: AmazonS3Builder, limits: Limits) -> std::result::Result<Arc<dyn Client>, Failed> {
+    // The options take the place of those that the environment gave.
+    let allow = builder.get_config_value(&AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp));
+    let options =
+        client_options(limits).with_allow_http(allow.is_some_and(|allow| allow == "true"));
+    let builder = builder.with_client_options(options).with_retry(retry_config(limits));
+    Ok(Arc::new(builder.build()?))
+}
+
+fn client_options(limits: Limits) -> ClientOptions {
+    let connect = limits.attempt.min(Duration::from_secs(10));
+    ClientOptions::default().with_timeout(limits.attempt).with_connect_timeout(connect)
+}
+
+/// The client repeats nothing.
+fn retry_config(limits: Limits) -> RetryConfig {
+    RetryConfig { max_retries: 0, retry_timeout: limits.attempt, ..RetryConfig::default() }
 }
 
 /// Whether repeating the request gives the same. The client does not say which status it got, except in words; if they

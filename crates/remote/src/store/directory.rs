@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::SystemTime;
@@ -216,17 +216,11 @@ impl Store for Directory {
 
     fn list(&self, prefix: &str) -> Result<Vec<Entry>> {
         let mut entries = Vec::new();
-        self.each_file(prefix, |name, file, key| {
-            if !name.starts_with('.') {
-                let modified =
-                    file.modified().map_err(|error| self.failed("examine", key, error))?;
-                entries.push(Entry {
-                    key: key.to_owned(),
-                    found: Found { length: file.size(), modified },
-                });
-            }
-            Ok(())
-        })?;
+        self.each_file(
+            prefix,
+            |name| !name.starts_with('.'),
+            |key, found| entries.push(Entry { key, found }),
+        )?;
         entries.sort_unstable_by(|one, other| one.key.cmp(&other.key));
         Ok(entries)
     }
@@ -246,14 +240,8 @@ impl Store for Directory {
         let kinds =
             crate::keys::KINDS.into_iter().chain([crate::keys::MANIFESTS, crate::keys::PUSHES, ""]);
         for prefix in kinds {
-            self.each_file(prefix, |name, file, key| {
-                let modified =
-                    file.modified().map_err(|error| self.failed("examine", key, error))?;
-                if name.starts_with(TEMPORARY) && modified < before {
-                    left.push(key.to_owned());
-                }
-                Ok(())
-            })?;
+            let add = |key, found: Found| left.extend((found.modified < before).then_some(key));
+            self.each_file(prefix, |name| name.starts_with(TEMPORARY), add)?;
         }
         left.iter().try_for_each(|key| self.delete(key))?;
         Ok(left.len() as u64)
@@ -261,21 +249,27 @@ impl Store for Directory {
 }
 
 impl Directory {
-    /// Shows all files of a directory: the name, what is known, and the key.
+    /// Shows the files of a directory with the names that are wanted. If one of these is anything else than a file, or
+    /// cannot be opened, that is an error: whoever collects objects must not overlook a manifest.
     fn each_file(
         &self,
         prefix: &str,
-        mut show: impl FnMut(&str, &std::fs::Metadata, &str) -> Result<()>,
+        is_wanted: impl Fn(&str) -> bool,
+        mut show: impl FnMut(String, Found),
     ) -> Result<()> {
         let Some((directory, _)) = self.place(prefix, false)? else { return Ok(()) };
         let entries = rustix::fs::Dir::read_from(&directory);
         for entry in entries.map_err(|error| self.failed("read the directory", prefix, error))? {
             let entry = entry.map_err(|error| self.failed("read the directory", prefix, error))?;
-            let Ok(name) = entry.file_name().to_str() else { continue };
+            let name = entry.file_name().to_string_lossy();
+            if matches!(&*name, "." | "..") || !is_wanted(&name) {
+                continue;
+            }
             // One that is removed meanwhile is none.
-            let opened = local::open_file(&directory, Path::new(name)).ok().flatten();
-            let Some(metadata) = opened.and_then(|file| file.metadata().ok()) else { continue };
-            show(name, &metadata, &format!("{prefix}{name}"))?;
+            let key = format!("{prefix}{name}");
+            if let Some(found) = self.head(&key)? {
+                show(key, found);
+            }
         }
         Ok(())
     }

@@ -119,14 +119,14 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self::within(Duration::from_secs(300))
+        Self::within(Duration::from_mins(5))
     }
 }
 
 impl Limits {
     /// The usual ones within an overall limit.
     pub fn within(overall: Duration) -> Self {
-        let attempt = overall.min(Duration::from_secs(60));
+        let attempt = overall.min(Duration::from_mins(1));
         Self { overall, attempt, pause: Duration::from_millis(200) }
     }
 }
