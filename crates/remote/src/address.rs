@@ -49,7 +49,7 @@ impl Address {
         };
         // What is wrong with the store comes first: only then is it known that the text has no password.
         let place = Place::parse(if before == "file://" { "file:///" } else { before })?;
-        if !is_name(name) {
+        if !is_name(name) || (before.ends_with('/') && before != "file://") {
             return Err(Error::refused(format_args!(
                 "'{name}' cannot be the name of a chain: it has letters, digits, '.', '_' and '-', begins with a \
                  letter or a digit, and has at most 200 characters"

@@ -46,7 +46,9 @@ impl Error {
 
     /// An error of a local file.
     pub(crate) fn local(what: &str, path: &Path, cause: impl fmt::Display) -> Self {
-        Self::Local(format!("cannot {what} '{}': {cause}", path.display()))
+        let cause = cause.to_string();
+        let words = cause.split_once(" (os error ").map_or(&*cause, |(words, _)| words);
+        Self::Local(format!("cannot {what} '{}': {words}", path.display()))
     }
 }
 

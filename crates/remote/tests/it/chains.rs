@@ -113,7 +113,7 @@ impl Chain {
         qemu_img(directory, &["check", "-q", "-f", "qcow2", pulled]);
         qemu_img(
             directory,
-            &["compare", "-s", "-f", "qcow2", "-F", "qcow2", own.to_str().unwrap(), pulled],
+            &["compare", "-q", "-f", "qcow2", "-F", "qcow2", own.to_str().unwrap(), pulled],
         );
     }
 }
