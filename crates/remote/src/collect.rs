@@ -55,9 +55,16 @@ pub fn remove(store: &dyn Store, name: &str) -> Result<()> {
 /// needs; those of the store.
 pub fn collect(store: &dyn Store, how: &Collection, progress: &Progress) -> Result<Collected> {
     let lock = Lock::take(store, how.break_lock)?;
-    let collected = lock.now().and_then(|now| locked(store, how, now, progress));
-    lock.release()?;
-    collected
+    match lock.now().and_then(|now| locked(store, how, now, progress)) {
+        // A removal whose outcome is unknown may still take effect: no push must find the object meanwhile.
+        Err(Error::Store(message)) => Err(Error::Store(format!(
+            "{message}; no push begins until 'isobath remote gc --break-lock' has ended without an error"
+        ))),
+        collected => {
+            lock.release()?;
+            collected
+        }
+    }
 }
 
 fn locked(
