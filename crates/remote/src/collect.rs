@@ -148,8 +148,8 @@ impl<'s> Lock<'s> {
         match put {
             Ok(Outcome::Done) => Ok(Self { store }),
             Ok(Outcome::Unsupported) => Err(Error::refused(
-                "this store cannot create an object only if there is none, so that two collections could be at work: if \
-                 there is no other, use --break-lock",
+                "this store cannot create an object only if there is none, so that two collections could be at work: \
+                 if there is no other, use --break-lock",
             )),
             // The put may have succeeded without our knowledge.
             other => match (own(store.get(keys::COLLECTOR, 4096)?), other) {

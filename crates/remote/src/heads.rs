@@ -2,7 +2,9 @@
 
 use crate::digest::Digest;
 use crate::error::{Error, Result};
-use crate::manifest::MAX_LAYERS;
+
+/// Most layers of a chain.
+pub const MAX_LAYERS: usize = 65_536;
 
 const MAGIC: &[u8; 4] = b"IHDS";
 const VERSION: u32 = 1;

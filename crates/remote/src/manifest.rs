@@ -2,11 +2,8 @@
 
 use crate::digest::{Digest, Table};
 use crate::error::{Error, Result};
-use crate::heads::Heads;
+use crate::heads::{Heads, MAX_LAYERS};
 use serde::{Deserialize, Serialize};
-
-/// Most layers of a chain.
-pub const MAX_LAYERS: usize = 65_536;
 
 /// Most bytes of a manifest.
 pub const MAX_MANIFEST: u64 = 64 << 20;

@@ -74,8 +74,8 @@ struct Wanted<'m> {
 /// and is durable. One that is there already and matches is kept; none is replaced.
 ///
 /// # Errors
-/// There is no such chain, or it is damaged; the files cannot have the names; another file has one of them; those of the
-/// store and of files.
+/// There is no such chain, or it is damaged; the files cannot have the names; another file has one of them; those of
+/// the store and of files.
 pub fn pull(
     store: &dyn Store,
     name: &str,
@@ -254,8 +254,8 @@ impl Files<'_> {
 
     fn is_another(&self, name: &str) -> Error {
         Error::refused(format_args!(
-            "'{}' exists, and is not the layer that it would become: it was left as it is; pull into another directory, \
-             or move it away",
+            "'{}' exists, and is not the layer that it would become: it was left as it is; pull into another \
+             directory, or move it away",
             self.path.join(name).display()
         ))
     }

@@ -2,9 +2,9 @@
 
 use crate::digest::{BLOCK, Digest, Hasher, Table, unique};
 use crate::error::{Error, Result};
-use crate::heads::{Head, Heads, MOST_L1};
+use crate::heads::{Head, Heads, MAX_LAYERS, MOST_L1};
 use crate::keys;
-use crate::manifest::{Format, HeadsObject, Layer, MAX_LAYERS, MAX_MANIFEST, Manifest};
+use crate::manifest::{Format, HeadsObject, Layer, MAX_MANIFEST, Manifest};
 use crate::progress::Progress;
 use crate::store::{Outcome, Parts, Store, Version};
 use crate::work;
@@ -136,8 +136,8 @@ pub fn push(
         }
     }
     Err(Error::Conflict(format!(
-        "'isobath remote gc' has removed the note of this push {ROUNDS} times, as that of one that was killed: push again \
-         when no gc runs, and give that a longer --grace"
+        "'isobath remote gc' has removed the note of this push {ROUNDS} times, as that of one that was killed: push \
+         again when no gc runs, and give that a longer --grace"
     )))
 }
 

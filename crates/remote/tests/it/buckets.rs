@@ -6,6 +6,7 @@ use crate::s3::{Fault, Server};
 use isobath_remote::store::{Bucket, Limits, Outcome, Store};
 use isobath_remote::{Error, Progress, Replace, list, push, remove};
 use object_store::aws::AmazonS3Builder;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -64,7 +65,7 @@ fn a_request_that_fails_once_is_repeated_whichever_it_is() {
     let store = open(&server, patient());
     for fault in FAULTS {
         for number in 0.. {
-            server.set_objects(Default::default());
+            server.set_objects(BTreeMap::default());
             server.fail([(number, fault)]);
             send(&store, "vm", &chain)
                 .unwrap_or_else(|error| panic!("{fault:?} {number}: {error}"));
@@ -132,7 +133,7 @@ fn an_attempt_without_an_answer_ends_and_so_does_the_operation() {
         server.fail([(number, Fault::Silence)]);
         send(&store, "vm", &chain).unwrap();
         is_whole(&store, "vm");
-        server.set_objects(Default::default());
+        server.set_objects(BTreeMap::default());
     }
     let hurried = Limits {
         overall: Duration::from_millis(50),

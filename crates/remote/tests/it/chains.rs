@@ -60,7 +60,7 @@ impl Chain {
     /// Adds an overlay that calls its backing file so.
     pub(crate) fn grow_above(&mut self, backing: &str, name: &str) {
         let format =
-            if self.names.len() == 1 && self.names[0].ends_with(".raw") { "raw" } else { "qcow2" };
+            if self.names.len() == 1 && self.names[0] == "base.raw" { "raw" } else { "qcow2" };
         let path = self.directory.path();
         qemu_img(path, &["create", "-q", "-f", "qcow2", "-b", backing, "-F", format, name]);
         let number = self.names.len();

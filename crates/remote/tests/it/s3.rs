@@ -134,7 +134,7 @@ impl Server {
                 Some(Fault::AnswerLost) => return,
                 Some(Fault::Truncated) => response.body.truncate(length / 2),
                 Some(Fault::WrongByte) if length > 0 && request.method == "GET" => {
-                    response.body[length / 2] ^= 1
+                    response.body[length / 2] ^= 1;
                 }
                 _ => {}
             }
