@@ -10,6 +10,14 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+/// The help of an argument that names a chain.
+pub(crate) const CHAIN: &str =
+    "The chain: file:///DIRECTORY/NAME, s3://BUCKET/PREFIX/NAME, gs://... or az://...";
+
+/// The help of an argument that names a store.
+pub(crate) const STORE: &str =
+    "The store: file:///DIRECTORY, s3://BUCKET/PREFIX, gs://... or az://...";
+
 /// How a store is used.
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct StoreOptions {

@@ -1,7 +1,7 @@
 //! `isobath pull`
 
 use crate::failure::{Failure, Outcome};
-use crate::store::StoreOptions;
+use crate::store::{self, StoreOptions};
 use crate::{json, options, runtime, size};
 use isobath_remote::{Address, Names, Target, pull};
 use serde_json::json;
@@ -28,7 +28,7 @@ pub(crate) struct Args {
     quiet: bool,
     #[command(flatten)]
     store: StoreOptions,
-    /// The chain: file:///DIRECTORY/NAME, s3://BUCKET/PREFIX/NAME, gs://... or az://...
+    #[arg(help = store::CHAIN)]
     remote: String,
     /// A directory for the files, or the top image's new file, beside which the others go
     #[arg(value_name = "DIR|IMAGE")]

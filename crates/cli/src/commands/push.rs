@@ -2,7 +2,7 @@
 
 use crate::failure::{Failure, Outcome};
 use crate::host::{id_of_file, images, is_file_name};
-use crate::store::StoreOptions;
+use crate::store::{self, StoreOptions};
 use crate::trust::Trusting;
 use crate::{json, options, runtime, size};
 use isobath_disk::{Disk, ImageFormat, Layer, OpenOptions, Secrets};
@@ -42,7 +42,7 @@ pub(crate) struct Args {
     trusting: Trusting,
     /// The image, the top of the chain
     image: PathBuf,
-    /// Where to: file:///DIRECTORY/NAME, s3://BUCKET/PREFIX/NAME, gs://... or az://...
+    #[arg(help = store::CHAIN)]
     remote: String,
 }
 
@@ -117,9 +117,8 @@ fn local<S: Storage>(layer: &Layer<S>) -> Result<LocalLayer, Failure> {
     }
     let mut open = File::options();
     let file = open.read(true).custom_flags(libc::O_NONBLOCK).open(layer.name());
-    let file = file.map_err(|error| refused(&isobath_storage::cause(&error).to_string()))?;
-    let metadata =
-        file.metadata().map_err(|error| refused(&isobath_storage::cause(&error).to_string()))?;
+    let file = file.map_err(|error| refused(&isobath_storage::cause(&error)))?;
+    let metadata = file.metadata().map_err(|error| refused(&isobath_storage::cause(&error)))?;
     if !metadata.is_file() {
         return Err(refused("it is a device, and not a file; 'isobath convert' copies it to one"));
     }

@@ -1,7 +1,7 @@
 //! `isobath remote`: what keeps a store of chains in order.
 
 use crate::failure::{Failure, Outcome};
-use crate::store::StoreOptions;
+use crate::store::{self, StoreOptions};
 use crate::{json, messages, options, runtime, size};
 use clap::Subcommand;
 use isobath_remote::{
@@ -35,7 +35,7 @@ struct ListArgs {
     output: options::OutputFormat,
     #[command(flatten)]
     store: StoreOptions,
-    /// The store: file:///DIRECTORY, s3://BUCKET/PREFIX, gs://... or az://...
+    #[arg(help = store::STORE)]
     remote: String,
 }
 
@@ -59,7 +59,7 @@ struct VerifyArgs {
     quiet: bool,
     #[command(flatten)]
     store: StoreOptions,
-    /// The chain: file:///DIRECTORY/NAME, s3://BUCKET/PREFIX/NAME, gs://... or az://...
+    #[arg(help = store::CHAIN)]
     remote: String,
 }
 
@@ -70,7 +70,7 @@ struct VerifyArgs {
 struct RemoveArgs {
     #[command(flatten)]
     store: StoreOptions,
-    /// The chain: file:///DIRECTORY/NAME, s3://BUCKET/PREFIX/NAME, gs://... or az://...
+    #[arg(help = store::CHAIN)]
     remote: String,
 }
 
@@ -91,7 +91,7 @@ struct CollectArgs {
     output: options::OutputFormat,
     #[command(flatten)]
     store: StoreOptions,
-    /// The store: file:///DIRECTORY, s3://BUCKET/PREFIX, gs://... or az://...
+    #[arg(help = store::STORE)]
     remote: String,
 }
 
@@ -133,7 +133,7 @@ fn ls(args: &ListArgs, out: &mut dyn Write) -> Outcome {
     let place = Place::parse(&args.remote)?;
     let listed = block(&args.store, &place, false, |store, _| list(store))?;
     if args.output == options::OutputFormat::Json {
-        json::print(out, &Value::from_iter(listed.iter().map(described)))?;
+        json::print(out, &listed.iter().map(described).collect::<Value>())?;
         return Ok(0);
     }
     let width = listed.iter().map(|one| one.name.len()).max().unwrap_or(0).max(4);
