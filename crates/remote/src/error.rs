@@ -40,6 +40,7 @@ impl Error {
     }
 
     /// An error of the store at an object.
+    #[cfg(feature = "buckets")]
     pub(crate) fn store(what: &str, key: &str, cause: impl fmt::Display) -> Self {
         Self::Store(format!("cannot {what} '{key}' in the store: {cause}"))
     }
