@@ -75,10 +75,12 @@ install install-links uninstall: paths
 paths:
 	@: $(foreach path,BINARY DESTDIR $(PLACES),$(call plain,$(path)))$(foreach path,$(PLACES),$(call absolute,$(path)))
 
-# What install makes of these is removed by name, as its directories are if nothing else is in them.
+# What install makes of these is removed by name, as its directories are if nothing else is in them. Before there was a
+# list, their names in this tree are all that is known.
 DOCUMENTS := LICENSE-APACHE LICENSE-MIT README.md SECURITY.md ARCHITECTURE.md
 MORE_DOCUMENTS := $(wildcard docs/*.md docs/commands/*.md docs/decisions/*.md)
-# The names of the pages that were made, for uninstall: it has no program to ask.
+# The names of the pages and documents that were installed, for uninstall: it has no program to ask, and may be that of
+# another version.
 PAGES := isobath.pages
 
 install:
@@ -96,6 +98,7 @@ install:
 	install -D -m 644 -t $(DESTDIR)$(DOCDIR)/docs docs/*.md
 	install -D -m 644 -t $(DESTDIR)$(DOCDIR)/docs/commands docs/commands/*.md
 	install -D -m 644 -t $(DESTDIR)$(DOCDIR)/docs/decisions docs/decisions/*.md
+	printf 'document %s\n' $(DOCUMENTS) $(MORE_DOCUMENTS) >> $(DESTDIR)$(DOCDIR)/$(PAGES)
 
 # Links under the names of QEMU's programs, beside the installed program; a file of such a name is left alone, and
 # is an error before anything is made.
@@ -114,6 +117,8 @@ uninstall:
 	rm -f $(addprefix $(DESTDIR),$(COMPLETIONS))
 	@test ! -f $(DESTDIR)$(DOCDIR)/$(PAGES) || while read -r page; do \
 		case "$$page" in \
+			*..*) ;; \
+			'document LICENSE-'* | 'document '*.md) rm -f "$(DESTDIR)$(DOCDIR)/$${page#document }" ;; \
 			*/*/*) ;; \
 			man1/isobath*.1 | man7/isobath*.7) rm -f "$(DESTDIR)$(MANDIR)/$$page" ;; \
 		esac; \

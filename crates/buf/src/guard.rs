@@ -60,7 +60,11 @@ pub fn losses() -> usize {
 
 /// Guards a mapping until it is dropped, which must be before the memory is unmapped.
 #[derive(Debug)]
-pub struct Guard(&'static Slot);
+pub struct Guard {
+    slot: &'static Slot,
+    /// How many pages had been lost before: as long as there are no more, none of this mapping is.
+    losses: usize,
+}
 
 impl Guard {
     /// Guards `length` bytes from `start` on, which were mapped in units of `block` bytes.
@@ -77,20 +81,21 @@ impl Guard {
         let slot = UNUSED.lock().pop().unwrap_or_else(add_slot);
         slot.lost.store(false, Ordering::Relaxed);
         slot.written.store(access == Access::Write, Ordering::Relaxed);
+        let losses = losses();
         slot.set(start.as_ptr() as usize, length, block);
-        Ok(Self(slot))
+        Ok(Self { slot, losses })
     }
 
     /// Whether a page of the mapping was lost. It then holds zeroes, or what was written there since.
     pub fn is_lost(&self) -> bool {
-        self.0.lost.load(Ordering::Acquire)
+        losses() != self.losses && self.slot.lost.load(Ordering::Acquire)
     }
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.0.set(0, 0, 1);
-        UNUSED.lock().push(self.0);
+        self.slot.set(0, 0, 1);
+        UNUSED.lock().push(self.slot);
     }
 }
 

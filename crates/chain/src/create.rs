@@ -502,7 +502,7 @@ fn check_plain(name: &Path, new: &NewDisk) -> Result<()> {
     let refused = |reason: String| Err(DiskError::Refused { image: name.to_owned(), reason });
     let format = new.format.name();
     if new.preallocation == Preallocation::Metadata && new.format == ImageFormat::Raw {
-        return refused("Unsupported preallocation mode 'metadata' for file format 'raw'".into());
+        return refused("Unsupported preallocation mode: metadata".into());
     }
     let plain = NewDisk {
         size: new.size,
@@ -615,6 +615,9 @@ impl<H: Host> Created<'_, H> {
             return Err(match self.host.find(name) {
                 Ok(Some(found)) if self.sources.contains(&found) => {
                     refused("it is one of the images to copy, or in their backing chains")
+                }
+                Ok(Some(found)) if self.files.iter().any(|kept| kept.file.id() == found) => {
+                    refused("it is the new image itself, or another of its files")
                 }
                 _ => refused("it is the backing file itself, or part of its chain"),
             });
@@ -805,84 +808,13 @@ mod tests {
     use super::*;
     use futures_executor::block_on;
     use isobath_qcow2::NewImage;
-    use isobath_storage::memory::{MemoryFile, MemoryHost};
-
-    /// A host on which another program replaces a file before it is removed, but after the last look at it.
-    struct Exchanged(MemoryHost);
-
-    impl Exchanged {
-        async fn exchange(&self, name: &Path) {
-            let _ = self.0.remove(name).await;
-            self.0.insert(name, b"another's");
-        }
-    }
-
-    impl Host for Exchanged {
-        type File = MemoryFile;
-
-        async fn open(&self, name: &Path, mode: OpenMode) -> isobath_storage::Result<MemoryFile> {
-            let found = self.0.open(name, mode).await?;
-            self.exchange(name).await;
-            Ok(found)
-        }
-
-        async fn create(&self, name: &Path, mode: OpenMode) -> isobath_storage::Result<MemoryFile> {
-            self.0.create(name, mode).await
-        }
-
-        async fn remove(&self, name: &Path) -> isobath_storage::Result<()> {
-            self.0.remove(name).await
-        }
-
-        async fn remove_file(
-            &self,
-            name: &Path,
-            file: &MemoryFile,
-        ) -> isobath_storage::Result<bool> {
-            self.exchange(name).await;
-            self.0.remove_file(name, file).await
-        }
-    }
-
-    /// A host that empties whatever it is told to.
-    struct Heedless(MemoryHost);
-
-    impl Host for Heedless {
-        type File = MemoryFile;
-
-        async fn open(&self, name: &Path, mode: OpenMode) -> isobath_storage::Result<MemoryFile> {
-            self.0.open(name, mode).await
-        }
-
-        async fn create(&self, name: &Path, mode: OpenMode) -> isobath_storage::Result<MemoryFile> {
-            self.0.create(name, mode).await
-        }
-
-        async fn create_unlike(
-            &self,
-            name: &Path,
-            mode: OpenMode,
-            _: &dyn Fn(FileId) -> bool,
-        ) -> isobath_storage::Result<Option<Made<MemoryFile>>> {
-            Ok(Some(Made { file: self.0.create(name, mode).await?, is_new: false }))
-        }
-
-        async fn remove(&self, name: &Path) -> isobath_storage::Result<()> {
-            self.0.remove(name).await
-        }
-
-        async fn remove_file(
-            &self,
-            name: &Path,
-            file: &MemoryFile,
-        ) -> isobath_storage::Result<bool> {
-            self.0.remove_file(name, file).await
-        }
-    }
+    use isobath_storage::memory::MemoryHost;
+    use isobath_storage_test::careless::{ANOTHERS, CarelessHost, Slip};
 
     #[test]
     fn a_host_that_empties_what_is_to_be_spared_is_noticed() {
-        let (host, name) = (Heedless(MemoryHost::new()), Path::new("image"));
+        let (host, name) = (CarelessHost::around(MemoryHost::new()), Path::new("image"));
+        host.slips().set(Slip::SparesNone);
         let new = NewDisk::new(1 << 20);
         let source = block_on(host.create(name, OpenMode::default())).unwrap().id();
         match block_on(create_held_beside(&host, name, &new, &[source])) {
@@ -895,10 +827,11 @@ mod tests {
 
     #[test]
     fn what_takes_the_place_of_a_new_image_is_not_removed_with_it() {
-        let (host, name) = (Exchanged(MemoryHost::new()), Path::new("image"));
+        let (host, name) = (CarelessHost::around(MemoryHost::new()), Path::new("image"));
         let created = block_on(create_held(&host, name, &NewDisk::new(1 << 20))).unwrap();
+        host.slips().set(Slip::ReplacedBeforeRemoval);
         assert!(!block_on(created.remove()));
-        assert_eq!(host.0.contents(name).unwrap(), b"another's");
+        assert_eq!(host.inner().contents(name).unwrap(), ANOTHERS);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Image information.
 
 use crate::index::{IndexInfo, IndexState, examine};
-use crate::open::{check_replaced, open_layers, unnamed_format};
+use crate::open::{check_replaced, format_of_given, open_layers, unnamed_format};
 use isobath_formats::VmdkInfo;
 use isobath_image::encryption::{self, Secrets};
 use isobath_image::index_area::read_root;
@@ -161,9 +161,12 @@ pub async fn info<H: Host>(host: &H, name: &Path, options: &InfoOptions) -> Resu
     Ok(info)
 }
 
-/// Checks whether an image's index matches the layers below.
+/// Checks whether an image's index matches the layers below, which are those that the headers name: no others are
+/// opened where these are not to be.
 async fn check_index<H: Host>(host: &H, info: &mut ImageInfo, options: &InfoOptions) {
-    if options.trust != Trust::Full {
+    if options.trust != Trust::Full
+        || options.backing_files.iter().any(|below| *below != Below::Named)
+    {
         return;
     }
     if let Some(index) = info.qcow2.as_mut().and_then(|qcow2| qcow2.index.as_mut()) {
@@ -197,10 +200,10 @@ pub async fn backing_chain_info<H: Host>(
         let below = options.backing_files.get(chain.len()).cloned().unwrap_or_default();
         if let Below::Given(file) = below {
             check_replaced(&name, info.backing_filename.is_some())?;
-            next = Some((
-                file.name,
-                InfoOptions { format: file.format, named: false, ..options.clone() },
-            ));
+            let named = info.backing_filename.as_deref().unwrap_or_default();
+            let named = (named, info.backing_format.as_deref());
+            let format = format_of_given(&name, &file, named, &options.trust)?;
+            next = Some((file.name, InfoOptions { format, named: false, ..options.clone() }));
         } else if let (Some(backing), false) = (&info.backing_filename, below == Below::Nothing) {
             let named = backing_format(&name, backing, info.backing_format.as_deref())?;
             let backing = referenced_file(host, &name, "backing file", backing, &options.trust)?;

@@ -180,7 +180,7 @@ async fn walk<H: Host>(
                     backing_of(host, &layer, Some(*format), &options.trust)?
                 }
                 Below::Nothing => None,
-                Below::Given(file) => Some(given(&layer, file)?),
+                Below::Given(file) => Some(given(&layer, file, &options.trust)?),
             };
             if next.is_some() && ahead.is_empty() && options.may_use_index() {
                 ahead = open_ahead(host, &layer, layers.len(), &below, heads).await;
@@ -424,10 +424,48 @@ async fn open_wanted<H: Host>(
 
 /// The name and format of a backing file that was given for a layer, whose header must name another: what is written to
 /// an image without a backing file relies on that.
-fn given<S: Storage>(layer: &Layer<S>, file: &BackingFile) -> Result<Next> {
-    let named = layer.header().is_some_and(|header| header.backing_file.is_some());
-    check_replaced(layer.name(), named)?;
-    Ok(Next { name: file.name.clone(), format: file.format, description: None })
+fn given<S: Storage>(layer: &Layer<S>, file: &BackingFile, trust: &Trust) -> Result<Next> {
+    let header = layer.header().filter(|header| header.backing_file.is_some());
+    let name = header.as_ref().and_then(|header| header.backing_file.as_deref());
+    check_replaced(layer.name(), name.is_some())?;
+    let named = header.as_ref().and_then(|header| header.backing_format());
+    let named = (name.unwrap_or_default(), named);
+    let format = format_of_given(layer.name(), file, named, trust)?;
+    Ok(Next { name: file.name.clone(), format, description: None })
+}
+
+/// The format of a backing file that was given for `image`, whose header names its own, and perhaps that one's format.
+/// As in QEMU, that counts if none was given, also if the name describes it: a file that is said to be raw is not
+/// probed. An untrusted image does not decide it.
+pub(crate) fn format_of_given(
+    image: &Path,
+    file: &BackingFile,
+    (named, format): (&str, Option<&str>),
+    trust: &Trust,
+) -> Result<Option<ImageFormat>> {
+    if file.format.is_some() {
+        return Ok(file.format);
+    }
+    if *trust != Trust::Full {
+        return Err(DiskError::Refused {
+            image: image.to_owned(),
+            reason: format!(
+                "it is untrusted, and does not decide how the backing file '{}' that was given for it is read; give \
+                 that file's format as well (--backing-file-format, or backing.driver with --image-opts)",
+                isobath_storage::shown(&file.name)
+            ),
+        });
+    }
+    let named = backing_format(image, named, format)?;
+    named.map(|named| known_format(image, &named)).transpose()
+}
+
+/// The format that a header names for its backing file.
+fn known_format(image: &Path, format: &str) -> Result<ImageFormat> {
+    ImageFormat::of_backing(format).ok_or_else(|| DiskError::Refused {
+        image: image.to_owned(),
+        reason: format!("Could not open backing file: Unknown driver '{}'", format.escape_debug()),
+    })
 }
 
 /// Refuses another backing file for an image whose header names none.
@@ -466,15 +504,7 @@ fn backing_of<H: Host>(
     let named = backing_format(layer.name(), name, header.backing_format())?;
     let format = match named {
         _ if format.is_some() => format,
-        Some(format) => {
-            Some(ImageFormat::of_backing(&format).ok_or_else(|| DiskError::Refused {
-                image: layer.name().to_owned(),
-                reason: format!(
-                    "Could not open backing file: Unknown driver '{}'",
-                    format.escape_debug()
-                ),
-            })?)
-        }
+        Some(format) => Some(known_format(layer.name(), &format)?),
         None if *trust != Trust::Full => {
             return Err(unnamed_format(layer.name().to_owned()));
         }

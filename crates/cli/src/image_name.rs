@@ -6,6 +6,8 @@
 use crate::failure::Failure;
 use crate::host::{self, ImageFile, ImageHost, images};
 use crate::null::{self, is_null};
+use crate::options::NamedFormat;
+use crate::program::NotUnderLinks;
 use crate::tls_objects::{self, TlsObject};
 use crate::trust::Trusting;
 use crate::{cores, nbd_options, options, size};
@@ -37,16 +39,83 @@ pub(crate) struct Naming {
     #[command(flatten)]
     pub(crate) secret_file: SecretFile,
     #[command(flatten)]
-    pub(crate) trusting: Trusting,
-    /// The external data file of the image, instead of the one that it names
-    #[arg(long, value_name = "FILE", conflicts_with = "image_opts")]
-    pub(crate) data_file: Option<PathBuf>,
-    /// Read the image without its backing file: what is not in it reads as zeroes
-    #[arg(long, conflicts_with = "image_opts")]
-    pub(crate) no_backing: bool,
+    pub(crate) trusting: NotUnderLinks<Trusting>,
+    #[command(flatten)]
+    pub(crate) instead: NotUnderLinks<Instead>,
     /// Secrets that options name need not exist: guest data is not read.
     #[arg(skip)]
     pub(crate) secrets_unneeded: bool,
+}
+
+/// What takes the place of the files that an image's header names, for commands that do not name them as QEMU does.
+#[derive(clap::Args, Clone, Debug, Default)]
+pub(crate) struct Instead {
+    /// The external data file of the image, instead of the one that it names
+    #[arg(long, value_name = "FILE", conflicts_with = "image_opts")]
+    data_file: Option<PathBuf>,
+    /// The image's present backing file, instead of the one that its header names, which stays there
+    #[arg(id = "present_backing_file", long = "backing-file", value_name = "FILE")]
+    #[arg(conflicts_with = "image_opts")]
+    backing_file: Option<String>,
+    /// The format of --backing-file [default: the one that the image's header names; with --untrusted none]
+    #[arg(id = "present_backing_format", long = "backing-file-format", value_name = "FMT")]
+    #[arg(value_parser = options::format, requires = "present_backing_file")]
+    backing_format: Option<ImageFormat>,
+    /// Read the image without its backing file: what is not in it reads as zeroes
+    #[arg(long, conflicts_with_all = ["image_opts", "present_backing_file"])]
+    no_backing: bool,
+}
+
+impl Instead {
+    /// Whether another backing file is given.
+    pub(crate) fn has_backing_file(&self) -> bool {
+        self.backing_file.is_some()
+    }
+
+    /// Refuses a backing file for a command that opens none.
+    ///
+    /// # Errors
+    /// If there is one.
+    pub(crate) fn check_alone(&self, command: &str) -> Result<(), Failure> {
+        if self.backing_file.is_none() {
+            return Ok(());
+        }
+        Err(Failure::usage(format_args!(
+            "'{command}' opens no backing file: leave out --backing-file"
+        )))
+    }
+
+    /// Puts the files in the place of those that the image names.
+    fn apply(&self, image: &mut Image) -> Result<(), String> {
+        if self.data_file.is_some() {
+            image.data_file.clone_from(&self.data_file);
+        }
+        if let Some(file) = &self.backing_file {
+            if !image.backing || !image.backing_files.is_empty() {
+                return Err(
+                    "--backing-file cannot be used with a name that says itself what is below"
+                        .into(),
+                );
+            }
+            image.backing_files = vec![backing_file(file, self.backing_format)?];
+        }
+        if self.no_backing {
+            image.backing = false;
+            image.read_only = true;
+        }
+        Ok(())
+    }
+}
+
+/// The backing file that an option names: a path, `file:PATH` or the name of an NBD export.
+pub(crate) fn backing_file(name: &str, format: Option<ImageFormat>) -> Result<Below, String> {
+    let mut pairs = vec![("filename".to_owned(), name.to_owned())];
+    match file(&mut pairs, "")? {
+        Some(name) if !name.as_os_str().is_empty() => {
+            Ok(Below::Given(BackingFile { name, format }))
+        }
+        _ => Err("--backing-file names no file; --no-backing opens the image without one".into()),
+    }
 }
 
 /// The secret of encrypted images, for commands that do not name secrets as QEMU does.
@@ -230,7 +299,7 @@ impl Naming {
     ///
     /// # Errors
     /// If they cannot be used, in QEMU's words.
-    pub(crate) fn image(&self, name: &Path, format: Option<ImageFormat>) -> Result<Image, Failure> {
+    pub(crate) fn image(&self, name: &Path, format: Option<NamedFormat>) -> Result<Image, Failure> {
         if self.image_opts && format.is_some() {
             return Err(Failure::new("--image-opts and --format are mutually exclusive"));
         }
@@ -239,20 +308,25 @@ impl Naming {
     }
 
     /// Like [`image`](Self::image), but the error is only the reason.
-    pub(crate) fn parse(&self, name: &Path, format: Option<ImageFormat>) -> Result<Image, String> {
-        self.as_told(self.parse_name(name, format)?)
+    pub(crate) fn parse(&self, name: &Path, format: Option<NamedFormat>) -> Result<Image, String> {
+        let mut image = self.parse_name(name, format)?;
+        if let Some(driver) = format.and_then(|format| format.protocol) {
+            match &image.protocol {
+                None => image.is_whole_file(driver)?,
+                // The name's own driver, of whatever is on this one.
+                Some(_) if described_driver(name).is_some_and(|named| named != driver) => {
+                    return Err(format!("the name has another driver than '{driver}'"));
+                }
+                Some(_) => {}
+            }
+        }
+        self.as_told(image)
     }
 
     /// The same image, trusted as far as the command says, and with its other files.
     fn as_told(&self, mut image: Image) -> Result<Image, String> {
         image.trust = self.trusting.trust().map_err(|failure| failure.to_string())?;
-        if self.data_file.is_some() {
-            image.data_file.clone_from(&self.data_file);
-        }
-        if self.no_backing {
-            image.backing = false;
-            image.read_only = true;
-        }
+        self.instead.apply(&mut image)?;
         Ok(image)
     }
 
@@ -262,20 +336,27 @@ impl Naming {
         Ok(self.secret_file.load()?.with_ids(move |id| objects.find_secret(id)))
     }
 
-    /// Refuses a data file for several images.
+    /// Refuses the files of one image for several images.
     ///
     /// # Errors
     /// If there is one.
     pub(crate) fn check_for_several(&self) -> Result<(), Failure> {
-        match self.data_file {
-            Some(_) => Err(Failure::usage(
-                "--data-file is for one image; with several, use --image-opts and data-file.filename=FILE",
-            )),
-            None => Ok(()),
+        let refused = |option, described| {
+            Err(Failure::usage(format_args!(
+                "{option} is for one image; with several, use --image-opts and {described}=FILE"
+            )))
+        };
+        match &*self.instead {
+            Instead { data_file: Some(_), .. } => refused("--data-file", "data-file.filename"),
+            Instead { backing_file: Some(_), .. } => {
+                refused("--backing-file", "backing.file.filename")
+            }
+            _ => Ok(()),
         }
     }
 
-    fn parse_name(&self, name: &Path, format: Option<ImageFormat>) -> Result<Image, String> {
+    fn parse_name(&self, name: &Path, named: Option<NamedFormat>) -> Result<Image, String> {
+        let format = named.map(|named| named.format);
         let shown = name.to_string_lossy().into_owned();
         let secrets = self.secrets()?;
         tls_objects::define(self.objects.tls());
@@ -307,9 +388,8 @@ impl Naming {
             }
             let mut pairs = Vec::new();
             flatten("", &value, &mut pairs)?;
-            if let (Some(format), None) = (format, pairs.iter().find(|(name, _)| name == "driver"))
-            {
-                pairs.push(("driver".into(), format.name().into()));
+            if let (Some(named), None) = (named, pairs.iter().find(|(name, _)| name == "driver")) {
+                pairs.push(("driver".into(), named.name().into()));
             }
             return self.described(plain(PathBuf::new(), format), pairs);
         }
@@ -379,12 +459,12 @@ impl Naming {
     ///
     /// # Errors
     /// If the name has another protocol's prefix.
-    pub(crate) fn target(name: &Path) -> Result<NewName, Failure> {
-        Self::can_create(name).map_err(|error| Failure::new(error).context(name.display()))?;
+    pub(crate) fn target(name: &Path) -> Result<NewName, String> {
+        Self::can_create(name)?;
         if let Some((driver, file)) = on_device(&name.to_string_lossy()) {
             return Ok(NewName { path: host::path_of_file(file), device: Some(driver) });
         }
-        Ok(NewName { path: Self::default().image(name, None)?.path, device: None })
+        Ok(NewName { path: Self::default().parse(name, None)?.path, device: None })
     }
 }
 
@@ -441,7 +521,7 @@ fn on_device(name: &str) -> Option<(&'static str, &str)> {
 }
 
 /// The driver of that name, if it is one for devices.
-pub(crate) fn device_driver(name: &str) -> Option<&'static str> {
+fn device_driver(name: &str) -> Option<&'static str> {
     ["host_device", "host_cdrom"].into_iter().find(|driver| *driver == name)
 }
 
@@ -520,6 +600,19 @@ impl Image {
             .map_err(|reason| could_not_open(&self.shown, reason))
     }
 
+    /// Has its file be the disk, by a driver for files or devices.
+    fn is_whole_file(&mut self, driver: &'static str) -> Result<(), String> {
+        let file = self.path.to_string_lossy();
+        if host::is_export(&self.path) || self.is_null() {
+            let shown = options::printable(&file);
+            return Err(format!("Could not open '{shown}': No such file or directory"));
+        }
+        is_of_kind(driver, &file)?;
+        self.protocol = Some(driver.to_owned());
+        self.device = device_driver(driver);
+        Ok(())
+    }
+
     /// Lets the command's cache mode decide.
     pub(crate) fn forget_direct(&mut self) {
         self.direct = None;
@@ -575,7 +668,10 @@ impl Image {
     /// How to look at it.
     pub(crate) fn look(&self, locking: Locking) -> InfoOptions {
         let options = self.options(false, locking);
-        let OpenOptions { locking, format, trust, backing_files, .. } = options;
+        let OpenOptions { locking, format, trust, mut backing_files, backing, .. } = options;
+        if !backing {
+            backing_files = vec![Below::Nothing];
+        }
         InfoOptions { locking, format, trust, backing_files, ..InfoOptions::default() }
     }
 
@@ -1107,6 +1203,12 @@ fn without_contents(pairs: &mut Vec<(String, String)>, prefix: &str) -> Result<P
 
 fn is_null_name(name: &str) -> bool {
     name.strip_suffix("://").is_some_and(is_null)
+}
+
+/// The driver of the node that a `json:` name describes, if it says one.
+fn described_driver(name: &Path) -> Option<String> {
+    let described: Value = serde_json::from_str(name.to_str()?.strip_prefix("json:")?).ok()?;
+    Some(described.get("driver")?.as_str()?.to_owned())
 }
 
 /// Checks that a file is of the kind that its driver requires, as QEMU does.

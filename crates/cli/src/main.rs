@@ -157,7 +157,9 @@ mod tests {
 
     #[test]
     fn every_command_line_in_the_documentation_is_accepted() {
-        let documented = documented::command_lines();
+        let mut documented = documented::command_lines();
+        // The name under which the program runs is set once, by the first link.
+        documented.sort_by_key(|line| line.words.first().is_none_or(|name| name != "isobath"));
         let wrong: Vec<String> = documented
             .iter()
             .filter_map(|line| Some(format!("{line}\n{}", parse_words(&line.words).err()?)))

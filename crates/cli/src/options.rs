@@ -30,7 +30,12 @@ pub(crate) fn snapshot(text: &str) -> Result<SnapshotChoice, String> {
         match option.as_str() {
             "snapshot.id" => id = Some(value),
             "snapshot.name" => name = Some(value),
-            _ => return Err(format!("Failed in parsing snapshot param '{text}'")),
+            _ => {
+                let program = crate::program::name();
+                return Err(format!(
+                    "Invalid parameter '{option}'\n{program}: Failed in parsing snapshot param '{text}'"
+                ));
+            }
         }
     }
     Ok(SnapshotChoice::Exactly { id, name })
@@ -41,6 +46,52 @@ pub(crate) fn format(name: &str) -> Result<ImageFormat, String> {
     ImageFormat::from_name(name).ok_or_else(|| {
         format!("Unknown file format '{name}'\nSupported formats: {}", ImageFormat::names())
     })
+}
+
+/// A format as it is named. As in QEMU, drivers of files and devices count as formats: raw.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct NamedFormat {
+    pub(crate) format: ImageFormat,
+    /// The driver, if it is one of those.
+    pub(crate) protocol: Option<&'static str>,
+}
+
+impl NamedFormat {
+    /// QEMU's name.
+    pub(crate) fn name(self) -> &'static str {
+        self.protocol.unwrap_or(self.format.name())
+    }
+
+    /// The driver, if it is one for devices.
+    pub(crate) fn device(self) -> Option<&'static str> {
+        self.protocol.filter(|protocol| *protocol != "file")
+    }
+}
+
+impl From<ImageFormat> for NamedFormat {
+    fn from(format: ImageFormat) -> Self {
+        Self { format, protocol: None }
+    }
+}
+
+/// Parses the name of a format, or of a driver in its place.
+pub(crate) fn named_format(name: &str) -> Result<NamedFormat, String> {
+    match ["file", "host_device", "host_cdrom"].into_iter().find(|driver| *driver == name) {
+        Some(driver) => Ok(NamedFormat { format: ImageFormat::Raw, protocol: Some(driver) }),
+        None => format(name).map(NamedFormat::from),
+    }
+}
+
+/// Parses a value of `-o`, which others may follow.
+///
+/// # Errors
+/// If it cannot be joined with others by commas, in QEMU's words.
+pub(crate) fn list(text: &str) -> Result<String, String> {
+    let commas = text.len() - text.trim_end_matches(',').len();
+    if text.is_empty() || text.starts_with(',') || !commas.is_multiple_of(2) {
+        return Err(format!("Invalid option list: {text}"));
+    }
+    Ok(text.to_owned())
 }
 
 /// The pairs in the values of `-o`: `NAME=VALUE` separated by commas; `,,` is a literal comma. A name alone means

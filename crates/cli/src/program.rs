@@ -4,10 +4,11 @@
 //! program in scripts.
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{Arg, Command};
+use clap::{Arg, ArgMatches, Command, FromArgMatches};
 use isobath_disk::ImageFormat;
 use std::ffi::OsString;
 use std::fmt::Write as _;
+use std::ops::Deref;
 use std::path::Path;
 use std::sync::OnceLock;
 
@@ -24,6 +25,39 @@ pub(crate) fn name() -> &'static str {
 /// Whether it was started under a QEMU program's name.
 pub(crate) fn is_link() -> bool {
     NAME.get().is_some()
+}
+
+/// Options that no link has: QEMU's programs accept the beginning of a long option's name, so that one more option
+/// makes command lines ambiguous that they accept.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct NotUnderLinks<T>(pub(crate) T);
+
+impl<T> Deref for NotUnderLinks<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+impl<T: clap::Args + Default> clap::Args for NotUnderLinks<T> {
+    fn augment_args(command: Command) -> Command {
+        if is_link() { command } else { T::augment_args(command) }
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        if is_link() { command } else { T::augment_args_for_update(command) }
+    }
+}
+
+impl<T: FromArgMatches + Default> FromArgMatches for NotUnderLinks<T> {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        if is_link() { Ok(Self::default()) } else { T::from_arg_matches(matches).map(Self) }
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        if is_link() { Ok(()) } else { self.0.update_from_arg_matches(matches) }
+    }
 }
 
 /// The command line to parse, from the one that was given.
@@ -138,6 +172,9 @@ pub(crate) fn usage(error: &clap::Error, line: &[OsString]) -> String {
             }
             Some(Named { words, .. }) if !QEMU_IMG.contains(&words.as_str()) && words != "io" => {
                 format!("unexpected argument '{argument}'")
+            }
+            Some(Named { words, .. }) if words == "create" => {
+                format!("Unexpected argument: {argument}")
             }
             _ => "Expecting one image file name".into(),
         },

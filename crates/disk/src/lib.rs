@@ -79,6 +79,7 @@ pub use isobath_image::options::{BackingFile, Below, OpenOptions, SnapshotChoice
 pub use isobath_image::sabotage;
 pub use isobath_image::snapshots::{apply_snapshot, create_snapshot, delete_snapshot};
 pub use live::{IoFailure, IoStats, LiveDisk, Overlay, RequestStats};
-pub use measure::{Measure, measure};
+pub use measure::{Measure, MeasureError, measure};
 pub use rebase::Rebase;
+pub use resize::NewSize;
 pub use store_index::{IndexMismatch, IndexProgress};

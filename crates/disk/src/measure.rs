@@ -18,13 +18,46 @@ pub struct Measure {
     pub fully_allocated: u64,
 }
 
+/// Why a size cannot be told.
+#[derive(Debug)]
+pub enum MeasureError {
+    /// The new image cannot be: options exclude each other, or neither a source nor a size is given.
+    New(DiskError),
+    /// The source's tables cannot be read.
+    Source(DiskError),
+}
+
+impl From<MeasureError> for DiskError {
+    fn from(error: MeasureError) -> Self {
+        match error {
+            MeasureError::New(error) | MeasureError::Source(error) => error,
+        }
+    }
+}
+
 /// The size of the image `new` after a copy of `source`, or when empty if there is no source. The disk's size is that
 /// of `source`, or given by `new`.
 ///
 /// # Errors
-/// If options exclude each other, neither a source nor a size is given, or the source's tables
-/// cannot be read.
-pub async fn measure<H: Host>(new: &NewDisk, source: Option<&Disk<H>>) -> Result<Measure> {
+/// See [`MeasureError`].
+pub async fn measure<H: Host>(
+    new: &NewDisk,
+    source: Option<&Disk<H>>,
+) -> std::result::Result<Measure, MeasureError> {
+    let (mut measured, unknown) = empty(new, source).map_err(MeasureError::New)?;
+    if let (Some(source), Some((clusters, cluster))) = (source, unknown) {
+        let data = data_clusters(source, cluster).await.map_err(MeasureError::Source)?;
+        measured.required += data.min(clusters) * cluster;
+    }
+    Ok(measured)
+}
+
+/// The size of the image `new`, without what the source has of data if that is to be counted: the number and the size
+/// of its clusters are returned, too.
+fn empty<H: Host>(
+    new: &NewDisk,
+    source: Option<&Disk<H>>,
+) -> Result<(Measure, Option<(u64, u64)>)> {
     let unsupported = |reason: &str| DiskError::Unsupported(reason.into());
     let size = source.map(BlockDevice::size).or(new.size);
     let size = size.ok_or_else(|| unsupported("either an image or a size must be given"))?;
@@ -37,12 +70,12 @@ pub async fn measure<H: Host>(new: &NewDisk, source: Option<&Disk<H>>) -> Result
         )));
     }
     if new.format == ImageFormat::Raw {
-        return Ok(Measure { required: size, fully_allocated: size });
+        return Ok((Measure { required: size, fully_allocated: size }, None));
     }
     let keys = new.encryption.as_ref().map_or(0, |encryption| encryption.options.area_length());
     if new.format == ImageFormat::Luks {
         let all = size.checked_add(keys).ok_or_else(too_large)?;
-        return Ok(Measure { required: all, fully_allocated: all });
+        return Ok((Measure { required: all, fully_allocated: all }, None));
     }
     // Checks the options too.
     let name = Path::new("the new image");
@@ -67,17 +100,12 @@ pub async fn measure<H: Host>(new: &NewDisk, source: Option<&Disk<H>>) -> Result
     // The refcounts of an encryption header are not counted, as in QEMU.
     let fully_allocated = (counted + blocks + table + geometry.clusters_for(keys)) * cluster;
     let full = matches!(new.preallocation, Preallocation::Falloc | Preallocation::Full);
-    let data = match source {
-        // It is unknown how much of it the backing file will have.
-        _ if full => clusters,
-        Some(_) if new.backing_file.is_some() => clusters,
-        Some(source) => data_clusters(source, cluster).await?,
-        None => 0,
-    };
-    Ok(Measure {
-        required: fully_allocated - (clusters - data.min(clusters)) * cluster,
-        fully_allocated,
-    })
+    // It is unknown how much of it the backing file will have.
+    if full || (source.is_some() && new.backing_file.is_some()) {
+        return Ok((Measure { required: fully_allocated, fully_allocated }, None));
+    }
+    let required = fully_allocated - clusters * cluster;
+    Ok((Measure { required, fully_allocated }, Some((clusters, cluster))))
 }
 
 /// Clusters of `cluster` bytes that hold data, not only reserved space.

@@ -69,7 +69,10 @@ impl ImageFormat {
     /// The format that a header gives for a backing file, or `None` if it is not supported. QEMU writes the names of
     /// its drivers for files and devices there, too: those show what is in them.
     pub fn of_backing(name: &str) -> Option<Self> {
-        if matches!(name, "file" | "host_device") { Some(Self::Raw) } else { Self::from_name(name) }
+        match name {
+            "file" | "host_device" | "host_cdrom" => Some(Self::Raw),
+            _ => Self::from_name(name),
+        }
     }
 }
 

@@ -44,11 +44,25 @@ pub fn referenced_file<H: Host>(
                 ),
             });
         }
-        // Where nothing is allowed nothing is looked for: whether a file exists is nobody's business.
-        let real = if directories.is_empty() { None } else { Some(host.canonical(&path)?) };
         let inside =
             |real: PathBuf| directories.iter().any(|directory| real.starts_with(directory));
-        if !real.is_some_and(inside) {
+        // Where nothing is allowed nothing is looked for: whether a file exists there is nobody's business.
+        let real = if directories.is_empty() { None } else { Some(host.canonical(&path)) };
+        let is_inside = match real {
+            None => false,
+            Some(Ok(real)) => inside(real),
+            Some(Err(error)) => {
+                let parent = match path.parent() {
+                    Some(parent) if parent.as_os_str().is_empty() => Some(Path::new(".")),
+                    parent => parent,
+                };
+                if parent.and_then(|parent| host.canonical(parent).ok()).is_some_and(inside) {
+                    return Err(error.into());
+                }
+                false
+            }
+        };
+        if !is_inside {
             return Err(DiskError::Refused {
                 image: referrer.to_owned(),
                 reason: format!(
@@ -92,6 +106,17 @@ pub fn check_data_file<H: Host>(
         }),
         _ => Ok(()),
     }
+}
+
+/// Refuses an external data file for an image that keeps its data itself, in QEMU's words.
+fn check_keeps_data(image: &Path, options: &OpenOptions) -> Result<()> {
+    if options.data_file.is_none() {
+        return Ok(());
+    }
+    Err(DiskError::Refused {
+        image: image.to_owned(),
+        reason: "'data-file' can only be set for images with an external data file".into(),
+    })
 }
 
 /// The field that names an external data file.
@@ -289,6 +314,9 @@ async fn load_layer<H: Host>(
     let length = file.len().await?;
     let start = file.read_at(0, IoBuf::zeroed(4096)).await?;
     let format = format_of(name, format, &start)?;
+    if format != ImageFormat::Qcow2 {
+        check_keeps_data(name, options)?;
+    }
     if format == ImageFormat::Luks && options.snapshot.is_none() {
         return Box::pin(luks::open(name, file, key)).await;
     }
@@ -421,6 +449,7 @@ pub(crate) async fn load_qcow2<H: Host>(
         }
         Some(Arc::new(data))
     } else {
+        check_keeps_data(name, options)?;
         None
     };
     let file_length = match &data {

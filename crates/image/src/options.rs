@@ -123,7 +123,8 @@ pub enum Below {
 pub struct BackingFile {
     /// The file.
     pub name: PathBuf,
-    /// Its format; `None` probes.
+    /// Its format. `None` is the one that the image above names for its own backing file, or, if it names none, probes.
+    /// If that image is not trusted, the format must be given.
     pub format: Option<ImageFormat>,
 }
 
@@ -153,7 +154,8 @@ pub struct OpenOptions {
     pub bring_in: bool,
     /// Whether to open the backing chain; without it, its data reads as zeroes.
     pub backing: bool,
-    /// The active layer's external data file, instead of the one that its header names. It is trusted.
+    /// The active layer's external data file, instead of the one that its header names. It is trusted. An image that
+    /// keeps its data itself is refused with one.
     pub data_file: Option<PathBuf>,
     /// What is below the active layer, below the next one, and so on; below deeper ones, what the headers name. Files
     /// given here are trusted. Direct-access indexes, which describe the others, are not used with them.

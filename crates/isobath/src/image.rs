@@ -122,5 +122,5 @@ pub async fn seal<H: Host>(host: H, name: impl AsRef<Path>) -> Result<()> {
 /// # }).unwrap();
 /// ```
 pub async fn measure(new: &NewDisk) -> Result<Measure> {
-    isobath_disk::measure::<isobath_storage::memory::MemoryHost>(new, None).await
+    Ok(isobath_disk::measure::<isobath_storage::memory::MemoryHost>(new, None).await?)
 }

@@ -201,19 +201,15 @@ impl FeatureNameTable {
         names.join(", ")
     }
 
-    /// The table in an extension's data; an incomplete entry at the end is dropped.
+    /// The table in an extension's data. As in QEMU, an incomplete entry at the end counts, as if zeroes followed.
     pub(crate) fn parse(data: &[u8]) -> Self {
-        let entries = data
-            .as_chunks::<{ Self::ENTRY }>()
-            .0
-            .iter()
-            .filter_map(|entry| {
-                let (&[kind, bit], name) = entry.split_first_chunk()?;
-                let name = *name.first_chunk()?;
-                Some(FeatureName { kind: FeatureKind::from_byte(kind), bit, name })
-            })
-            .collect();
-        Self { entries }
+        let entries = data.chunks(Self::ENTRY).filter_map(|entry| {
+            let (&[kind, bit], text) = entry.split_first_chunk()?;
+            let mut name = [0; FEATURE_NAME_BYTES];
+            name.iter_mut().zip(text).for_each(|(to, from)| *to = *from);
+            Some(FeatureName { kind: FeatureKind::from_byte(kind), bit, name })
+        });
+        Self { entries: entries.collect() }
     }
 
     const ENTRY: usize = FeatureName::SIZE;
@@ -247,6 +243,17 @@ mod tests {
             "fast?[2Jer, Unknown incompatible feature: 8000000000000000"
         );
         assert_eq!(table.describe_incompatible(3 << 10), "Unknown incompatible feature: c00");
+    }
+
+    #[test]
+    fn an_incomplete_entry_at_the_end_names_a_bit() {
+        let whole = FeatureName::new(FeatureKind::Incompatible, 9, "whole");
+        let mut data: Vec<u8> = whole.encode().collect();
+        data.extend(*b"\x00\x3fpart");
+        let table = FeatureNameTable::parse(&data);
+        assert_eq!(table.describe_incompatible(1 << 9 | 1 << 63), "whole, part");
+        data.truncate(FeatureName::SIZE + 1);
+        assert_eq!(FeatureNameTable::parse(&data).entries, [whole]);
     }
 
     #[test]

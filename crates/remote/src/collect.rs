@@ -48,7 +48,7 @@ pub fn remove(store: &dyn Store, name: &str) -> Result<()> {
     store.delete(&key)
 }
 
-/// Removes the objects that no chain needs. No push that is at work loses anything by it: see decision 0052 for why.
+/// Removes the objects that no chain needs. No push that is at work loses anything by it: see decision 0049 for why.
 ///
 /// # Errors
 /// A push is at work, or another collection; a manifest is damaged or of a later version, so that it is unknown what it

@@ -24,7 +24,6 @@
 
 mod aio;
 mod attempts;
-mod commands;
 mod device;
 mod event;
 mod first;
@@ -35,7 +34,6 @@ mod runtime;
 mod signal;
 
 pub use attempts::Attempts;
-pub use commands::{Commands, command};
 pub use device::Device;
 pub use event::Event;
 pub use first::first;

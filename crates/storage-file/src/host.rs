@@ -18,9 +18,13 @@ use arc_swap::ArcSwap;
 use isobath_ring::place::{self, Identity, Place};
 use isobath_storage::error::{Operation, StorageError};
 use isobath_storage::{FileId, Host, Made, OpenMode, Result, StorageExt, is_descriptor_set};
+use rustix::fs::{FileType, Mode, OFlags, fstat, openat, readlinkat};
+use rustix::io::Errno;
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -241,7 +245,12 @@ async fn emptied(
                 return Err(error);
             }
         };
-        if !opened.is_at(name)? {
+        let is_there = opened.is_at(name);
+        if !matches!(is_there, Ok(true)) {
+            if let Some((place, id)) = created {
+                let _ = place.remove(id);
+            }
+            is_there?;
             continue;
         }
         let emptied = empty(&opened, spared)?;
@@ -276,13 +285,47 @@ async fn new_or_found(name: &Path, mode: OpenMode, pool: &Pool) -> Attempt<Optio
             // The name is a link to a file that does not exist, which is created by its own name, or was removed in
             // between.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                let Ok(target) = fs::read_link(&name) else { return Ok(None) };
+                let Some(target) = target_of(&name).map_err(explained)? else { return Ok(None) };
                 name = name.parent().map_or_else(|| target.clone(), |parent| parent.join(&target));
             }
             Err(error) => return Err(explained(error)),
         }
     }
     Err(io::Error::from_raw_os_error(libc::ELOOP).into())
+}
+
+/// Where a link leads; `None` if there is none any more.
+///
+/// # Errors
+/// It may not be followed to create a file.
+fn target_of(link: &Path) -> io::Result<Option<PathBuf>> {
+    let (Some(parent), Some(file)) = (link.parent(), link.file_name()) else { return Ok(None) };
+    let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let directory = rustix::fs::open(parent, flags | OFlags::DIRECTORY, Mode::empty())?;
+    let held = match openat(&directory, file, flags | OFlags::NOFOLLOW, Mode::empty()) {
+        Err(Errno::NOENT) => return Ok(None),
+        held => held?,
+    };
+    let found = fstat(&held)?;
+    if FileType::from_raw_mode(found.st_mode) != FileType::Symlink {
+        return Ok(None);
+    }
+    let of_directory = fstat(&directory)?;
+    let own = rustix::process::geteuid().as_raw();
+    if !may_follow(found.st_uid, of_directory.st_mode, of_directory.st_uid, own) {
+        return Err(io::Error::from_raw_os_error(libc::EACCES));
+    }
+    let target = readlinkat(&held, c"", Vec::new())?;
+    Ok(Some(PathBuf::from(OsString::from_vec(target.into_bytes()))))
+}
+
+/// Whether a link of the user `owner` is followed to create a file. In a directory where everybody may make links and
+/// nobody remove another's, such as `/tmp`, only links of one's `own` and of the directory's owner are: as Linux judges
+/// with `fs.protected_symlinks` what it follows itself.
+fn may_follow(owner: u32, directory: u32, of_directory: u32, own: u32) -> bool {
+    let shared = libc::S_ISVTX | libc::S_IWOTH;
+    directory & shared != shared || owner == own || owner == of_directory
 }
 
 /// Where a file is that was created under this name, and which one it is.
@@ -320,7 +363,7 @@ fn storage(
         writing: Writing::new(mode.writable),
         file,
         source: ArcSwap::from_pointee(source),
-        roles: OnceLock::new(),
+        mapped: OnceLock::new(),
         kind,
         direct,
         cached: Cached::default(),
@@ -342,4 +385,37 @@ fn direct(file: &OwnedFd, kind: Kind) -> io::Result<Direct> {
         (None, Kind::Regular) => (4096, 4096),
     };
     Direct::new(memory, block, kind == Kind::Regular)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    #[test]
+    fn a_strangers_link_in_a_directory_for_all_creates_no_file() {
+        let (own, host, stranger) = (1000, 0, 1001);
+        for (directory, owner, expected) in [
+            (0o41777, stranger, false),
+            (0o41777, own, true),
+            (0o41777, host, true),
+            (0o40777, stranger, true),
+            (0o41775, stranger, true),
+            (0o40755, stranger, true),
+        ] {
+            assert_eq!(may_follow(owner, directory, host, own), expected, "{directory:o} {owner}");
+        }
+    }
+
+    #[test]
+    fn what_is_a_link_leads_where_it_says() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o1777)).unwrap();
+        symlink("there", at("own")).unwrap();
+        fs::write(at("file"), "").unwrap();
+        assert_eq!(target_of(&at("own")).unwrap(), Some("there".into()));
+        assert_eq!(target_of(&at("file")).unwrap(), None);
+        assert_eq!(target_of(&at("missing")).unwrap(), None);
+    }
 }

@@ -21,6 +21,11 @@ impl Writing {
         Self(AtomicU8::new(if writable { WRITABLE } else { READING }))
     }
 
+    /// Whether it never wrote, nor will.
+    pub(super) fn is_none(&self) -> bool {
+        self.0.load(Ordering::Relaxed) == READING
+    }
+
     /// Whether changes are refused.
     pub(super) fn has_ended(&self) -> bool {
         self.0.load(Ordering::Acquire) != WRITABLE

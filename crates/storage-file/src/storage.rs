@@ -32,9 +32,11 @@ pub(super) struct Abilities {
 pub struct FileStorage {
     pub(super) file: Named,
     pub(super) writing: Writing,
-    /// Held during a change of the handle's role, once there was one. An admission in it ends before the descriptor in
-    /// `source` gives up its locks.
-    pub(super) roles: OnceLock<Box<isobath_sync::AsyncMutex<Changed>>>,
+    /// Its mappings, once something cached was read.
+    pub(super) mapped: OnceLock<Arc<Mapped>>,
+    /// What was found out about it. There may be thousands of files of which nothing is. An admission in it ends before
+    /// the descriptor in `source` gives up its locks.
+    pub(super) found: OnceLock<Box<Found>>,
     pub(super) source: ArcSwap<Source>,
     pub(super) kind: Kind,
     pub(super) direct: Option<Box<Direct>>,
@@ -44,15 +46,13 @@ pub struct FileStorage {
     pub(super) abilities: Abilities,
     /// Whether the file system's times can be trusted, once known.
     pub(super) timed: OnceLock<bool>,
-    /// What was found out about it. There may be thousands of files of which nothing is.
-    pub(super) found: OnceLock<Box<Found>>,
 }
 
 /// What a file has only once it is used.
 #[derive(Default)]
 pub(super) struct Found {
-    /// Its mappings, once something cached was read.
-    pub(super) mapped: OnceLock<Arc<Mapped>>,
+    /// Held during a change of the handle's role.
+    pub(super) roles: isobath_sync::AsyncMutex<Changed>,
     /// Whether other files' space can be shared, once known.
     pub(super) clones: OnceLock<Option<u64>>,
     /// Whether flushes are cheaper in written space, once known.
@@ -77,7 +77,7 @@ impl FileStorage {
     }
 
     pub(super) fn roles(&self) -> &isobath_sync::AsyncMutex<Changed> {
-        self.roles.get_or_init(Box::default)
+        &self.found().roles
     }
 
     /// The descriptor; if the file gave it up, a new one.
@@ -92,8 +92,12 @@ impl FileStorage {
         }
     }
 
-    /// Waits for operations whose futures were dropped; there are hardly ever any.
+    /// Waits for operations whose futures were dropped; there are hardly ever any, and none of a file that never
+    /// changes.
     pub(super) async fn landed(&self) {
+        if self.writing.is_none() {
+            return;
+        }
         let landing = match &**self.source.load() {
             Source::Kept(target, _) if target.landing.any() => target.landing.clone(),
             _ => return,
@@ -106,6 +110,10 @@ impl FileStorage {
         if self.direct.is_some() {
             return 0;
         }
+        // Most of thousands of layers are not in the processor's caches: as few of their parts as can be are looked at.
+        if self.mapped().is_some_and(|mapped| mapped.read(offset, buf)) {
+            return buf.len();
+        }
         match &**self.source.load() {
             Source::Kept(target, _) => self.read_kept(&target.file, offset, buf),
             Source::Shared(shared) => {
@@ -115,21 +123,18 @@ impl FileStorage {
     }
 
     fn read_kept(&self, file: &OwnedFd, offset: u64, buf: &mut IoBuf) -> usize {
-        if self.mapped().is_some_and(|mapped| mapped.read(offset, buf)) {
-            return buf.len();
-        }
         let count = self.cached.read(file, offset, buf);
         let mappings = self.file.pool.mappings();
         if count == buf.len() && self.kind == Kind::Regular && mappings.are_allowed() {
             let new = || Mapped::new(mappings, self.file.mode.writable);
-            self.found().mapped.get_or_init(new).was_cached(file, offset, count);
+            self.mapped.get_or_init(new).was_cached(file, offset, count);
         }
         count
     }
 
     /// Its mappings, if something cached was read.
     pub(super) fn mapped(&self) -> Option<&Arc<Mapped>> {
-        self.found.get()?.mapped.get()
+        self.mapped.get()
     }
 
     /// The descriptor of a file that may be changed.

@@ -1,14 +1,15 @@
-//! A host whose files can break what [`Storage`] promises: to find out whether those who rely on it would notice.
+//! A host that, with its files, can break what [`Host`] and [`Storage`] promise: to find out whether those who rely on
+//! it would notice.
 
 use isobath_storage::{
     Allocation, Capabilities, FileId, Host, Identity, IoBuf, Made, OpenMode, Result, Storage,
-    ZeroMode,
+    StorageExt as _, ZeroMode,
 };
 use parking_lot::Mutex;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// What a careless file does wrong.
+/// What a careless host or file does wrong.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Slip {
     /// Nothing.
@@ -24,9 +25,16 @@ pub enum Slip {
     ShortBuffers,
     /// A write changes nothing.
     LostWrite,
+    /// [`Host::create_unlike`] empties a file that is to be spared.
+    SparesNone,
+    /// Another program replaces a file, with [`ANOTHERS`], right before it is removed: no slip of the host's.
+    ReplacedBeforeRemoval,
 }
 
-/// What all files of a host do wrong from now on.
+/// The contents of a file that replaces another.
+pub const ANOTHERS: &[u8] = b"another's";
+
+/// What a host and all its files do wrong from now on.
 #[derive(Clone, Debug, Default)]
 pub struct Slips(Arc<Mutex<Slip>>);
 
@@ -66,6 +74,21 @@ impl<H: Host> CarelessHost<H> {
         &self.slips
     }
 
+    /// The wrapped host.
+    pub fn inner(&self) -> &H {
+        &self.inner
+    }
+
+    /// Has another program replace a file, if it does so now.
+    async fn replace(&self, name: &Path) -> Result<()> {
+        if self.slips.is(Slip::ReplacedBeforeRemoval) {
+            self.inner.remove(name).await?;
+            let file = self.inner.create(name, OpenMode::default()).await?;
+            file.write_at(0, IoBuf::copy_of(ANOTHERS)).await?;
+        }
+        Ok(())
+    }
+
     fn wrap(&self, inner: H::File) -> CarelessFile<H::File> {
         CarelessFile { inner, slips: self.slips.clone() }
     }
@@ -88,15 +111,18 @@ impl<H: Host> Host for CarelessHost<H> {
         mode: OpenMode,
         spared: &dyn Fn(FileId) -> bool,
     ) -> Result<Option<Made<Self::File>>> {
-        let made = self.inner.create_unlike(name, mode, spared).await?;
+        let spared = |id| spared(id) && !self.slips.is(Slip::SparesNone);
+        let made = self.inner.create_unlike(name, mode, &spared).await?;
         Ok(made.map(|Made { file, is_new }| Made { file: self.wrap(file), is_new }))
     }
 
     async fn remove(&self, name: &Path) -> Result<()> {
+        self.replace(name).await?;
         self.inner.remove(name).await
     }
 
     async fn remove_file(&self, name: &Path, file: &Self::File) -> Result<bool> {
+        self.replace(name).await?;
         self.inner.remove_file(name, &file.inner).await
     }
 

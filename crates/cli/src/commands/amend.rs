@@ -4,6 +4,7 @@ use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
 use crate::host::images;
 use crate::image_name::{Image, Naming, Objects, reason};
+use crate::options::NamedFormat;
 use crate::{options, runtime, size};
 use isobath_disk::encryption::SlotState;
 use isobath_disk::{Amend, ImageFormat, KeyChange, Preallocation, amend, change_keys};
@@ -18,11 +19,11 @@ use std::time::Duration;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Options as NAME=VALUE, separated by commas; '-o help' lists them
-    #[arg(short, long, value_name = "OPTIONS")]
+    #[arg(short, long, value_name = "OPTIONS", value_parser = options::list)]
     options: Vec<String>,
     /// The image's format [default: detected]
-    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long, value_name = "FMT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// Cache mode for the image
     #[arg(short = 't', long = "cache", value_name = "MODE", default_value = "writeback")]
     #[arg(value_parser = CacheMode::parse)]
@@ -203,7 +204,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     }
     let pairs = options::parse(&args.options);
     if pairs.iter().any(|(name, _)| name == "help" || name == "?") {
-        let format = args.format.unwrap_or(ImageFormat::Qcow2);
+        let format = args.format.map_or(ImageFormat::Qcow2, |named| named.format);
         if !matches!(format, ImageFormat::Qcow2 | ImageFormat::Luks) {
             return Err(not_supported(format));
         }

@@ -4,8 +4,9 @@ use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
 use crate::host::ImageHost;
 use crate::image_name::{Naming, reason};
+use crate::options::NamedFormat;
 use crate::{options, runtime, size, workers};
-use isobath_disk::{Disk, DiskError, ImageFormat};
+use isobath_disk::{Disk, DiskError};
 use isobath_ring::spawn;
 use isobath_storage::IoBuf;
 use isobath_sync::Semaphore;
@@ -28,8 +29,8 @@ pub(crate) struct Args {
     #[arg(short, long, value_name = "DEPTH", default_value = "64", value_parser = depth)]
     depth: u64,
     /// The image's format [default: detected]
-    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long, value_name = "FMT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// With -w: flush after this many requests; 0 for never
     #[arg(long, value_name = "COUNT", default_value = "0", value_parser = interval)]
     flush_interval: u64,

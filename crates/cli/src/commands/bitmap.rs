@@ -3,9 +3,10 @@
 use crate::failure::{Failure, Outcome};
 use crate::host::images;
 use crate::image_name::{Naming, reason};
+use crate::options::NamedFormat;
 use crate::{options, runtime, size};
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches};
-use isobath_disk::{BitmapAction, BitmapEditor, DiskError, ImageFormat, OpenOptions, read_bitmap};
+use isobath_disk::{BitmapAction, BitmapEditor, DiskError, OpenOptions, read_bitmap};
 use isobath_storage::Locking;
 use std::ffi::OsString;
 use std::io::Write;
@@ -22,11 +23,11 @@ pub(crate) struct Args {
     #[arg(short, long = "source-file", value_name = "FILE")]
     base: Option<PathBuf>,
     /// The format of the image to merge the bitmap from [default: detected]
-    #[arg(short = 'F', long = "source-format", value_name = "FMT", value_parser = options::format)]
-    base_format: Option<ImageFormat>,
+    #[arg(short = 'F', long = "source-format", value_name = "FMT", value_parser = options::named_format)]
+    base_format: Option<NamedFormat>,
     /// The image's format [default: detected]
-    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long, value_name = "FMT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// With --add: number of bytes per bit, a power of two [default: the cluster size, at most 64k]
     #[arg(short, long, value_name = "SIZE", value_parser = size::parse)]
     granularity: Option<u64>,
@@ -125,6 +126,7 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
         return Err(Failure::new("Merge bitmap source file only supported with --merge"));
     }
     let bitmap = bitmap.to_str().ok_or_else(|| Failure::new("Bitmap name is not valid UTF-8"))?;
+    args.naming.instead.check_alone("bitmap")?;
     let image = args.naming.image(Path::new(image), args.format)?;
     let base = args.base.as_deref().map(|base| {
         let naming = Naming { trusting: args.naming.trusting.clone(), ..Naming::default() };

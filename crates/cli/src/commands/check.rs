@@ -4,11 +4,9 @@ use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
 use crate::host::{ImageFile, images, is_export};
 use crate::image_name::{Image, Naming};
-use crate::options::{self, OutputFormat};
+use crate::options::{self, NamedFormat, OutputFormat};
 use crate::{json, messages, runtime};
-use isobath_disk::{
-    CheckEvent, CheckOptions, CheckReport, DiskError, ImageFormat, OpenOptions, Repair, check,
-};
+use isobath_disk::{CheckEvent, CheckOptions, CheckReport, DiskError, OpenOptions, Repair, check};
 use isobath_formats::Format;
 use isobath_qcow2::text::Shown;
 use isobath_storage::{Host, OpenMode, StorageExt};
@@ -25,8 +23,8 @@ use std::path::{Path, PathBuf};
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The image's format [default: detected]
-    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long, value_name = "FMT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// Output format
     #[arg(long, value_name = "FMT", default_value = "human")]
     output: OutputFormat,
@@ -60,6 +58,7 @@ fn what(text: &str) -> Result<Repair, String> {
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let repair = args.repair.unwrap_or_default();
     let locking = options::locking(args.force_share);
+    args.naming.instead.check_alone("check")?;
     let image = args.naming.image(&args.image, args.format)?;
     let options = image.options(args.cache.is_direct(), locking);
     let OpenOptions { locking, direct, format, .. } = options;

@@ -4,8 +4,9 @@ use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
 use crate::host::images;
 use crate::image_name::Naming;
+use crate::options::NamedFormat;
 use crate::{block_job, chain_files, options, runtime, size};
-use isobath_disk::{ImageFormat, LayerIndex, LiveDisk};
+use isobath_disk::{LayerIndex, LiveDisk};
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_jobs::CommitOptions;
 use isobath_ring::Signals;
@@ -21,8 +22,8 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The image's format [default: detected]
-    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long, value_name = "FMT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// The image in the backing chain to commit to [default: the backing file]
     #[arg(short, long, value_name = "BASE")]
     base: Option<String>,
@@ -49,9 +50,11 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    if args.naming.trusting.untrusted {
+    let chosen = args.naming.instead.has_backing_file() && args.base.is_none();
+    if args.naming.trusting.untrusted && !chosen {
         return Err(Failure::usage(
-            "an untrusted image does not choose the image that is written to: --untrusted cannot be used with 'commit'",
+            "an untrusted image does not choose the image that is written to: with --untrusted, 'commit' takes that as \
+             --backing-file, without -b",
         ));
     }
     let image = args.naming.image(&args.image, args.format)?;

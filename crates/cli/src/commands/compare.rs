@@ -4,9 +4,10 @@ use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
 use crate::host::ImageHost;
 use crate::image_name::Naming;
+use crate::options::NamedFormat;
 use crate::workers::{self, Progress};
 use crate::{options, runtime};
-use isobath_disk::{Compare, CompareError, Difference, Disk, ImageFormat};
+use isobath_disk::{Compare, CompareError, Difference, Disk};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -23,11 +24,12 @@ const TASKS: usize = 8;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The first image's format [default: detected]
-    #[arg(short, long = "a-format", alias = "format", value_name = "FMT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long = "a-format", alias = "format", value_name = "FMT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// The second image's format [default: detected]
-    #[arg(short = 'F', long = "b-format", alias = "second-format", value_name = "FMT", value_parser = options::format)]
-    second_format: Option<ImageFormat>,
+    #[arg(short = 'F', long = "b-format", alias = "second-format", value_name = "FMT")]
+    #[arg(value_parser = options::named_format)]
+    second_format: Option<NamedFormat>,
     /// Cache mode for both images
     #[arg(
         short = 'T',
@@ -114,7 +116,7 @@ async fn open(
     args: &Args,
     cache: CacheMode,
     image: &Path,
-    format: Option<ImageFormat>,
+    format: Option<NamedFormat>,
 ) -> Result<Arc<Disk<ImageHost>>, Failure> {
     let image = args.naming.image(image, format).map_err(|failure| failure.with_code(2))?;
     let locking = options::locking(args.force_share);

@@ -34,7 +34,7 @@ pub(crate) struct Args {
     #[arg(short, long = "backing-unsafe", alias = "unsafe")]
     unchecked: bool,
     /// Options as NAME=VALUE, separated by commas (',,' is a literal comma); '-o help' lists them
-    #[arg(short, long, value_name = "OPTIONS")]
+    #[arg(short, long, value_name = "OPTIONS", value_parser = options::list)]
     options: Vec<String>,
     #[command(flatten)]
     objects: Objects,
@@ -92,11 +92,12 @@ const ENCRYPTION: &[&str] = &[
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let given = options::parse(&args.options);
-    let format = options::format(args.format.as_deref().unwrap_or("raw"));
-    let format = match (&args.image, format) {
+    let format = options::named_format(args.format.as_deref().unwrap_or("raw"));
+    let named = match (&args.image, format) {
         (Some(image), Err(message)) => return Err(Failure::new(message).context(image.display())),
         (_, format) => format.map_err(Failure::new)?,
     };
+    let format = named.format;
     if given.iter().any(|(name, _)| name == "help" || name == "?") {
         return match format {
             ImageFormat::Foreign(format) => foreign::help(format, args.image.is_some(), out),
@@ -118,7 +119,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     }
     if format != ImageFormat::Qcow2 && new.backing_file.is_none() && new.backing_format.is_some() {
         let reason =
-            format!("Backing file format not supported for file format '{}'", format.name());
+            format!("Backing file format not supported for file format '{}'", named.name());
         return Err(failure(&reason));
     }
     if let Some(text) = &args.size {
@@ -127,7 +128,8 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
         new.size = Some(size::parse(text).map_err(|error| Failure::new(too_large(error)))?);
     }
-    let target = Naming::target(image)?;
+    let mut target = Naming::target(image).map_err(|error| failure(&error))?;
+    target.device = named.device().or(target.device);
     new.on_device = target.device.is_some();
     if args.format.is_none() && !args.quiet {
         messages::note_raw(image, "-f");
@@ -137,7 +139,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         if args.quiet {
             return Ok(());
         }
-        writeln!(out, "Formatting '{name}', {}", describe(&new, size, &given))
+        writeln!(out, "Formatting '{name}', {}", describe(&new, named.name(), size, &given))
     };
     if let (Some(name), Some(driver), true) =
         (&new.backing_file, &new.backing_format, new.open_backing)
@@ -158,6 +160,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         return Err(failure(if is_unsized { needs_size } else { &refused }));
     }
     target.check().map_err(|error| failure(&error))?;
+    if let Some(driver) = named.protocol {
+        is_of_kind(driver, &target.path.to_string_lossy()).map_err(|error| failure(&error))?;
+    }
     let path = &target.path;
     let new = new.clone().encryption(keys.map_err(|error| failure(&error))?);
     let (made, index_left) = runtime::block_on(async || {
@@ -223,7 +228,7 @@ fn create_foreign(
         (None, Some(size)) => size,
         (None, None) => return Err(failure("Image creation needs a size parameter".into())),
     };
-    let target = Naming::target(image)?;
+    let target = Naming::target(image).map_err(failure)?;
     if !args.quiet {
         let name = options::printable(&image.display().to_string());
         writeln!(out, "Formatting '{name}', {}", options.describe(size))?;
@@ -334,6 +339,15 @@ fn contradiction(new: &NewDisk) -> Option<&'static str> {
             "Extended L2 entries are only supported with cluster sizes of at least 16384 bytes",
         );
     }
+    let hides = new.preallocation != Preallocation::Off && !new.extended_l2;
+    if hides && new.backing_file.is_some() {
+        return Some(
+            "Backing file and preallocation can only be used at the same time if extended_l2 is on",
+        );
+    }
+    if new.backing_format.is_some() && new.backing_file.is_none() {
+        return Some("Backing format cannot be used without backing file");
+    }
     if old && new.lazy_refcounts {
         return Some(
             "Lazy refcounts only supported with compatibility level 1.1 and above (use version=v3 or greater)",
@@ -347,6 +361,9 @@ fn contradiction(new: &NewDisk) -> Option<&'static str> {
     }
     if new.data_file_raw && new.data_file.is_none() {
         return Some("data-file-raw requires data-file");
+    }
+    if new.data_file_raw && new.backing_file.is_some() {
+        return Some("Backing file and data-file-raw cannot be used at the same time");
     }
     if old && new.data_file.is_some() {
         return Some(
@@ -458,11 +475,7 @@ fn apply(new: &mut NewDisk, name: &str, value: &str) -> Result<(), String> {
         });
     }
     if new.format == ImageFormat::Raw && !of_files.contains(&name) {
-        return Err(match name {
-            "backing_file" => "Backing file not supported for file format 'raw'".to_owned(),
-            "backing_fmt" => "Backing file format not supported for file format 'raw'".to_owned(),
-            _ => options::unknown(name, known(new.format)),
-        });
+        return Err(options::unknown(name, known(new.format)));
     }
     let refuse =
         || format!("Parameter '{}' does not accept value '{value}'", name.replace('_', "-"));
@@ -493,7 +506,7 @@ fn apply(new: &mut NewDisk, name: &str, value: &str) -> Result<(), String> {
         }
         "nocow" => new.layout.no_copy_on_write = options::on_off(name, value)?,
         "extent_size_hint" => {
-            let size = u32::try_from(size::parse(value)?);
+            let size = u32::try_from(size::parameter(name, value)?);
             let size = size.map_err(|_| format!("Extent size hint is too large: {value}"))?;
             new.layout.extent_size = Some(size);
         }
@@ -514,8 +527,8 @@ fn apply(new: &mut NewDisk, name: &str, value: &str) -> Result<(), String> {
 }
 
 /// The options of a new disk, as qemu-img prints them.
-fn describe(new: &NewDisk, size: u64, given: &[(String, String)]) -> String {
-    let mut text = format!("fmt={}", new.format.name());
+fn describe(new: &NewDisk, format: &str, size: u64, given: &[(String, String)]) -> String {
+    let mut text = format!("fmt={format}");
     // Writing to a string cannot fail.
     let mut put = |name: &str, value: &str| {
         let value = value.replace(',', ",,");

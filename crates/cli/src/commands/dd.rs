@@ -5,6 +5,7 @@ use super::foreign;
 use crate::failure::{Failure, Outcome};
 use crate::host::{ImageHost, images};
 use crate::image_name::Naming;
+use crate::options::NamedFormat;
 use crate::{messages, options, runtime, size};
 use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, create_held_beside};
 use isobath_formats::{Format, PIECE};
@@ -25,11 +26,11 @@ const WINDOW: (u64, usize) = (1 << 30, 4096);
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The input's format [default: detected]
-    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long, value_name = "FMT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// The new image's format
-    #[arg(short = 'O', long, value_name = "FMT", default_value = "raw", value_parser = options::format)]
-    output_format: ImageFormat,
+    #[arg(short = 'O', long, value_name = "FMT", default_value = "raw", value_parser = options::named_format)]
+    output_format: NamedFormat,
     /// Read the input even while another program writes to it
     #[arg(short = 'U', long)]
     force_share: bool,
@@ -84,9 +85,9 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     };
     let block = operands.block.unwrap_or(512);
     let image = args.naming.image(Path::new(input), args.format)?;
-    Naming::can_create(Path::new(output)).map_err(Failure::new)?;
-    let place = Naming::target(Path::new(output))?;
-    let checked = match args.output_format {
+    let mut place = Naming::target(Path::new(output)).map_err(Failure::new)?;
+    place.device = args.output_format.device().or(place.device);
+    let checked = match args.output_format.format {
         ImageFormat::Foreign(_) => place.check_file(),
         _ => place.check(),
     };
@@ -106,7 +107,7 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
         let range = skipped..skipped.saturating_add(wanted).min(source.size());
         refuse_source(&target.path, std::slice::from_ref(&source)).await?;
         let length = range.end - range.start;
-        if let ImageFormat::Foreign(format) = args.output_format {
+        if let ImageFormat::Foreign(format) = args.output_format.format {
             return copy_to_foreign(&source, range, format, &target.path).await.map_err(
                 |failure| {
                     failure.context(format_args!("{output}: error while creating output image"))
@@ -114,7 +115,7 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
             );
         }
         // Without a secret, for which `dd` has no option, a LUKS image is refused.
-        let mut new = NewDisk::new(length.next_multiple_of(512)).format(args.output_format);
+        let mut new = NewDisk::new(length.next_multiple_of(512)).format(args.output_format.format);
         new.on_device = place.device.is_some();
         let others = files_of(std::slice::from_ref(&source));
         let created = create_held_beside(images(), &target.path, &new, &others).await;

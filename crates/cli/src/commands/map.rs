@@ -3,9 +3,9 @@
 use crate::failure::{Failure, Outcome};
 use crate::host::ImageHost;
 use crate::image_name::Naming;
-use crate::options::{self, OutputFormat, printable};
+use crate::options::{self, NamedFormat, OutputFormat, printable};
 use crate::{null, runtime, size};
-use isobath_disk::{Disk, ImageFormat, MapEntry};
+use isobath_disk::{Disk, MapEntry};
 use isobath_storage::IoBuf;
 use std::io::Write;
 use std::path::PathBuf;
@@ -14,8 +14,8 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The image's format [default: detected]
-    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long, value_name = "FMT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// The guest offset at which to start
     #[arg(short, long, value_name = "OFFSET", value_parser = start, default_value = "0")]
     start_offset: u64,

@@ -4,10 +4,10 @@ use crate::commands::{create, foreign};
 use crate::failure::{Failure, Outcome};
 use crate::host::{ImageHost, images};
 use crate::image_name::{Naming, reason};
-use crate::options::{self, OutputFormat};
+use crate::options::{self, NamedFormat, OutputFormat};
 use crate::{json, null, runtime, size};
 use isobath_disk::{
-    BitmapInfo, Disk, DiskError, ImageFormat, NewDisk, SnapshotChoice, info, measure,
+    BitmapInfo, Disk, ImageFormat, MeasureError, NewDisk, SnapshotChoice, info, measure,
 };
 use serde_json::{Map, Value};
 use std::io::Write;
@@ -20,8 +20,8 @@ const BITMAP_ENTRY: u64 = 24;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The format of the image to copy [default: detected]
-    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long, value_name = "FMT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// The new image's format
     #[arg(
         short = 'O',
@@ -33,7 +33,7 @@ pub(crate) struct Args {
     #[arg(value_parser = options::format)]
     output_format: ImageFormat,
     /// Options for the new image as NAME=VALUE, as in 'isobath create'
-    #[arg(short, long, value_name = "OPTIONS")]
+    #[arg(short, long, value_name = "OPTIONS", value_parser = options::list)]
     options: Vec<String>,
     /// Measure an empty disk of this size instead of an image
     #[arg(short, long, value_parser = size::parse)]
@@ -50,8 +50,8 @@ pub(crate) struct Args {
     #[command(flatten)]
     naming: Naming,
     /// The image to copy
-    #[arg(required_unless_present = "size", conflicts_with = "size")]
-    image: Option<PathBuf>,
+    #[arg(value_name = "IMAGE")]
+    images: Vec<PathBuf>,
 }
 
 /// Bytes that bitmaps for a disk of `size` bytes take, if all their bits are set.
@@ -71,7 +71,22 @@ fn is_silent(disk: &Disk<ImageHost>) -> bool {
     disk.layers().all(|layer| null::says_nothing(layer.name()))
 }
 
+/// The image to measure, if no size is given. Wrong combinations are refused in QEMU's words and order.
+fn image_of(args: &Args) -> Result<Option<&PathBuf>, Failure> {
+    let refused = |reason: &str| Err(Failure::new(reason));
+    let describes = args.naming.image_opts || args.format.is_some() || args.snapshot.is_some();
+    match (args.images.as_slice(), args.size) {
+        ([_, _, ..], _) => refused("At most one filename argument is allowed."),
+        ([], _) if describes => refused("--image-opts, -f, and -l require a filename argument."),
+        ([], None) => refused("Either --size N or one filename must be specified."),
+        ([_], Some(_)) => refused("--size N cannot be used together with a filename."),
+        ([image], None) => Ok(Some(image)),
+        ([], Some(_)) => Ok(None),
+    }
+}
+
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let image = image_of(args)?;
     let mut new = NewDisk::default().format(args.output_format);
     new.size = args.size;
     let given = options::parse(&args.options);
@@ -86,11 +101,14 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     }
     new.encryption =
         create::encryption(&new, &given, &args.naming.objects).map_err(Failure::new)?;
-    // The image is yet to be made, and has no name.
-    let refused = |error: DiskError| Failure::new(reason(&error));
+    let failed = |error| match error {
+        // The image is yet to be made, and has no name.
+        MeasureError::New(error) => Failure::new(reason(&error)),
+        MeasureError::Source(error) => error.into(),
+    };
     let (measured, bitmaps) = runtime::block_on(async || {
-        let Some(image) = &args.image else {
-            return Ok((measure::<ImageHost>(&new, None).await.map_err(refused)?, None));
+        let Some(image) = image else {
+            return Ok((measure::<ImageHost>(&new, None).await.map_err(failed)?, None));
         };
         let locking = options::locking(args.force_share);
         let image = args.naming.image(image, args.format)?;
@@ -102,15 +120,14 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             && new.version >= 3
             && header.as_ref().is_some_and(|header| header.version >= 3);
         let any = header.as_ref().is_some_and(|header| header.bitmaps().is_some());
-        let mut sized = new.clone();
-        sized.size = Some(disk.size());
-        let empty = measure::<ImageHost>(&sized, None).await.map_err(refused)?;
-        // Another error is one of the image's.
         let measured = if new.backing_file.is_none() && is_silent(&disk) {
-            empty
+            let mut empty = new.clone();
+            empty.size = Some(disk.size());
+            measure::<ImageHost>(&empty, None).await
         } else {
-            measure(&new, Some(&disk)).await?
+            measure(&new, Some(&disk)).await
         };
+        let measured = measured.map_err(failed)?;
         let bitmaps = match can {
             true if any => {
                 let look = image.look(options.locking);

@@ -4,6 +4,7 @@ use crate::cache::CacheMode;
 use crate::failure::{Failure, Outcome};
 use crate::host::{ImageHost, images, is_export};
 use crate::image_name::{Naming, is_of_kind};
+use crate::options::NamedFormat;
 use crate::workers::{self, Progress};
 use crate::{options, runtime};
 use isobath_disk::{Disk, ImageFormat, OpenOptions, Rebase, Secrets, Trust};
@@ -35,7 +36,6 @@ const DRIVERS: &[&str] = &[
     "ftp",
     "ftps",
     "gluster",
-    "host_cdrom",
     "http",
     "https",
     "io_uring",
@@ -70,8 +70,8 @@ const DRIVERS: &[&str] = &[
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The image's format [default: detected]
-    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long, value_name = "FMT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// The new backing file; an empty name removes the backing file
     #[arg(short, long = "backing", value_name = "FILE")]
     backing_file: Option<String>,
@@ -109,11 +109,23 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     if args.backing_file.is_none() && !args.unsafe_mode {
-        return Err(Failure::new("Must specify backing file (-b) or use unsafe mode (-u)"));
+        let present = if args.naming.instead.has_backing_file() {
+            "; --backing-file is the present one"
+        } else {
+            ""
+        };
+        return Err(Failure::new(format_args!(
+            "Must specify backing file (-b) or use unsafe mode (-u){present}"
+        )));
     }
     if args.compress && args.unsafe_mode {
         return Err(Failure::new(
             "Cannot use both compression and unsafe mode (-u): nothing is copied in that mode",
+        ));
+    }
+    if args.unsafe_mode && args.naming.instead.has_backing_file() {
+        return Err(Failure::usage(
+            "--backing-file is the present backing file, which unsafe mode (-u) does not open; -b gives the new one",
         ));
     }
     let image = args.naming.image(&args.image, args.format)?;

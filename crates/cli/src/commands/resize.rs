@@ -3,9 +3,10 @@
 use crate::failure::{Failure, Outcome};
 use crate::host::is_export;
 use crate::image_name::Naming;
+use crate::options::NamedFormat;
 use crate::size::NewSize;
 use crate::{null, options, program, runtime};
-use isobath_disk::{ImageFormat, Layer, Preallocation};
+use isobath_disk::{Layer, Preallocation};
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -16,8 +17,8 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The image's format [default: detected]
-    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long, value_name = "FMT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// Preallocation of the added space: off, metadata, falloc or full
     #[arg(long, value_name = "MODE", default_value = "off", value_parser = preallocation)]
     preallocation: Preallocation,

@@ -4,9 +4,9 @@ use super::info;
 use crate::failure::{Failure, Outcome};
 use crate::host::images;
 use crate::image_name::{Naming, reason};
-use crate::options::printable;
+use crate::options::{NamedFormat, printable};
 use crate::{options, runtime};
-use isobath_disk::{DiskError, ImageFormat, apply_snapshot, create_snapshot, delete_snapshot};
+use isobath_disk::{DiskError, apply_snapshot, create_snapshot, delete_snapshot};
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -27,8 +27,8 @@ pub(crate) struct Args {
     #[arg(short, long, value_name = "NAME")]
     delete: Option<String>,
     /// The image's format [default: detected]
-    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long, value_name = "FMT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// Read the image even while another program writes to it; only with -l
     #[arg(short = 'U', long)]
     force_share: bool,
@@ -47,6 +47,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if wanted > 1 {
         return Err(Failure::new("Cannot mix '-l', '-a', '-c', '-d'"));
     }
+    args.naming.instead.check_alone("snapshot")?;
     let image = args.naming.image(&args.image, args.format)?;
     if changes.iter().all(|change| change.is_none()) {
         let locking = options::locking(args.force_share);

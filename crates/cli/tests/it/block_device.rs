@@ -62,6 +62,9 @@ fn what_is_copied_to_a_device_by_its_drivers_name_is_on_the_device() {
     fs::write(path("raw"), vec![7; 2 * MIB as usize]).unwrap();
     let device = LoopDevice::new(&path("device"));
     let name = format!("host_device:{}", device.path().display());
+    fs::write(path("other"), vec![7; 2 * MIB as usize]).unwrap();
+    let other = LoopDevice::new(&path("other"));
+    let copy = other.path().to_str().unwrap();
     let run_both = |arguments: &[&str]| {
         [qemu::program("qemu-img"), path("qemu-img")].map(|program| {
             let mut command = Command::new(program);
@@ -78,6 +81,18 @@ fn what_is_copied_to_a_device_by_its_drivers_name_is_on_the_device() {
         (&["create", "-f", "raw", &name, "2M"], "raw"),
         (&["create", "-f", "qcow2", &name, "2M"], "qcow2"),
         (&["create", "-f", "raw", &name, "20M"], ""),
+        (&["create", "-f", "host_device", plain, "2M"], "raw"),
+        (&["create", "-f", "host_device", &name, "1M"], "raw"),
+        (&["create", "-f", "file", plain, "2M"], ""),
+        (&["convert", "-f", "file", "-O", "host_device", "raw", plain], "raw"),
+        (&["convert", "-f", "host_device", "-O", "host_device", copy, plain], "raw"),
+        (&["info", "-f", "host_device", "--output=json", plain], "raw"),
+        (&["info", "-f", "host_cdrom", plain], "raw"),
+        (&["info", "-f", "file", plain], ""),
+        (&["map", "-f", "host_device", plain], "raw"),
+        (&["compare", "-f", "host_device", "-F", "host_device", plain, plain], "raw"),
+        (&["measure", "-f", "host_device", "-O", "qcow2", plain], "raw"),
+        (&["create", "-f", "qcow2", "-b", plain, "-F", "host_cdrom", "above"], "raw"),
     ] {
         let [theirs, ours] = run_both(arguments);
         assert_eq!(theirs.code(), ours.code(), "{}{}", theirs.report(), ours.report());

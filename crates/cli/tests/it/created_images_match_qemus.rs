@@ -127,7 +127,7 @@ fn what_qemu_refuses_is_refused_and_leaves_nothing_behind() {
         (&["-f", "qcow2", "-b", "not-there", "-F", "qcow2", "x"], "not-there"),
         (&["-f", "qcow2", "-b", "base.raw", "-F", "qcow2", "x"], "base.raw"),
         (&["-f", "qcow2", "-b", "base.qcow2", "-F", "nonsense", "x"], "Unknown driver 'nonsense'"),
-        (&["-f", "qcow2", "-F", "qcow2", "x", "1M"], "needs a backing file"),
+        (&["-f", "qcow2", "-F", "qcow2", "x", "1M"], "without backing file"),
         (&["-f", "raw", "-b", "base.raw", "-F", "raw", "x", "1M"], "Backing file not supported"),
         (
             &["-f", "qcow2", "-o", "cluster_size=3k", "x", "1M"],

@@ -150,6 +150,18 @@ fn snapshots_and_jobs_change_the_chain_under_a_client() {
     let _ = served.run(&["resize", "--", "-4M"]).exits(1);
     let _ = served.ctl(&["resize", "--shrink", "vm", "--", "-4M"]);
     assert_eq!(size(&served), 32 << 20);
+    let _ = served.run(&["resize", "--shrink", "--", "-32M"]).exits(1);
+    // None of several changes at once is lost.
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            let _ = scope.spawn(|| served.ctl(&["resize", "+1M"]));
+        }
+    });
+    assert_eq!(size(&served), 40 << 20);
+    let change = |size: &str| served.query(&["block_resize", "device=vm", size, "relative=true"]);
+    let _ = change("size=1048576");
+    assert_eq!(size(&served), 41 << 20);
+    let _ = served.ctl(&["resize", "--shrink", "32M"]);
     let forgotten = served.run(&["snapshot", "vm"]).exits(1);
     assert!(forgotten.stderr.contains("'vm' is a disk"), "{}", forgotten.report());
     assert_eq!(served.chain(), ["copy"]);

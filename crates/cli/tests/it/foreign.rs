@@ -697,7 +697,6 @@ fn what_cannot_be_written_is_refused_and_leaves_nothing() {
         (args!["-O", "qed", "-o", "backing_file=source"], "Backing file not supported"),
         (args!["-O", "vhdx", "-B", "source", "-F", "raw"], "Backing file not supported"),
         (args!["-O", "vhdx", "--bitmaps"], "bitmaps"),
-        (args!["-O", "vpc", "--salvage"], "--salvage not supported"),
     ] {
         let arguments = [args!["convert", "-f", "raw"], wrong, args!["source", "copy"]].concat();
         let refused = isobath(directory, arguments).exits(1);

@@ -213,6 +213,14 @@ fn what_is_installed_is_whole_and_is_uninstalled() {
     // A link of someone else stays.
     fs::remove_file(bin.join("qemu-io")).unwrap();
     symlink("other", bin.join("qemu-io")).unwrap();
+    // A document that this version has no longer.
+    let list = stage.join("usr/share/doc/isobath/isobath.pages");
+    let former = "usr/share/doc/isobath/docs/commands/former.md";
+    fs::write(stage.join(former), "of a former version").unwrap();
+    let listed = fs::read_to_string(&list).unwrap();
+    assert!(listed.contains("\ndocument docs/commands/serve.md\n"), "{listed}");
+    fs::write(&list, listed + "document docs/commands/former.md\n").unwrap();
+
     let _ = make("uninstall", &variables).ok();
     let mut left = files(stage);
     assert!(left.remove("usr/bin/qemu-io"));
@@ -237,7 +245,8 @@ fn uninstalling_leaves_what_others_have_in_a_directory_that_is_shared() {
     let list = stage.join("usr/share/doc/isobath.pages");
     let pages = fs::read_to_string(&list).unwrap();
     assert!(pages.lines().any(|page| page == "man1/isobath.1"), "{pages}");
-    fs::write(&list, pages + "../kept.1\nman1/isobath/../../../kept.1\n").unwrap();
+    fs::write(&list, pages + "../kept.1\nman1/isobath/../../../kept.1\ndocument ../kept.1\n")
+        .unwrap();
     let _ = make("uninstall", &variables).ok();
     assert_eq!(files(stage), before);
 }

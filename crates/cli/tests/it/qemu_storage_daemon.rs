@@ -7,6 +7,7 @@ use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
@@ -40,6 +41,10 @@ impl World {
     fn program(&self, ours: bool) -> Command {
         let name = "qemu-storage-daemon";
         let program = if ours { self.at(name) } else { qemu::program(name) };
+        self.command(program)
+    }
+
+    fn command(&self, program: PathBuf) -> Command {
         let mut command = Command::new(program);
         command.current_dir(self.directory.path());
         command
@@ -285,5 +290,31 @@ fn a_signal_at_the_first_sight_of_a_socket_ends_it_in_order() {
         assert_eq!(unsafe { libc::kill(server.id() as libc::pid_t, libc::SIGTERM) }, 0);
         let status = server.wait().unwrap();
         assert!(status.success(), "round {round}: {status}");
+    }
+}
+
+/// Who waits for the daemon must not take it for one that serves.
+#[test]
+fn a_daemon_that_is_ended_before_it_is_ready_has_failed() {
+    let world = World::new();
+    let silent = UnixListener::bind(world.at("silent")).unwrap();
+    let backing = format!("nbd+unix:///?socket={}", world.at("silent").display());
+    let create = ["create", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b", &backing, "waits", "1M"];
+    let _ = run(world.command(qemu::program("qemu-img")).args(create)).ok();
+    let blockdev = "driver=qcow2,node-name=n,file.driver=file,file.filename=waits";
+    for (daemonize, code) in [(false, 0), (true, 1)] {
+        let mut command = world.program(true);
+        command.args(["--blockdev", blockdev]).args(daemonize.then_some("--daemonize"));
+        let child = command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let _waits = silent.accept().unwrap();
+        let own = child.id();
+        let children = fs::read_to_string(format!("/proc/{own}/task/{own}/children")).unwrap();
+        let server = children.split_whitespace().next().map_or(own, |pid| pid.parse().unwrap());
+        // SAFETY: no memory is involved; it is this test's own process, which nobody has waited for.
+        assert_eq!(unsafe { libc::kill(server as libc::pid_t, libc::SIGTERM) }, 0);
+        let done = child.wait_with_output().unwrap();
+        let told = String::from_utf8_lossy(&done.stderr);
+        assert_eq!(done.status.code(), Some(code), "{told}");
+        assert_eq!(told.contains("interrupted by a signal during startup"), daemonize, "{told}");
     }
 }

@@ -66,6 +66,37 @@ fn a_server_that_cannot_be_confined_to_an_images_directory_names_the_image() {
     }
 }
 
+#[test]
+fn a_chain_may_have_more_directories_than_a_confined_server_has_descriptors() {
+    let directory = tempfile::tempdir().unwrap();
+    if !kernel_can(self::directory().path()) {
+        return;
+    }
+    let mut below = None;
+    let mut image = directory.path().to_owned();
+    for number in 0..100 {
+        let own = directory.path().join(number.to_string());
+        fs::create_dir(&own).unwrap();
+        image = own.join("image");
+        let mut create = args!["create", "-q", "-f", "qcow2"];
+        match &below {
+            Some(below) => create.extend(args!["-u", "-F", "qcow2", "-b", below, &image, "1M"]),
+            None => create.extend(args![&image, "1M"]),
+        }
+        let _ = run_program(ISOBATH, create).ok();
+        below = Some(image.clone());
+    }
+    let mut command = Command::new("sh");
+    command.current_dir(directory.path()).env("XDG_RUNTIME_DIR", directory.path());
+    command.args(["-c", "ulimit -n 80; exec \"$0\" \"$@\"", ISOBATH, "serve"]).arg(&image);
+    command.args(["--nbd", "unix:n", "--sandbox", "strict", "--threads", "1"]);
+    let server = Server::start(&mut command, Ready::Line("-blockdev"));
+    let uri = format!("nbd+unix:///?socket={}", directory.path().join("n").display());
+    let read = args!["io", "-f", "raw", "-c", "read -P 0 0 1M", uri];
+    let _ = run_program(ISOBATH, read).ok();
+    let _ = server.stop().ok();
+}
+
 /// A thread of another process, stopped for as long as this lives.
 struct Thread {
     number: libc::pid_t,

@@ -3,12 +3,14 @@
 use crate::serving::{ISOBATH, QemuIo, Served};
 use isobath_testkit::process::{Finished, PATIENCE, Ready, Server, run, run_program};
 use isobath_testkit::{args, qemu, tools, until, until_some};
+use std::ffi::OsString;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::ptr;
+use std::thread;
 
 const MIB: u64 = 1 << 20;
 
@@ -283,9 +285,11 @@ fn a_qmp_command_that_hangs_does_not_keep_the_server() {
     let mut control = Control::connect(&path("qmp"));
     control.send(&add("n"));
     let _waits = silent.accept().unwrap();
-    // One that waits for the first one, and would hang as well.
+    // One that waits for the first one, and would hang as well. It is read together with the command before it.
     let mut other = Control::connect(&path("qmp"));
-    other.send(&add("o"));
+    other.send(&format!(r#"{{"execute": "query-status"}} {}"#, add("o")));
+    let reply = other.reply();
+    assert!(reply.contains("running"), "{reply}");
     served.server.signal(libc::SIGTERM);
     let done = served.server.wait().exits(0);
     for control in [&mut control, &mut other] {
@@ -295,6 +299,31 @@ fn a_qmp_command_that_hangs_does_not_keep_the_server() {
     drop(client);
     qemu::assert_clean(&image);
     let _ = qemu::io(&image, "qcow2", &["read -P 7 0 1M"]).ok();
+}
+
+#[test]
+fn a_snapshot_that_is_given_up_is_not_said_to_have_failed() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    let image = overlay(directory.path());
+    // An overlay that there is already, below which a server is looked for that says nothing.
+    let silent = UnixListener::bind(path("silent")).unwrap();
+    let backing = format!("nbd+unix:///?socket={}", path("silent").display());
+    let made = ["create", "-q", "-u", "-f", "qcow2", "-F", "qcow2", "-b", &backing];
+    let made = made.map(OsString::from).into_iter().chain(args![path("new"), "64M"]);
+    let _ = run_program(qemu::program("qemu-img"), made).ok();
+    let qmp = format!("unix:{}", path("qmp").display());
+    let options = ["--metadata", "journal", "--export-name", "vm", "--qmp", &qmp];
+    let served = Served::start(&[&image], &options);
+    let mut control = Control::connect(&path("qmp"));
+    let new = path("new").display().to_string();
+    let new = format!(r#"{{"device": "vm", "snapshot-file": "{new}", "mode": "existing"}}"#);
+    control.send(&format!(r#"{{"execute": "blockdev-snapshot-sync", "arguments": {new}}}"#));
+    let _waits = silent.accept().unwrap();
+    served.server.signal(libc::SIGTERM);
+    let _ = served.server.wait().exits(0);
+    let reply = control.reply();
+    assert!(reply.contains("whether it has taken effect is not known"), "{reply}");
 }
 
 #[test]
@@ -324,6 +353,94 @@ fn a_job_that_hangs_does_not_keep_the_server() {
     qemu::assert_clean(&image);
     let _ = qemu::io(&image, "qcow2", &["read -P 7 0 1M"]).ok();
     drop(base);
+}
+
+/// Creates an image of 1 MiB whose header names an export of a server as its data file, and starts that server.
+fn data_elsewhere(image: &Path, data: &Path, socket: &Path) -> Server {
+    qemu::create(data, "raw", MIB, "");
+    let server = qemu::nbd(data, "raw", socket, &[]);
+    let name = format!("nbd+unix:///?socket={}", socket.display());
+    // `qemu-img` creates a data file by a name that is as long.
+    let mut plain = image.with_extension("").display().to_string();
+    plain.extend(std::iter::repeat_n('-', name.len() - plain.len()));
+    qemu::create(image, "qcow2", MIB, &format!("data_file={plain},data_file_raw=on"));
+    let mut bytes = fs::read(image).unwrap();
+    let at = bytes.windows(plain.len()).position(|window| window == plain.as_bytes()).unwrap();
+    bytes[at..at + name.len()].copy_from_slice(name.as_bytes());
+    fs::write(image, bytes).unwrap();
+    server
+}
+
+/// The storage of a disk that a client has added does not answer, and there is a command that closes it, or none.
+#[test]
+fn an_added_disk_that_hangs_keeps_no_other_from_being_closed() {
+    let delete = r#"{"execute": "blockdev-del", "arguments": {"node-name": "n"}}"#;
+    // Both wait for limits.
+    thread::scope(|scope| {
+        for command in [None, Some(delete)] {
+            scope.spawn(move || end_beside_a_hung_disk(command));
+        }
+    });
+}
+
+/// Ends a server to which a disk was added whose storage does not answer. Before that a client sends a command that
+/// closes the disk, if there is one.
+fn end_beside_a_hung_disk(command: Option<&str>) {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    let (image, added, socket) = (overlay(directory.path()), path("added"), path("added.sock"));
+    let below = data_elsewhere(&added, &path("data"), &socket);
+    let qmp = format!("unix:{}", path("qmp").display());
+    let served = Served::start(&[&image], &["--metadata", "journal", "--qmp", &qmp]);
+    let mut client = QemuIo::open("raw", served.uri(""));
+    client.ok("write -P 7 0 1M");
+    let mut control = Control::connect(&path("qmp"));
+    let file = format!(r#"{{"driver": "file", "filename": "{}"}}"#, added.display());
+    let node = format!(r#"{{"driver": "qcow2", "node-name": "n", "file": {file}}}"#);
+    let export = r#"{"type": "nbd", "id": "e", "node-name": "n", "name": "n", "writable": true}"#;
+    control.send(&format!(r#"{{"execute": "blockdev-add", "arguments": {node}}}"#));
+    let reply = control.reply();
+    assert!(reply.contains("return"), "{reply}");
+    control.send(&format!(r#"{{"execute": "block-export-add", "arguments": {export}}}"#));
+    let reply = control.reply();
+    assert!(reply.contains("return"), "{reply}");
+    let mut other = QemuIo::open("raw", served.uri("n"));
+    other.ok("write -P 8 0 1M");
+    if command.is_some() {
+        let export = r#"{"id": "e", "mode": "hard"}"#;
+        control.send(&format!(r#"{{"execute": "block-export-del", "arguments": {export}}}"#));
+        let reply = control.reply();
+        assert!(reply.contains("return"), "{reply}");
+        until("the export's end", || {
+            control.send(r#"{"execute": "query-block-exports"}"#);
+            !control.reply().contains("\"e\"")
+        });
+    }
+    below.signal(libc::SIGSTOP);
+    if let Some(command) = command {
+        // It is read together with the one before it, which is answered.
+        control.send(&format!(r#"{{"execute": "query-status"}} {command}"#));
+        let reply = control.reply();
+        assert!(reply.contains("running"), "{reply}");
+    }
+    served.server.signal(libc::SIGTERM);
+    until("the limit for the disk whose storage does not answer", || {
+        served
+            .server
+            .log()
+            .contains("a disk's storage does not answer; all others are closed before it")
+    });
+    // It stays locked. QEMU's check refuses an image whose journal is in use.
+    until("the end of the other image's journal", || {
+        let check = run_program(qemu::program("qemu-img"), args!["check", "-U", &image]);
+        assert!(check.code() == 0 || check.stderr.contains("journal"), "{}", check.report());
+        check.code() == 0
+    });
+    below.signal(libc::SIGCONT);
+    let done = served.server.wait().exits(0);
+    drop((client, done, other, below));
+    let _ = qemu::io(&image, "qcow2", &["read -P 7 0 1M"]).ok();
+    let _ = qemu::io(&path("data"), "raw", &["read -P 8 0 1M"]).ok();
 }
 
 #[test]

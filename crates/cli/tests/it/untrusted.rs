@@ -85,11 +85,19 @@ fn no_command_follows_an_untrusted_image_out_of_what_is_allowed() {
         let named = ["create", "-q", "-f", "qcow2", "-u", "-b", backing, "-F", "raw", image, "64k"];
         let _ = run(Command::new(qemu::program("qemu-img")).args(named).current_dir(&own)).ok();
     }
-    let told = |image: &str, backing: &str| {
-        let done = isobath(&own, args!["map", "--untrusted", image]).exits(1);
-        done.stderr.replace(image, "IMAGE").replace(backing, "BACKING")
+    fs::create_dir(work.join("allowed")).unwrap();
+    let told = |options: &[&str], image: &str, backing: &str| {
+        let options = options.iter().map(Into::into).collect();
+        let done = isobath(&own, [args!["map", "--untrusted"], options, args![image]].concat());
+        done.exits(1).stderr.replace(image, "IMAGE").replace(backing, "BACKING")
     };
-    assert_eq!(told("missing", "no-such-file"), told("there", "base"));
+    for options in [&[][..], &["--backing-dir", "../allowed"]] {
+        let missing = told(options, "missing", "no-such-file");
+        assert!(missing.contains("outside the directories"), "{missing}");
+        assert_eq!(missing, told(options, "there", "base"));
+    }
+    let looked_for = told(&["--backing-dir", "."], "missing", "no-such-file");
+    assert!(looked_for.contains("No such file"), "{looked_for}");
     // Where the operator allows it, it is read.
     let allowed =
         args!["convert", "--untrusted", "--backing-dir", work, "-O", "raw", "over", "copy"];
@@ -187,7 +195,7 @@ fn a_server_refuses_data_files_that_no_image_has_use_for() {
     let own = directory.path().join("own");
     for (options, told) in [
         (args!["--data-file", "base", "--data-file", "base", "data"], "2 times for 1 images"),
-        (args!["--data-file", "base", "inside"], "no external data file"),
+        (args!["--data-file", "base", "inside"], "for images with an external data file"),
         (args!["--data-file", "", "data"], "does not choose"),
         (args!["data"], "serve' take the file's name as --data-file"),
     ] {

@@ -9,14 +9,13 @@ use crate::disk::Disk;
 use crate::parts::Parts;
 use event_listener::Event;
 use futures_util::future::{Either, select};
-use isobath_image::{DiskError, Result, always, invariant};
+use isobath_image::{DiskError, Result, invariant};
 use isobath_storage::{Host, IoBuf};
 use isobath_sync::AsyncMutex;
 use isobath_sync::order::in_order;
-use sources::{Content, Sources};
+pub use sources::{Content, Sources};
 use std::future::{Future, poll_fn};
 use std::ops::Range;
-use std::path::Path;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -31,10 +30,6 @@ const CHUNK: u64 = 2 << 20;
 const WRITE_BACK: u64 = 32 << 20;
 /// The minimum read at once for compression.
 const COMPRESSED_CHUNK: u64 = 256 << 10;
-/// The least that is salvaged.
-const SECTOR: usize = 512;
-/// What is read at once where it cannot be told whether it is data.
-const UNKNOWN: u64 = 64 << 10;
 
 /// How to copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,7 +109,7 @@ impl<H: Host> DiskCopy<H> {
         target: Arc<Disk<H>>,
         options: CopyOptions,
     ) -> Result<Self> {
-        let sources = Sources::new(sources, options.backing);
+        let sources = Sources::new(sources, options.backing, options.salvage);
         let refuse = |reason: &str| Err(DiskError::Unsupported(reason.into()));
         if target.size() < sources.size() {
             return refuse("output file is smaller than input file");
@@ -166,7 +161,7 @@ impl<H: Host> DiskCopy<H> {
     pub async fn count_data(&self) -> Result<()> {
         let (mut offset, mut data) = (0, 0);
         while offset < self.sources.size() {
-            let (content, length) = self.content(offset).await?;
+            let (content, length) = self.sources.content(offset).await?;
             if self.moves(content) {
                 data += length;
             }
@@ -225,7 +220,7 @@ impl<H: Host> DiskCopy<H> {
             }
             self.keep_speed(length).await;
             let buf = spare.split_to(length as usize);
-            let (buf, is_salvaged) = self.read(piece.range.start, buf).await?;
+            let (buf, is_salvaged) = self.sources.read(piece.range.start, buf).await?;
             let mut buf = if self.options.compressed {
                 self.write_compressed(piece.range.start, buf).await?
             } else if self.wait_for(piece.ticket).await {
@@ -285,54 +280,6 @@ impl<H: Host> DiskCopy<H> {
             start
         };
         self.clock.sleep_until(start).await;
-    }
-
-    /// Fills a buffer, or another one of its length, if that is all that can be done: returns whether it did so.
-    async fn read(&self, start: u64, buf: IoBuf) -> Result<(IoBuf, bool)> {
-        let length = buf.len();
-        match self.sources.read(start, buf).await {
-            Ok(buf) => Ok((buf, false)),
-            Err(error) if self.may_salvage(&error) => {
-                Ok((self.salvage(start, length).await?, true))
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Whether an error only means that something cannot be read.
-    fn may_salvage(&self, error: &DiskError) -> bool {
-        self.options.salvage && !matches!(error, DiskError::Internal { .. })
-    }
-
-    /// Reads what can be read of a range that cannot be read as a whole, by halves.
-    async fn salvage(&self, start: u64, length: usize) -> Result<IoBuf> {
-        let mut whole = IoBuf::zeroed(length);
-        let mut parts = vec![(0, length)];
-        while let Some((at, length)) = parts.pop() {
-            let offset = start + at as u64;
-            match self.sources.read(offset, IoBuf::zeroed(length)).await {
-                Ok(part) => put(&mut whole, at, &part, self.target.name())?,
-                Err(error) if length <= SECTOR => {
-                    tracing::warn!(offset, %error, "cannot be read, and is copied as zeroes");
-                }
-                Err(_) => {
-                    let half = (length / 2).next_multiple_of(SECTOR);
-                    parts.extend([(at + half, length - half), (at, half)]);
-                }
-            }
-        }
-        Ok(whole)
-    }
-
-    /// The content at an offset, and its length. What cannot be told is to be read if it is salvaged.
-    async fn content(&self, offset: u64) -> Result<(Content, u64)> {
-        match self.sources.content(offset).await {
-            Err(error) if self.may_salvage(&error) => {
-                let end = (offset - offset % UNKNOWN + UNKNOWN).min(self.sources.size());
-                Ok((Content::Data, end - offset))
-            }
-            result => result,
-        }
     }
 
     /// Waits for a piece's turn to be written; `false` if the copy has ended.
@@ -446,7 +393,7 @@ impl<H: Host> DiskCopy<H> {
     async fn plan(&self, start: u64) -> Result<(Content, u64)> {
         let size = self.sources.size();
         let border = size.min(start - start % self.chunk + self.chunk);
-        let (content, length) = self.content(start).await?;
+        let (content, length) = self.sources.content(start).await?;
         let mut end = start + length;
         if self.options.compressed {
             // Only whole clusters count: a cluster of which only a part is known is read.
@@ -462,7 +409,7 @@ impl<H: Host> DiskCopy<H> {
             return Ok((content, end));
         }
         while end < border {
-            let (content, length) = self.content(end).await?;
+            let (content, length) = self.sources.content(end).await?;
             if !self.moves(content) {
                 break;
             }
@@ -470,13 +417,6 @@ impl<H: Host> DiskCopy<H> {
         }
         Ok((content, end.min(border)))
     }
-}
-
-/// Puts what was salvaged at `at` into its piece.
-fn put(piece: &mut [u8], at: usize, part: &[u8], name: &Path) -> Result<()> {
-    let place = piece.get_mut(at..).and_then(|rest| rest.get_mut(..part.len()));
-    always(place, name, "what is salvaged of a piece lies in it")?.copy_from_slice(part);
-    Ok(())
 }
 
 #[cfg(test)]
@@ -489,17 +429,6 @@ mod tests {
     fn copy(compressed: bool) -> DiskCopy<MemoryHost> {
         let options = CopyOptions { compressed, ..CopyOptions::default() };
         DiskCopy::new(vec![Arc::new(disk())], Arc::new(disk()), options).unwrap()
-    }
-
-    #[test]
-    fn what_is_salvaged_lies_in_its_piece() {
-        let name = Path::new("image");
-        let mut piece = [0; 4];
-        put(&mut piece, 2, &[1, 2], name).unwrap();
-        assert_eq!(piece, [0, 0, 1, 2]);
-        let within = "what is salvaged of a piece lies in it";
-        must_violate(put(&mut piece, 3, &[1, 2], name), within);
-        must_violate(put(&mut piece, 5, &[], name), within);
     }
 
     #[test]
@@ -529,7 +458,8 @@ mod tests {
     fn what_is_read_is_in_the_sources() {
         let copy = copy(false);
         let read = |start, length| {
-            block_on(Box::pin(copy.read(start, IoBuf::zeroed(length)))).map(|(buf, _)| buf.len())
+            block_on(Box::pin(copy.sources.read(start, IoBuf::zeroed(length))))
+                .map(|(buf, _)| buf.len())
         };
         assert_eq!(read(SIZE - 512, 512).unwrap(), 512);
         must_violate(read(SIZE - 512, 513), "the sources have every byte that is copied");

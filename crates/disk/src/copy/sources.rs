@@ -2,7 +2,7 @@
 
 use crate::device::BlockStatus;
 use crate::disk::Disk;
-use isobath_image::{Result, always};
+use isobath_image::{DiskError, Result, always};
 use isobath_storage::{Host, IoBuf};
 use isobath_sync::AsyncMutex;
 use std::collections::VecDeque;
@@ -12,10 +12,14 @@ use std::sync::Arc;
 /// Guest bytes whose status is queried at once.
 const WINDOW: u64 = 1 << 30;
 const RUNS: usize = 4096;
+/// The least that is salvaged.
+const SECTOR: usize = 512;
+/// What is read at once where it cannot be told whether it is data.
+const UNKNOWN: u64 = 64 << 10;
 
 /// How a copy treats a run of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Content {
+pub enum Content {
     /// Must be read.
     Data,
     /// Zeroes.
@@ -24,12 +28,15 @@ pub(super) enum Content {
     Backing,
 }
 
-pub(super) struct Sources<H: Host> {
+/// The disks that a copy concatenates.
+pub struct Sources<H: Host> {
     /// Each with the offset at which it starts.
     disks: Vec<(u64, Arc<Disk<H>>)>,
     size: u64,
     /// The size of the target's backing file.
     backing: Option<u64>,
+    /// What cannot be read is zero, sector by sector.
+    salvages: bool,
     known: AsyncMutex<Known>,
 }
 
@@ -47,7 +54,9 @@ impl Known {
 }
 
 impl<H: Host> Sources<H> {
-    pub(super) fn new(disks: Vec<Arc<Disk<H>>>, backing: Option<u64>) -> Self {
+    /// Concatenates disks, for a target whose backing file has `backing` bytes. With `salvages`, what cannot be read
+    /// is zero.
+    pub fn new(disks: Vec<Arc<Disk<H>>>, backing: Option<u64>, salvages: bool) -> Self {
         let mut size = 0;
         let mut placed = Vec::with_capacity(disks.len());
         for disk in disks {
@@ -55,10 +64,11 @@ impl<H: Host> Sources<H> {
             placed.push((size, disk));
             size += length;
         }
-        Self { disks: placed, size, backing, known: AsyncMutex::default() }
+        Self { disks: placed, size, backing, salvages, known: AsyncMutex::default() }
     }
 
-    pub(super) fn size(&self) -> u64 {
+    /// The bytes of all disks.
+    pub fn size(&self) -> u64 {
         self.size
     }
 
@@ -72,8 +82,22 @@ impl<H: Host> Sources<H> {
         (offset - start < disk.size()).then_some((*start, disk))
     }
 
-    /// The content at `offset`, which must be below the size, and its length. Fast for ascending offsets.
-    pub(super) async fn content(&self, offset: u64) -> Result<(Content, u64)> {
+    /// The content at `offset`, which must be below the size, and its length. Fast for ascending offsets. What cannot
+    /// be told is to be read if it is salvaged.
+    ///
+    /// # Errors
+    /// If the tables of a disk cannot be read, and are not salvaged.
+    pub async fn content(&self, offset: u64) -> Result<(Content, u64)> {
+        match self.known_content(offset).await {
+            Err(error) if self.may_salvage(&error) => {
+                let end = (offset - offset % UNKNOWN + UNKNOWN).min(self.size);
+                Ok((Content::Data, end - offset))
+            }
+            result => result,
+        }
+    }
+
+    async fn known_content(&self, offset: u64) -> Result<(Content, u64)> {
         let mut known = self.known.lock().await;
         if offset < known.start {
             known.runs.clear();
@@ -120,13 +144,59 @@ impl<H: Host> Sources<H> {
         }
     }
 
-    pub(super) async fn read(&self, offset: u64, mut rest: IoBuf) -> Result<IoBuf> {
+    /// Fills a buffer, or another one of its length, if that is all that can be done: returns whether it did so.
+    ///
+    /// # Errors
+    /// If a disk cannot be read, and is not salvaged.
+    pub async fn read(&self, start: u64, buf: IoBuf) -> Result<(IoBuf, bool)> {
+        let length = buf.len();
+        match self.read_all(start, buf).await {
+            Ok(buf) => Ok((buf, false)),
+            Err(error) if self.may_salvage(&error) => {
+                Ok((self.salvage(start, length).await?, true))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether an error only means that something cannot be read.
+    fn may_salvage(&self, error: &DiskError) -> bool {
+        self.salvages && !matches!(error, DiskError::Internal { .. })
+    }
+
+    /// Reads what can be read of a range that cannot be read as a whole, by halves.
+    async fn salvage(&self, start: u64, length: usize) -> Result<IoBuf> {
+        let mut whole = IoBuf::zeroed(length);
+        let mut parts = vec![(0, length)];
+        while let Some((at, length)) = parts.pop() {
+            let offset = start + at as u64;
+            match self.read_all(offset, IoBuf::zeroed(length)).await {
+                Ok(part) => put(&mut whole, at, &part, self.name())?,
+                Err(error) if !self.may_salvage(&error) => return Err(error),
+                Err(error) if length <= SECTOR => {
+                    tracing::warn!(offset, %error, "cannot be read, and is copied as zeroes");
+                }
+                Err(_) => {
+                    let half = (length / 2).next_multiple_of(SECTOR);
+                    parts.extend([(at + half, length - half), (at, half)]);
+                }
+            }
+        }
+        Ok(whole)
+    }
+
+    /// The last disk's name, for what cannot happen.
+    fn name(&self) -> &Path {
+        self.disks.last().map_or(Path::new(""), |(_, disk)| disk.name())
+    }
+
+    async fn read_all(&self, offset: u64, mut rest: IoBuf) -> Result<IoBuf> {
         let mut whole = IoBuf::empty();
         let mut at = offset;
         while !rest.is_empty() {
-            let name = self.disks.last().map_or(Path::new(""), |(_, disk)| disk.name());
             let found = self.at(at);
-            let (start, disk) = always(found, name, "the sources have every byte that is copied")?;
+            let (start, disk) =
+                always(found, self.name(), "the sources have every byte that is copied")?;
             let within = at - start;
             let length = rest.len().min((disk.size() - within) as usize);
             let part = disk.read(within, rest.split_to(length)).await?;
@@ -135,6 +205,13 @@ impl<H: Host> Sources<H> {
         }
         Ok(whole)
     }
+}
+
+/// Puts what was salvaged at `at` into its piece.
+fn put(piece: &mut [u8], at: usize, part: &[u8], name: &Path) -> Result<()> {
+    let place = piece.get_mut(at..).and_then(|rest| rest.get_mut(..part.len()));
+    always(place, name, "what is salvaged of a piece lies in it")?.copy_from_slice(part);
+    Ok(())
 }
 
 #[cfg(test)]
@@ -148,5 +225,16 @@ mod tests {
         must_violate(known.first(Path::new("disk")), "the status of a byte is known");
         known.runs.push_back((Content::Data, 512));
         assert_eq!(known.first(Path::new("disk")).unwrap(), (Content::Data, 512));
+    }
+
+    #[test]
+    fn what_is_salvaged_lies_in_its_piece() {
+        let name = Path::new("image");
+        let mut piece = [0; 4];
+        put(&mut piece, 2, &[1, 2], name).unwrap();
+        assert_eq!(piece, [0, 0, 1, 2]);
+        let within = "what is salvaged of a piece lies in it";
+        must_violate(put(&mut piece, 3, &[1, 2], name), within);
+        must_violate(put(&mut piece, 5, &[], name), within);
     }
 }

@@ -7,11 +7,11 @@ use isobath_chain::index;
 use isobath_chain::map::{Unit, UnitKind};
 use isobath_image::durability::MetadataMode;
 use isobath_image::layer::{ImageFormat, Layer};
-use isobath_image::name::name_in_header;
-use isobath_image::open::open_again;
-use isobath_image::options::Trust;
+use isobath_image::name::{backing_format, name_in_header};
+use isobath_image::open::{DATA_FILE, open_again};
+use isobath_image::options::{Below, OpenOptions, Trust};
 use isobath_image::sabotage::{self, Sabotage};
-use isobath_image::{Result, invariant};
+use isobath_image::{DiskError, Result, invariant};
 use isobath_storage::{FileId, Host, Storage, StorageExt, is_descriptor_set};
 use std::cell::Cell;
 use std::future::Future;
@@ -277,6 +277,18 @@ fn shows_more<S: Storage>(before: &Chain<S>, after: &Chain<S>, removed: &Range<u
     stay.zip(after.layers()).any(|((_, before), (_, after))| after.visible() > before.visible())
 }
 
+/// Whether the header of an image says that its backing file has the format in which it was opened. If it names none,
+/// that is detected.
+fn has_format<S: Storage>(layer: &Layer<S>, below: &Layer<S>) -> bool {
+    let Some(header) = layer.header() else { return false };
+    let name = header.backing_file.as_deref().unwrap_or_default();
+    match backing_format(layer.name(), name, header.backing_format()) {
+        Ok(Some(named)) => ImageFormat::of_backing(&named) == Some(below.format()),
+        Ok(None) => below.format() != ImageFormat::Raw || below.is_detected_raw(),
+        Err(_) => false,
+    }
+}
+
 impl<H: Host> Disk<H> {
     /// The name by which the header of the layer `top` should refer to the image below layer `next`: the one in
     /// `next`, if it means the same there; otherwise what the names that lead there make together, which is relative
@@ -284,14 +296,15 @@ impl<H: Host> Disk<H> {
     pub fn name_below(&self, next: LayerIndex, top: LayerIndex) -> Result<String> {
         let layer = |index| self.layer(index);
         let (overlay, next_layer) = (layer(top)?, layer(next)?);
+        let below = layer(LayerIndex::new(next.get().saturating_sub(1)))?;
         let named = next_layer.header().and_then(|header| header.backing_file).filter(|name| {
             let beside = next_layer.name().parent() == overlay.name().parent();
             Path::new(name).is_absolute() || beside && !is_descriptor_set(overlay.name())
         });
-        if let Some(name) = named {
+        // Another backing file may have been given when the chain was opened.
+        if let Some(name) = named.filter(|_| self.leads_to(next_layer, below)) {
             return Ok(name);
         }
-        let below = layer(LayerIndex::new(next.get().saturating_sub(1)))?;
         if sabotage::is(Sabotage::AbsoluteNames) {
             return Ok(below.name().to_string_lossy().into_owned());
         }
@@ -315,6 +328,81 @@ impl<H: Host> Disk<H> {
         }
     }
 
+    /// Whether the backing file that the header of `layer` names is the one that is open as `below`.
+    fn leads_to(&self, layer: &Layer<H::File>, below: &Layer<H::File>) -> bool {
+        let named = layer.header().and_then(|header| header.backing_file);
+        let file = below.storage().id();
+        named.is_some_and(|named| self.names(layer, "backing file", &named, (below.name(), file)))
+    }
+
+    /// Whether a name in the header of `layer` is that of an open file, or leads to it.
+    fn names(
+        &self,
+        layer: &Layer<H::File>,
+        field: &str,
+        name: &str,
+        (path, file): (&Path, FileId),
+    ) -> bool {
+        let Ok(plain) = name_in_header(&*self.host, layer.name(), field, name, &Trust::Full) else {
+            return false;
+        };
+        let named = self.host.resolve(layer.name(), &plain);
+        named == path || matches!(self.host.find(&named), Ok(Some(found)) if found == file)
+    }
+
+    /// Refuses what will be found by the names in the images' headers, if other files were given when the disk was
+    /// opened with `options`: who opened it by those names would read another disk.
+    ///
+    /// # Errors
+    /// If a header names another backing file, another format of it, or another data file than the disk has.
+    pub(super) fn check_opened_as_named(&self, options: &OpenOptions) -> Result<()> {
+        let other = |layer: &Layer<H::File>, what: &str, way_out: &str| {
+            Err(DiskError::Refused {
+                image: layer.name().to_owned(),
+                reason: format!(
+                    "its header does not name the {what} with which it was opened, so that a snapshot would be of \
+                     another disk for everyone who opens it; have the image name that one first, with {way_out}, and \
+                     open it again"
+                ),
+            })
+        };
+        let mut layers = self.chain.top_down().map(|(_, layer)| layer).peekable();
+        let given = options.backing_files.iter().any(|below| matches!(below, Below::Given(_)));
+        while let Some(layer) = layers.next() {
+            match layers.peek() {
+                Some(below) if given && !self.leads_to(layer, below) => {
+                    return other(layer, "backing file", "'isobath rebase -u'");
+                }
+                Some(below) if given && !has_format(layer, below) => {
+                    return other(layer, "format of the backing file", "'isobath rebase -u -F'");
+                }
+                None if layer.header().is_some_and(|header| header.backing_file.is_some()) => {
+                    return Err(DiskError::Refused {
+                        image: layer.name().to_owned(),
+                        reason: "it was opened without the backing file that its header names, so that a snapshot \
+                                 would be of another disk for everyone who opens it; open it with that file, or \
+                                 remove the name first, with 'isobath rebase -u -b \"\"'"
+                            .into(),
+                    });
+                }
+                _ => {}
+            }
+        }
+        for (_, layer) in self.chain.top_down() {
+            let Some(given) = layer.given_data_file() else { continue };
+            let named = layer.header().and_then(|header| header.data_file().map(str::to_owned));
+            let data = (given, layer.data().id());
+            if !named.is_some_and(|named| self.names(layer, DATA_FILE, &named, data)) {
+                return other(
+                    layer,
+                    "data file",
+                    "'isobath amend --data-file FILE -o data_file=PATH'",
+                );
+            }
+        }
+        Ok(())
+    }
+
     /// Changes the active image's backing file name, or removes it, durably.
     pub async fn set_backing(&self, backing: Option<(&str, &str)>) -> Result<()> {
         let writer = self.writer()?;
@@ -327,10 +415,11 @@ impl<H: Host> Disk<H> {
 mod tests {
     use super::*;
     use crate::ZeroFlags;
-    use crate::testing::{CLUSTER, chain_of, disk, live, must_violate, open};
+    use crate::testing::{CLUSTER, SIZE, chain_of, disk, live, must_violate, open};
     use futures_executor::block_on;
     use futures_util::FutureExt;
-    use isobath_image::DiskError;
+    use isobath_chain::create::{NewDisk, create};
+    use isobath_image::options::BackingFile;
     use isobath_storage::IoBuf;
     use isobath_storage::memory::MemoryHost;
     use std::pin::Pin;
@@ -400,6 +489,52 @@ mod tests {
         let there = "a layer that is closed is the one that was opened there";
         must_violate(close(0).map(drop), there);
         assert_eq!(close(1).unwrap().storage().id(), lower.chain.active().storage().id());
+    }
+
+    /// Opens "3", above "2", with the backing file "other" in place of the one that "2" names.
+    fn over_another(format: Option<ImageFormat>, name: &str) -> Arc<LiveDisk<MemoryHost>> {
+        let host = chain_of(4).host().clone();
+        let new = NewDisk::new(SIZE);
+        block_on(Box::pin(create(&host, Path::new("other"), &new))).unwrap();
+        let file = BackingFile { name: name.into(), format };
+        let below = vec![Below::Named, Below::Given(file)];
+        let options = OpenOptions::new().writable(true).backing_files(below);
+        let opened = LiveDisk::open(host, Path::new("3"), &options);
+        block_on(Box::pin(opened)).unwrap()
+    }
+
+    #[test]
+    fn what_becomes_the_backing_file_is_named_as_it_was_opened() {
+        for (name, depth) in [("other", 3), ("1", 4)] {
+            let live = over_another(None, name);
+            assert_eq!(live.depth(), depth);
+            let disk = live.current();
+            let top = disk.active_index();
+            let next = LayerIndex::new(top.get() - 1);
+            assert_eq!(disk.name_below(next, top).unwrap(), name);
+        }
+    }
+
+    #[test]
+    fn a_disk_that_its_headers_do_not_lead_to_has_no_snapshot() {
+        let refused = |live: &LiveDisk<MemoryHost>| {
+            let options = live.options();
+            live.current().check_opened_as_named(&options).map_err(|error| error.to_string())
+        };
+        assert_eq!(refused(&over_another(None, "1")), Ok(()));
+        assert_eq!(refused(&live(chain_of(3))), Ok(()));
+        let error = refused(&over_another(None, "other")).unwrap_err();
+        assert!(error.starts_with("'2': its header does not name the backing file"), "{error}");
+        let error = refused(&over_another(Some(ImageFormat::Raw), "1")).unwrap_err();
+        let what = "'2': its header does not name the format of the backing file";
+        assert!(error.starts_with(what), "{error}");
+        for below in [vec![Below::Nothing], vec![Below::Named, Below::Nothing]] {
+            let host = chain_of(3).host().clone();
+            let options = OpenOptions::new().writable(true).backing_files(below);
+            let opened = LiveDisk::open(host, Path::new("2"), &options);
+            let error = refused(&block_on(Box::pin(opened)).unwrap()).unwrap_err();
+            assert!(error.contains("without the backing file that its header names"), "{error}");
+        }
     }
 
     #[test]

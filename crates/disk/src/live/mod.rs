@@ -24,6 +24,7 @@ use crate::device::{BlockDevice, BlockStatus, ZeroFlags, block_device};
 use crate::disk::{Disk, grow_to, wait_for_size};
 use crate::parts::Parts;
 use crate::pausing::Pausing;
+use crate::resize::NewSize;
 use crate::throttle::{Direction, Drained, Throttle};
 use arc_swap::ArcSwap;
 use claim::Claims;
@@ -226,7 +227,7 @@ impl<H: Host> LiveDisk<H> {
     /// As there.
     pub async fn resize(
         &self,
-        size: u64,
+        size: impl Into<NewSize>,
         preallocation: Preallocation,
         shrink: bool,
     ) -> Result<()> {

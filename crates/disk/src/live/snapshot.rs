@@ -76,6 +76,7 @@ impl<H: Host> LiveDisk<H> {
                 reason: format!("the chain already has {MAX_LAYERS} layers, the maximum"),
             });
         }
+        disk.check_opened_as_named(&self.options())?;
         let (room, memory) = match overlay {
             Overlay::Create(path) => self.create_overlay(&disk, path).await?,
             Overlay::Existing(_) => (self.options().memory.clone(), None),

@@ -25,21 +25,47 @@ use std::ops::Range;
 /// Guest bytes examined at once.
 const WINDOW: u64 = 64 << 20;
 
+/// The size that a disk is to have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NewSize {
+    /// This many bytes.
+    To(u64),
+    /// This many bytes more than the disk has when the change begins, or less.
+    By(i64),
+}
+
+impl NewSize {
+    /// The new size in bytes of a disk of `old` bytes; `None` if a change would make it 0 or put it out of range.
+    pub fn of(self, old: u64) -> Option<u64> {
+        match self {
+            Self::To(size) => Some(size),
+            Self::By(change) => old.checked_add_signed(change).filter(|size| *size > 0),
+        }
+    }
+}
+
+impl From<u64> for NewSize {
+    fn from(size: u64) -> Self {
+        Self::To(size)
+    }
+}
+
 impl<H: Host> Disk<H> {
-    /// Changes the disk's size to `size` bytes, durably. The new part reads as zeroes, except for what a raw data file
-    /// already holds there, and in a LUKS image that is not [preallocated](Self::preallocation_of_zeroes): it is noise
-    /// there, as in QEMU. With `shrink` the size may become smaller; data past it is deleted.
+    /// Changes the disk's size, durably. Of two changes at once, one begins when the other has ended. The new part
+    /// reads as zeroes, except for what a raw data file already holds there, and in a LUKS image that is not
+    /// [preallocated](Self::preallocation_of_zeroes): it is noise there, as in QEMU. With `shrink` the size may become
+    /// smaller; data past it is deleted.
     ///
     /// Other requests may run meanwhile. Those that reach past the end of a disk that shrinks fail.
     ///
     /// # Errors
-    /// If the size is not a multiple of 512 bytes or exceeds what the image's tables can describe; if it is smaller and
-    /// `shrink` is not set or preallocation is requested; if the image is of version 2 and has internal snapshots, or
-    /// has an inconsistent persistent bitmap; or the storage fails. After a failure of the storage the disk may accept
-    /// no more writes.
+    /// If the size is 0 by a relative change, is not a multiple of 512 bytes or exceeds what the image's tables can
+    /// describe; if it is smaller and `shrink` is not set or preallocation is requested; if the image is of version 2
+    /// and has internal snapshots, or has an inconsistent persistent bitmap; or the storage fails. After a failure of
+    /// the storage the disk may accept no more writes.
     pub async fn resize(
         &self,
-        size: u64,
+        size: impl Into<NewSize>,
         preallocation: Preallocation,
         shrink: bool,
     ) -> Result<()> {
@@ -47,6 +73,11 @@ impl<H: Host> Disk<H> {
         let _stop = self.stop_on_panic();
         let _alone = writer.resizing.lock().await;
         let old = self.size();
+        let Some(size) = size.into().of(old) else {
+            return Err(self.refused(format!(
+                "its size is {old} bytes: the new size must be positive and less than 2^64"
+            )));
+        };
         if size < old && !shrink {
             return Err(self.refused(format!(
                 "its size is {old} bytes; shrinking it to {size} deletes all data past the new \

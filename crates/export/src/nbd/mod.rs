@@ -66,6 +66,6 @@ pub use frontend::{NbdFrontend, PROTOCOL};
 /// The numbers of the protocol.
 pub use isobath_nbd_client::wire;
 pub use live::Gone;
-pub use server::{Limits, Server, ServerError, WhenFull};
+pub use server::{Attached, Limits, Server, ServerError, WhenFull};
 pub use session::{InFlight, SessionError};
 pub use transport::Transport;

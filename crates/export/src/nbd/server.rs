@@ -1,8 +1,9 @@
 //! The server: exports, connections and their limits.
 
 use super::admission::{Admission, Peer, Place};
-use super::exports::{Entry, Export, ExportError, ExportState, Exports, RemoveError};
-use super::handshake::{Agreement, Encryption, Handshake};
+use super::context::Contexts;
+use super::exports::{Client, Entry, Export, ExportError, ExportState, Exports, RemoveError};
+use super::handshake::{Agreement, Encryption, ExportInfo, Handshake};
 use super::live::{Gone, Live};
 use super::session::{InFlight, Negotiated, Negotiation, Session, SessionError, greet, negotiate};
 use super::transport::Transport;
@@ -129,6 +130,23 @@ pub enum ServerError {
     /// A limit is 0, so that no request could ever be served.
     #[error("the limit on {0} is 0; it must be at least 1")]
     ZeroLimit(&'static str),
+}
+
+/// A client that is admitted without a handshake, by [`Server::attach`].
+pub struct Attached<D> {
+    stream: Stream,
+    /// The export's index, and what a handshake would say of it.
+    index: usize,
+    info: ExportInfo,
+    client: Client<D>,
+    place: Place,
+}
+
+impl<D> Attached<D> {
+    /// What a handshake would say of the export.
+    pub fn info(&self) -> &ExportInfo {
+        &self.info
+    }
 }
 
 /// An NBD server for any number of disks.
@@ -331,20 +349,7 @@ impl<D: BlockDevice> Server<D> {
                 return;
             }
             Some(Ok(Ok(None))) => Ok(()),
-            Some(Ok(Ok(Some(negotiated)))) => {
-                let Negotiated { agreement, client, window } = negotiated;
-                let _chosen = self.chosen.enter(usize::MAX);
-                let overdue = async {
-                    client.entry.stop.requested().await;
-                    sleep(self.limits.drain).await;
-                    tracing::warn!("a client did not receive its last replies in time");
-                    let _ = connection.shutdown(Shutdown::Both);
-                    pending().await
-                };
-                let held = if connection.is_secured() { Connection::MEMORY } else { 0 };
-                let served = self.transmit(&connection, agreement, &client.entry, window, held);
-                first(served, overdue).await
-            }
+            Some(Ok(Ok(Some(negotiated)))) => self.serve_chosen(&connection, negotiated).await,
             Some(Ok(Err(error))) => Err(error),
         };
         self.deliver(&connection).await;
@@ -352,6 +357,62 @@ impl<D: BlockDevice> Server<D> {
             Ok(()) => tracing::debug!("a client disconnected"),
             Err(error) => tracing::info!(%error, "a connection ended with an error"),
         }
+    }
+
+    /// Admits a client that is told elsewhere what a handshake says, such as the kernel: it has chosen the export of
+    /// this name, and sends requests from the first byte on. It gets simple replies.
+    ///
+    /// # Errors
+    /// If there is no room for another client, or no such export.
+    pub fn attach(&self, stream: Stream, export: &str) -> Result<Attached<D>, SessionError> {
+        let peer = Peer::of(&stream);
+        let admitted = self.admission.admit(&stream, peer);
+        let place = admitted.map_err(|refusal| SessionError::NotAdmitted(refusal.to_string()))?;
+        let (chosen, client) = self.exports.choose(&Offered::All, |infos| {
+            let index = infos.iter().position(|info| info.name == export);
+            let info = index.and_then(|index| infos.get(index)).cloned();
+            (index.zip(info), index)
+        });
+        let no_export = || SessionError::NoExport(export.to_owned());
+        let ((index, info), client) = chosen.zip(client).ok_or_else(no_export)?;
+        // It may have been disconnected for another since it was admitted; from now on it cannot be.
+        if !place.keep() {
+            return Err(SessionError::NotAdmitted("its place was given to another client".into()));
+        }
+        Ok(Attached { stream, index, info, client, place })
+    }
+
+    /// Serves the requests of an attached client, until it leaves or the server stops.
+    ///
+    /// # Errors
+    /// If the client violates the protocol or the connection fails.
+    pub async fn serve_attached(&self, attached: Attached<D>) -> Result<(), SessionError> {
+        let Attached { stream, index, info: _, client, place: _place } = attached;
+        let contexts = Contexts::default();
+        let agreement = Agreement { export: index, structured: false, contexts };
+        let negotiated = Negotiated { agreement, client, window: Window::new() };
+        self.serve_chosen(&Connection::from(stream), negotiated).await
+    }
+
+    /// Serves the requests of a client that has chosen an export. Once that is removed, the client has a limited time
+    /// to receive its last replies.
+    async fn serve_chosen(
+        &self,
+        connection: &Connection,
+        negotiated: Negotiated<D>,
+    ) -> Result<(), SessionError> {
+        let Negotiated { agreement, client, window } = negotiated;
+        let _chosen = self.chosen.enter(usize::MAX);
+        let overdue = async {
+            client.entry.stop.requested().await;
+            sleep(self.limits.drain).await;
+            tracing::warn!("a client did not receive its last replies in time");
+            let _ = connection.shutdown(Shutdown::Both);
+            pending().await
+        };
+        let held = if connection.is_secured() { Connection::MEMORY } else { 0 };
+        let served = self.transmit(connection, agreement, &client.entry, window, held);
+        first(served, overdue).await
     }
 
     /// The handshake, in which the client may encrypt the connection. Returns `None` if the client ended it, or left

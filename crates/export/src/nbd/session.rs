@@ -62,6 +62,12 @@ pub enum SessionError {
         "a read failed after a part of its data was sent, which only the end of the connection can tell"
     )]
     HalfAnswered,
+    /// There is no room for another client.
+    #[error("the client is not admitted: {0}")]
+    NotAdmitted(String),
+    /// The export that an [attached](super::Server::attach) client is to use does not exist.
+    #[error("there is no export named '{0}'")]
+    NoExport(String),
 }
 
 /// Why no more requests are received.

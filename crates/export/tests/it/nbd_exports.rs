@@ -6,11 +6,14 @@ use crate::script::{contexts, flags, go, option as option_bytes, request};
 use crate::served::{Served, export, run};
 use isobath_export::frontend::RemoveMode;
 use isobath_export::nbd::wire::{command, option, option_reply};
-use isobath_export::nbd::{Export, ExportError, Gone, Limits, RemoveError};
-use isobath_ring::block_on;
+use isobath_export::nbd::{Export, ExportError, Gone, Limits, RemoveError, Server, SessionError};
+use isobath_ring::net::Stream;
+use isobath_ring::{Config, Executor, block_on};
 use isobath_testkit::process::PATIENCE;
 use isobath_testkit::{until, until_some};
-use std::io::Read;
+use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -353,4 +356,41 @@ fn clients_and_removals_race() {
     }
     changes.join().unwrap();
     assert!(served.server.exports().is_empty(), "{chosen} clients had it for a moment");
+}
+
+#[test]
+fn an_attached_client_counts_at_once_and_is_served_from_its_first_request_on() {
+    let (export, disk) = filled("disk", 7);
+    let limits = Limits { connections: 1, ..Limits::default() };
+    let server = Server::new(vec![export], limits).unwrap();
+    let attach = |name: &str| {
+        let (near, far) = UnixStream::pair().unwrap();
+        server.attach(Stream::from(OwnedFd::from(near)), name).map(|attached| (attached, far))
+    };
+    let counts = || (server.connections(), server.clients("disk"));
+    assert!(
+        matches!(attach("nosuch").err(), Some(SessionError::NoExport(name)) if name == "nosuch")
+    );
+    assert_eq!(counts(), (0, Some(0)), "it has left its place to others");
+    let (attached, mut far) = attach("disk").unwrap();
+    assert_eq!((attached.info().size, attached.info().read_only), (SIZE as u64, false));
+    assert_eq!(counts(), (1, Some(1)));
+    assert!(matches!(attach("disk").err(), Some(SessionError::NotAdmitted(_))));
+
+    far.write_all(&request(command::WRITE, 0, 1, (512, 512), &[9; 512])).unwrap();
+    far.write_all(&request(command::READ, 0, 2, (0, 512), &[])).unwrap();
+    far.write_all(&request(command::DISC, 0, 3, (0, 0), &[])).unwrap();
+    let executor = Executor::new(&Config::default()).unwrap();
+    executor.block_on(server.serve_attached(attached)).unwrap();
+    let mut replies = Vec::new();
+    far.read_to_end(&mut replies).unwrap();
+    // Simple replies: a magic number, the error and the cookie.
+    let reply =
+        |cookie: u8| [&[0x67, 0x44, 0x66, 0x98, 0, 0, 0, 0][..], &[0; 7], &[cookie]].concat();
+    assert_eq!(replies.len(), 16 + 16 + 512);
+    let at = |part: &[u8]| replies.windows(part.len()).any(|window| window == part);
+    assert!(at(&reply(1)) && at(&[reply(2), vec![7; 512]].concat()));
+    assert_eq!(disk.bytes(512, 512), [9; 512]);
+    assert_eq!(counts(), (0, Some(0)));
+    assert!(attach("disk").is_ok());
 }

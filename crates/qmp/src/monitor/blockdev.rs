@@ -4,7 +4,7 @@ use super::arguments::{Arguments, flag, integer, optional_text, text};
 use super::image::format_of;
 use super::{Drive, FileNode, Monitor, Result};
 use crate::error::QmpError;
-use isobath_disk::{LiveDisk, Preallocation};
+use isobath_disk::{LiveDisk, NewSize, Preallocation};
 use isobath_storage::{Host, Locking};
 use serde_json::Value;
 use std::path::PathBuf;
@@ -161,7 +161,7 @@ impl<H: Host + Clone> Monitor<H> {
         self.drives.borrow_mut().retain(|other| !Rc::ptr_eq(other, drive));
         drive.disk().throttle().set_group(None);
         self.forget_filters(drive);
-        let closed = drive.close().await.map_err(QmpError::new);
+        let closed = self.closing.close(drive).await.map_err(QmpError::new);
         self.prune_names();
         closed
     }
@@ -169,7 +169,12 @@ impl<H: Host + Clone> Monitor<H> {
     pub(super) async fn block_resize(&self, arguments: &Arguments) -> Result<()> {
         let device = text(arguments, "device");
         let found = self.look_up(device, text(arguments, "node-name"))?;
-        let Ok(size) = u64::try_from(integer(arguments, "size").unwrap_or(-1)) else {
+        let size = integer(arguments, "size").unwrap_or(-1);
+        let new = if flag(arguments, "relative").unwrap_or(false) {
+            NewSize::By(size)
+        } else if let Ok(size) = u64::try_from(size) {
+            NewSize::To(size)
+        } else {
             return Err(QmpError::new("Parameter 'size' expects a >0 size"));
         };
         if found.depth > 0 {
@@ -177,6 +182,9 @@ impl<H: Host + Clone> Monitor<H> {
         }
         let disk = found.drive.disk();
         let shrink = flag(arguments, "shrink").unwrap_or(false);
+        let Some(size) = new.of(disk.size()) else {
+            return Err(QmpError::new("New image size must be positive"));
+        };
         if size < disk.size() && !shrink {
             return Err(QmpError::new(format_args!(
                 "The new size of {size} bytes is smaller than the disk's {}, so data past the new \
@@ -184,7 +192,7 @@ impl<H: Host + Clone> Monitor<H> {
                 disk.size()
             )));
         }
-        disk.resize(size, Preallocation::Off, shrink).await.map_err(QmpError::new)
+        disk.resize(new, Preallocation::Off, shrink).await.map_err(QmpError::new)
     }
 
     /// Forgets the names of files that are no longer part of any disk, since other files may reuse their IDs.

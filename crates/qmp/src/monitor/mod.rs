@@ -5,6 +5,7 @@
 
 mod arguments;
 mod blockdev;
+mod closing;
 mod drive;
 mod exports;
 mod fd_sets;
@@ -21,6 +22,7 @@ mod request;
 mod snapshot;
 mod throttle;
 
+pub use closing::Closing;
 pub use drive::Drive;
 
 use crate::error::{ErrorClass, QmpError};
@@ -44,7 +46,6 @@ use request::JobRequest;
 use serde_json::{Map, Value, json};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, VecDeque};
-use std::future;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -103,6 +104,7 @@ pub struct Monitor<H: Host> {
     records: RefCell<VecDeque<Value>>,
     frontends: Frontends<LiveDisk<H>>,
     exports: Rc<ExportList>,
+    closing: Closing,
     events: Events,
     event_queue: Arc<EventQueue>,
     /// Held by commands that change something.
@@ -156,6 +158,7 @@ impl<H: Host + Clone> Monitor<H> {
             records: RefCell::default(),
             frontends,
             exports: Rc::default(),
+            closing: Closing::default(),
             events,
             event_queue,
             order: isobath_sync::AsyncMutex::default(),
@@ -223,8 +226,9 @@ impl<H: Host + Clone> Monitor<H> {
     /// servers and the disks added by `blockdev-add`. Shared servers, and the disks passed to [`new`](Self::new), are
     /// left to the caller.
     ///
-    /// An image that is being opened is given up at once; any other command, and a job, once it takes too long. Then
-    /// shared servers are stopped here, and what was written is made durable before.
+    /// An image that is being opened is given up at once; any other command, and a job, once it takes too long. What
+    /// was written is made durable before. Shared servers are stopped before disks are closed. A disk that is not
+    /// closed in time, since its storage does not answer, is left to [`closing`](Self::closing).
     pub async fn end(&self) {
         self.ending.set(true);
         self.changed.notify(usize::MAX);
@@ -240,14 +244,27 @@ impl<H: Host + Clone> Monitor<H> {
         }
         let _order = self.order.lock().await;
         self.end_jobs().await;
-        self.close_exports().await;
-        let added: Vec<_> = self.drives().into_iter().filter(|drive| drive.is_added()).collect();
-        for drive in added {
-            if let Err(error) = drive.close().await {
-                tracing::warn!(%error, "cannot close a disk");
-            }
+        if timeout(PATIENCE, self.close_exports()).await.is_err() {
+            tracing::warn!("an export's requests do not end; they are given up");
+        }
+        self.frontends.stop();
+        for drive in self.drives().into_iter().filter(|drive| drive.is_added()) {
+            self.closing.begin(drive);
+        }
+        if timeout(PATIENCE, self.closing.ended()).await.is_err() {
+            tracing::warn!("a disk's storage does not answer; all others are closed before it");
         }
         self.pass_on();
+    }
+
+    /// Whether it [ends](Self::end), or has ended.
+    pub fn is_ending(&self) -> bool {
+        self.ending.get()
+    }
+
+    /// The disks that are being closed.
+    pub fn closing(&self) -> Closing {
+        self.closing.clone()
     }
 
     /// Makes what clients have written durable, and lets no more of them write.
@@ -255,12 +272,17 @@ impl<H: Host + Clone> Monitor<H> {
         self.frontends.stop();
         let flush = |drive: Rc<Drive<H>>| spawn(async move { drive.disk().flush().await });
         let flushes: Vec<_> = self.drives().into_iter().map(flush).collect();
-        for flushed in flushes {
-            match flushed.await {
-                Ok(Ok(())) => {}
-                Ok(Err(error)) => tracing::warn!(%error, "cannot flush a disk"),
-                Err(panicked) => panicked.resume(),
+        let flushed = async {
+            for flushed in flushes {
+                match flushed.await {
+                    Ok(Ok(())) => {}
+                    Ok(Err(error)) => tracing::warn!(%error, "cannot flush a disk"),
+                    Err(panicked) => panicked.resume(),
+                }
             }
+        };
+        if timeout(PATIENCE, flushed).await.is_err() {
+            tracing::warn!("a disk's storage does not answer a flush");
         }
     }
 
@@ -295,19 +317,17 @@ impl<H: Host + Clone> Monitor<H> {
                 Ok(json!({}))
             }
             _ => {
+                let begun = Cell::new(false);
                 let work = async {
                     let _order = self.order.lock().await;
                     // It may have waited for another one.
                     self.check_not_ending()?;
+                    begun.set(true);
                     self.change(command, arguments, client).await
                 };
                 let given_up = async {
-                    if command == "blockdev-del" {
-                        // It closes an image that is no longer among the disks: nobody else makes durable what it has.
-                        future::pending::<()>().await;
-                    }
                     self.until(&self.gives_up).await;
-                    Err(shutting_down())
+                    Err(if begun.get() { given_up(command) } else { shutting_down() })
                 };
                 first(work, given_up).await?;
                 Ok(json!({}))
@@ -347,6 +367,13 @@ impl<H: Host + Clone> Monitor<H> {
             verb => self.job_verb(verb, &arguments),
         }
     }
+}
+
+/// The answer to a command that had begun: a snapshot may have become the active layer, and have been written to.
+fn given_up(command: &str) -> QmpError {
+    QmpError::new(format_args!(
+        "the server is shutting down, and has given up '{command}'; whether it has taken effect is not known"
+    ))
 }
 
 fn shutting_down() -> QmpError {

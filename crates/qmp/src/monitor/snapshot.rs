@@ -76,7 +76,7 @@ impl<H: Host + Clone> Monitor<H> {
         drop(layer);
         // The node's own handle would keep the disk from opening the image.
         self.drives.borrow_mut().retain(|other| !Rc::ptr_eq(other, &drive));
-        let closed = drive.close().await.map_err(QmpError::new);
+        let closed = self.closing.close(&drive).await.map_err(QmpError::new);
         drop(drive);
         let done = match closed {
             Ok(()) => self.put_on_top(&found, &Overlay::Existing(path.clone())).await,

@@ -1,8 +1,8 @@
 //! The commands and events of a server of live disks.
 //!
 //! Names, types and meanings are QEMU's (its QMP Reference Manual). Isobath's own additions are the members of
-//! [`PACING`] in `block-stream`, `block-commit` and `blockdev-mirror`, `shrink` in `block_resize`, `change-snapshots`
-//! in `block-stream`, and the commands whose names begin with `x-isobath-`.
+//! [`PACING`] in `block-stream`, `block-commit` and `blockdev-mirror`, `shrink` and `relative` in `block_resize`,
+//! `change-snapshots` in `block-stream`, and the commands whose names begin with `x-isobath-`.
 
 mod exports;
 mod fd_sets;

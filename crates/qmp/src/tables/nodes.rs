@@ -246,8 +246,13 @@ static BLOCKDEV: Object = Object {
     }),
 };
 static NODE_NAME: Object = object(&[req("node-name", STR)]);
-static RESIZE: Object =
-    object(&[opt("device", STR), opt("node-name", STR), req("size", INT), opt("shrink", BOOL)]);
+static RESIZE: Object = object(&[
+    opt("device", STR),
+    opt("node-name", STR),
+    req("size", INT),
+    opt("shrink", BOOL),
+    opt("relative", BOOL),
+]);
 
 static SECRET: Object = object(&[
     opt("file", STR),

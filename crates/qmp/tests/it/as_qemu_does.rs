@@ -164,6 +164,7 @@ fn commands_take_what_qemus_take() {
         let argument = difference.rsplit('.').next().unwrap();
         PACING.contains(&argument)
             || difference == "block_resize.shrink"
+            || difference == "block_resize.relative"
             || difference == "block-stream.change-snapshots"
     };
     found.retain(|difference| !own(difference));

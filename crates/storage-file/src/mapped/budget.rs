@@ -2,22 +2,31 @@
 
 use crate::sys;
 use parking_lot::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 /// What a window counts for at least, since a process cannot have any number of mappings.
 const LEAST: u64 = 4 << 20;
 
-/// What has windows.
-pub(super) trait Owner: Send + Sync {
-    /// Unmaps the window that has this share, as soon as nobody reads it.
-    fn give_up(&self, share: &Arc<Share>);
+/// A window, as it counts here.
+pub(super) trait Member: Send + Sync {
+    /// Whether it was of use since this was last asked.
+    fn was_of_use(&self) -> bool;
+
+    /// The bytes that it counts for.
+    fn counted(&self) -> u64;
 }
 
-/// The share of a mapped window, and whose it is.
+/// What has windows.
+pub(super) trait Owner: Send + Sync {
+    /// Unmaps this window, as soon as nobody reads it.
+    fn give_up(&self, window: &Arc<dyn Member>);
+}
+
+/// A mapped window, and whose it is.
 struct Entry {
     owner: Weak<dyn Owner>,
-    share: Weak<Share>,
+    window: Weak<dyn Member>,
 }
 
 /// The windows in a circle.
@@ -42,16 +51,11 @@ pub(super) struct Share {
     bytes: u64,
     /// Others were given up for it.
     is_others: bool,
-    /// Read, or found cached, since it was last asked.
-    used: AtomicBool,
 }
 
 impl Share {
-    /// The window is of use.
-    pub(super) fn is_used(&self) {
-        if !self.used.load(Ordering::Relaxed) {
-            self.used.store(true, Ordering::Relaxed);
-        }
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
     }
 
     /// Whether other windows were given up for it.
@@ -93,16 +97,15 @@ impl Mappings {
         let limit = self.limit.load(Ordering::Relaxed);
         let more = |mapped: u64| mapped.checked_add(bytes).filter(|mapped| *mapped <= limit);
         let taken = self.mapped.fetch_update(Ordering::AcqRel, Ordering::Acquire, more);
-        let used = AtomicBool::new(true);
-        taken.is_ok().then(|| Arc::new(Share { mappings: self.clone(), bytes, is_others, used }))
+        taken.is_ok().then(|| Arc::new(Share { mappings: self.clone(), bytes, is_others }))
     }
 
-    /// Notes whose window has a share.
-    pub(super) fn register(&self, owner: Weak<dyn Owner>, share: &Arc<Share>) {
-        let entry = Entry { owner, share: Arc::downgrade(share) };
+    /// Notes whose window this is.
+    pub(super) fn register(&self, owner: Weak<dyn Owner>, window: Weak<dyn Member>) {
+        let entry = Entry { owner, window };
         let mut clock = self.clock.lock();
         if clock.entries.len() == clock.entries.capacity() {
-            clock.entries.retain(|entry| entry.share.strong_count() > 0);
+            clock.entries.retain(|entry| entry.window.strong_count() > 0);
         }
         clock.entries.push(entry);
     }
@@ -113,6 +116,8 @@ impl Mappings {
         let mapped = self.mapped.load(Ordering::Acquire);
         let mut wanted = mapped.saturating_add(bytes).saturating_sub(limit);
         let mut gone = Vec::new();
+        // The last reference to a window unmaps it, which takes long: not while others wait for the clock.
+        let mut kept = Vec::new();
         let mut clock = self.clock.lock();
         for _ in 0..clock.entries.len() {
             if wanted == 0 {
@@ -122,28 +127,33 @@ impl Mappings {
                 clock.hand = 0;
             }
             let hand = clock.hand;
-            match clock.entries[hand].share.upgrade() {
-                Some(share) if share.used.swap(false, Ordering::Relaxed) => clock.hand += 1,
+            match clock.entries[hand].window.upgrade() {
+                Some(window) if window.was_of_use() => {
+                    clock.hand += 1;
+                    kept.push(window);
+                }
                 found => {
                     let entry = clock.entries.swap_remove(hand);
-                    if let Some(share) = found {
-                        wanted = wanted.saturating_sub(share.bytes);
-                        gone.push((entry.owner, share));
+                    if let Some(window) = found {
+                        wanted = wanted.saturating_sub(window.counted());
+                        gone.push((entry.owner, window));
                     }
                 }
             }
         }
         if wanted > 0 {
-            let back = gone
-                .into_iter()
-                .map(|(owner, share)| Entry { owner, share: Arc::downgrade(&share) });
+            let back = gone.iter().map(|(owner, window)| Entry {
+                owner: owner.clone(),
+                window: Arc::downgrade(window),
+            });
             clock.entries.extend(back);
+            drop(clock);
             return;
         }
         drop(clock);
-        for (owner, share) in gone {
+        for (owner, window) in gone {
             if let Some(owner) = owner.upgrade() {
-                owner.give_up(&share);
+                owner.give_up(&window);
             }
         }
     }

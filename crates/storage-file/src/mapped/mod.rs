@@ -17,13 +17,15 @@ pub(super) use budget::Mappings;
 
 use super::sys;
 use arc_swap::ArcSwap;
-use budget::{Owner, Share};
+use budget::{Member, Owner};
 use doubts::Doubts;
 use isobath_ring::may_go_on;
+use smallvec::SmallVec;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::ptr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Weak};
 use window::{WINDOW, Window};
 
 /// Immediate reads of a file before a window of it is mapped.
@@ -41,8 +43,8 @@ const COHERENT: [u64; 3] = [
     0x9123_683E, // Btrfs
 ];
 
-/// The windows of a file that are mapped at a time, by their numbers, in ascending order.
-type Windows = Vec<(u64, Arc<Window>)>;
+/// The windows of a file that are mapped at a time, by their numbers, in ascending order. Most files have one.
+type Windows = SmallVec<[(u64, Arc<Window>); 1]>;
 
 /// The mappings of a file.
 pub(super) struct Mapped {
@@ -146,7 +148,8 @@ impl Mapped {
             return BEFORE_NEXT;
         }
         let Some(share) = self.mappings.admit(length) else { return BEFORE_NEXT };
-        let window = match Window::new(file, number, length, share.clone()) {
+        let is_others = share.is_others();
+        let window = match Window::new(file, number, length, share) {
             Ok(window) => Arc::new(window),
             Err(error) if error.kind() == io::ErrorKind::OutOfMemory => return BEFORE_NEXT,
             Err(_) => {
@@ -161,9 +164,9 @@ impl Mapped {
                 windows.insert(place, (number, window.clone()));
             }
         });
-        let owner: Weak<Self> = Arc::downgrade(self);
-        self.mappings.register(owner, &share);
-        if share.is_others() { BEFORE_NEXT } else { BEFORE_FIRST }
+        let (owner, window) = (Arc::downgrade(self), Arc::downgrade(&window));
+        self.mappings.register(owner, window);
+        if is_others { BEFORE_NEXT } else { BEFORE_FIRST }
     }
 
     fn change(&self, change: impl Fn(&mut Windows)) {
@@ -196,8 +199,11 @@ impl Mapped {
 }
 
 impl Owner for Mapped {
-    fn give_up(&self, share: &Arc<Share>) {
-        self.change(|windows| windows.retain(|(_, window)| !window.has(share)));
+    fn give_up(&self, window: &Arc<dyn Member>) {
+        let window = Arc::as_ptr(window);
+        self.change(|windows| {
+            windows.retain(|(_, other)| !ptr::addr_eq(Arc::as_ptr(other), window));
+        });
     }
 }
 

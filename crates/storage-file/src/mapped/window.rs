@@ -1,13 +1,13 @@
 //! A part of a file that is mapped.
 
-use super::budget::Share;
+use super::budget::{Member, Share};
 use crate::sys;
 use isobath_buf::guard::{Access, Guard};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::thread;
 
 /// Bytes of a file in a window. Windows are aligned to it.
@@ -34,6 +34,8 @@ pub(super) struct Window {
     tells: bool,
     /// The number of doubts when the bits were cleared last.
     since: AtomicU32,
+    /// Read, or found cached, since that was last asked.
+    used: AtomicBool,
     share: Arc<Share>,
 }
 
@@ -63,6 +65,7 @@ impl Window {
             present: Box::default(),
             tells: sys::may_write(file),
             since: AtomicU32::new(0),
+            used: AtomicBool::new(true),
             share,
         };
         let mapped = length.next_multiple_of(page);
@@ -97,7 +100,7 @@ impl Window {
         if !self.reaches(at + length) {
             return;
         }
-        self.share.is_used();
+        self.is_of_use();
         // Another thread may still see some of the old bits, and wait for a page: no harm but the time.
         if self.since.swap(doubts, Ordering::Relaxed) != doubts {
             for word in &self.present {
@@ -150,7 +153,7 @@ impl Window {
     /// is not the file's.
     pub(super) fn copy(&self, at: usize, buf: &mut [u8]) -> bool {
         assert!(buf.len() <= self.length && at <= self.length - buf.len(), "a range in its window");
-        self.share.is_used();
+        self.is_of_use();
         // SAFETY: the range is in the mapping, which lasts as long as this window, and cannot overlap with a buffer,
         // since nobody has references to it. Others may write to the file meanwhile; then the bytes are old or new
         // ones, as with a system call.
@@ -167,9 +170,20 @@ impl Window {
         end <= self.length
     }
 
-    /// Whether it has this share.
-    pub(super) fn has(&self, share: &Arc<Share>) -> bool {
-        Arc::ptr_eq(&self.share, share)
+    fn is_of_use(&self) {
+        if !self.used.load(Ordering::Relaxed) {
+            self.used.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Member for Window {
+    fn was_of_use(&self) -> bool {
+        self.used.swap(false, Ordering::Relaxed)
+    }
+
+    fn counted(&self) -> u64 {
+        self.share.bytes()
     }
 }
 

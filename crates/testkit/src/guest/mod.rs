@@ -1,9 +1,9 @@
 //! A Linux guest under `qemu-system-x86_64`: boots a kernel on the disks of a test, runs a shell script there, and
 //! returns the result.
 //!
-//! The kernel and its modules are in `target/guest`, or in `target/guest-ublk` those of one that has ublk devices; that
-//! is where `scripts/setup` puts them. The guest runs from an initramfs with busybox, or with [`Guest::root`] from one of
-//! its disks. It needs no network and no acceleration, and boots in about three seconds.
+//! The kernel and its modules are in `target/guest`, where `scripts/setup` puts them. The guest runs
+//! from an initramfs with busybox, or with [`Guest::root`] from one of its disks. It needs no
+//! network and no acceleration, and boots in about three seconds.
 //!
 //! ```no_run
 //! use isobath_testkit::guest::Guest;
@@ -84,17 +84,7 @@ impl Guest {
     /// A guest without disks, with 256 MiB of memory and five minutes to finish.
     #[track_caller]
     pub fn new() -> Self {
-        Self::of_kernel(kernel_directory("ISOBATH_GUEST_DIR", "target/guest"))
-    }
-
-    /// As [`new`](Self::new), with a kernel that has ublk and loop devices.
-    #[track_caller]
-    pub fn with_ublk() -> Self {
-        Self::of_kernel(kernel_directory("ISOBATH_GUEST_UBLK_DIR", "target/guest-ublk"))
-    }
-
-    #[track_caller]
-    fn of_kernel(kernel: PathBuf) -> Self {
+        let kernel = kernel_directory();
         let mut files = Initramfs::default();
         for directory in ["bin", "dev", "mnt", "newroot", "proc", "run", "sys", "tmp"] {
             files.directory(directory);
@@ -247,7 +237,11 @@ impl Guest {
             .arg(self.kernel.join("vmlinuz"))
             .arg("-initrd")
             .arg(initrd.path())
-            .args(["-append", "console=ttyS0 quiet loglevel=4 panic=-1 oops=panic mitigations=off"])
+            .arg("-append")
+            // The kernel panics if it sees no interrupts of its timer while others keep the machine's processors busy.
+            .arg(
+                "console=ttyS0 quiet loglevel=4 panic=-1 oops=panic mitigations=off no_timer_check",
+            )
             .args(&self.arguments);
         let qemu = Running::start_with_input(&mut command, Stdio::piped());
         RunningGuest { qemu, patience: self.patience, _initrd: initrd }
@@ -350,9 +344,9 @@ impl RunningGuest {
 
 /// The directory of the kernel and its modules.
 #[track_caller]
-fn kernel_directory(variable: &str, usual: &str) -> PathBuf {
-    let directory =
-        env::var_os(variable).map_or_else(|| tools::workspace().join(usual), PathBuf::from);
+fn kernel_directory() -> PathBuf {
+    let directory = env::var_os("ISOBATH_GUEST_DIR")
+        .map_or_else(|| tools::workspace().join("target/guest"), PathBuf::from);
     assert!(
         directory.join("modules.list").exists(),
         "no kernel for the guest in {}: run scripts/setup",

@@ -7,6 +7,7 @@ use crate::host::ImageHost;
 use crate::options;
 use crate::workers::{self, Progress};
 use isobath_disk::Disk;
+use isobath_disk::copy::{Content, Sources};
 use isobath_formats::{Format, PIECE, Piece, Writer};
 use isobath_ring::{Signals, sleep_until};
 use isobath_storage::IoBuf;
@@ -35,7 +36,6 @@ pub(super) fn check(args: &Args, format: Format) -> Result<(), Failure> {
     let refused = [
         (args.no_create, "-n not supported"),
         (args.backing_format.is_some(), "Backing file format not supported"),
-        (args.salvage, "--salvage not supported"),
     ];
     match refused.into_iter().find(|(wrong, _)| *wrong) {
         Some((_, reason)) => Err(Failure::new(format_args!("{reason} for file format '{name}'"))),
@@ -56,7 +56,8 @@ pub(super) async fn convert(
     new: &Options,
     signals: &mut Signals,
 ) -> Outcome {
-    let total: u64 = sources.iter().map(|source| source.size()).sum();
+    let disks = Sources::new(sources.to_vec(), None, args.salvage);
+    let total = disks.size();
     let failed = |reason: String| {
         let what = format!("error while converting {}", new.format().name());
         Failure::new(reason).context(what).context(name.display())
@@ -87,7 +88,7 @@ pub(super) async fn convert(
                 return Ok(());
             }
             let length = window.min(total - at);
-            if let Some(bytes) = read(sources, at, length).await? {
+            if let Some(bytes) = read(&disks, at, length).await? {
                 if let Some(rate) = rate {
                     sleep_until(due).await;
                     let takes = Duration::from_secs_f64(length as f64 / rate as f64);
@@ -115,29 +116,21 @@ pub(super) async fn convert(
     }
 }
 
-/// Bytes of the concatenated disks; `None` if they are known to be zero.
-async fn read(
-    sources: &[Arc<Disk<ImageHost>>],
-    at: u64,
-    length: u64,
-) -> Result<Option<IoBuf>, Failure> {
-    let (mut whole, mut rest) = (IoBuf::empty(), IoBuf::zeroed(length as usize));
-    let (mut start, mut has_data) = (0, false);
-    for source in sources {
-        let (from, to) = (at.max(start), (at + length).min(start + source.size()));
-        if from < to {
-            let mut part = rest.split_to((to - from) as usize);
-            let runs = source.block_status(from - start, to - from, usize::MAX).await?;
-            let zero: u64 = runs.iter().filter(|run| run.zero).map(|run| run.length).sum();
-            if zero < to - from {
-                has_data = true;
-                part = source.read(from - start, part).await?;
+/// Bytes of the disks; `None` if they are known to be zero.
+async fn read(disks: &Sources<ImageHost>, at: u64, length: u64) -> Result<Option<IoBuf>, Failure> {
+    let end = at + length;
+    let mut examined = at;
+    while examined < end {
+        let (content, run) = disks.content(examined).await?;
+        match content {
+            Content::Data => {
+                let (bytes, _) = disks.read(at, IoBuf::zeroed(length as usize)).await?;
+                return Ok(Some(bytes));
             }
-            whole.unsplit(part);
+            Content::Zero | Content::Backing => examined += run,
         }
-        start += source.size();
     }
-    Ok(has_data.then_some(whole))
+    Ok(None)
 }
 
 /// The pieces of a window that are not zero, compressed on several threads.

@@ -8,8 +8,9 @@ use crate::cache::CacheMode;
 use crate::commands::create;
 use crate::failure::{Failure, Outcome};
 use crate::host::{ImageHost, only_files};
-use crate::image_name::{Image, Naming, device_driver};
-use crate::trust::Trusting;
+use crate::image_name::{Image, Naming, could_not_open, is_of_kind};
+use crate::options::NamedFormat;
+use crate::program::NotUnderLinks;
 use crate::workers::{self, Progress};
 use crate::{messages, options, runtime, size};
 use isobath_disk::{CopyOptions, Disk, DiskCopy, ImageFormat, SnapshotChoice};
@@ -30,21 +31,21 @@ pub(super) use target::{files_of, refuse_source};
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The format of the images to copy [default: detected]
-    #[arg(short, long = "source-format", alias = "format", value_name = "FMT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long = "source-format", alias = "format", value_name = "FMT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// The target's format [default: raw]
     #[arg(short = 'O', long = "target-format", alias = "output-format", value_name = "FMT")]
-    #[arg(value_parser = target_format)]
-    output_format: Option<TargetFormat>,
+    #[arg(value_parser = options::named_format)]
+    output_format: Option<NamedFormat>,
     /// The target's backing file; only the active layer is copied, so its contents must equal those of the source's
     /// backing file
-    #[arg(short = 'B', long = "backing", alias = "backing-file", value_name = "FILE")]
+    #[arg(short = 'B', long = "backing", value_name = "FILE")]
     backing_file: Option<String>,
-    /// The backing file's format
+    /// The format of the target's backing file
     #[arg(short = 'F', long, value_name = "FMT")]
     backing_format: Option<String>,
     /// Options for the target as NAME=VALUE, as in 'isobath create'
-    #[arg(short, long = "target-options", value_name = "OPTIONS")]
+    #[arg(short, long = "target-options", value_name = "OPTIONS", value_parser = options::list)]
     options: Vec<String>,
     /// Compress the target
     #[arg(short, long)]
@@ -161,22 +162,6 @@ impl Args {
     }
 }
 
-/// The target's format, or the driver that takes its place.
-#[derive(Clone, Copy, Debug)]
-struct TargetFormat {
-    format: ImageFormat,
-    /// The driver, if it is one for devices: it writes to one that there is.
-    device: Option<&'static str>,
-}
-
-/// Parses the target's format. As in QEMU, drivers of files and devices count as formats: raw.
-fn target_format(name: &str) -> Result<TargetFormat, String> {
-    let device = device_driver(name);
-    let format =
-        if name == "file" || device.is_some() { ImageFormat::Raw } else { options::format(name)? };
-    Ok(TargetFormat { format, device })
-}
-
 fn rate(text: &str) -> Result<u64, String> {
     size::parse(text).map_err(|_| size::explained("rate limit"))
 }
@@ -222,17 +207,19 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let inputs: Vec<Image> = inputs.collect::<Result<_, _>>()?;
     let target_naming = Naming {
         image_opts: args.target_image_opts,
-        trusting: Trusting::default(),
-        data_file: None,
-        no_backing: false,
+        trusting: NotUnderLinks::default(),
+        instead: NotUnderLinks::default(),
         ..args.naming.clone()
     };
-    let device = args.output_format.and_then(|target| target.device);
+    let device = args.output_format.and_then(NamedFormat::device);
     let on_device = if args.no_create {
         None
     } else {
-        Naming::can_create(name).map_err(Failure::new)?;
-        let mut new = Naming::target(name)?;
+        let mut new = Naming::target(name).map_err(Failure::new)?;
+        if let Some(driver @ "file") = args.output_format.and_then(|format| format.protocol) {
+            is_of_kind(driver, &new.path.to_string_lossy())
+                .map_err(|reason| could_not_open(&name.to_string_lossy(), reason))?;
+        }
         new.device = device.or(new.device);
         let checked = match args.output_format() {
             ImageFormat::Foreign(_) => new.check_file(),
@@ -248,7 +235,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if !args.no_create && args.output_format.is_none() && !args.quiet {
         messages::note_raw(name, "-O");
     }
-    let format = args.output_format.filter(|_| args.no_create).map(|target| target.format);
+    let format = args.output_format.filter(|_| args.no_create);
     let mut name = target_naming.image(name, format)?;
     name.must_be_on(device)?;
     let name = &name;

@@ -79,15 +79,18 @@ pub(super) struct Resize {
 impl Resize {
     pub(super) fn run(&self, session: &mut Session<'_>) -> Outcome {
         let device = session.device(self.disk.as_deref())?;
-        let size = match self.size {
-            NewSize::To(size) => size,
-            relative => relative
-                .of(session.size(&device)?)
-                .ok_or_else(|| Failure::new("New image size must be positive"))?,
+        // The server adds what is relative, so that of two such changes at once none is lost.
+        let (size, sign) = match self.size {
+            NewSize::To(size) => (size, None),
+            NewSize::More(bytes) => (bytes, Some(1)),
+            NewSize::Less(bytes) => (bytes, Some(-1)),
         };
+        let signed = i64::try_from(size).map(|size| size * sign.unwrap_or(1));
+        let size = signed.map_err(|_| Failure::new("New image size must be less than 2^63"))?;
         let arguments = arguments([
             ("device", Some(device.into())),
             ("size", Some(size.into())),
+            ("relative", sign.map(|_| true.into())),
             ("shrink", self.shrink.then(|| true.into())),
         ]);
         session.ask("block_resize", arguments)?;

@@ -252,18 +252,6 @@ impl Session<'_> {
         Ok(entries(&blocks).map(|block| text(block, "device").to_owned()).collect())
     }
 
-    /// A disk's size in bytes.
-    fn size(&mut self, device: &str) -> Result<u64, Failure> {
-        let blocks = self.ask("query-block", json!({}))?;
-        let block = entries(&blocks).find(|block| text(block, "device") == device);
-        let image = block.and_then(|block| block.get("inserted")?.get("image"));
-        image.and_then(|image| image.get("virtual-size")?.as_u64()).ok_or_else(|| {
-            Failure::new(format_args!(
-                "the server does not report the size of '{device}'; give an absolute size"
-            ))
-        })
-    }
-
     /// Prints a value as JSON.
     fn print(&mut self, value: &Value) -> Result<(), Failure> {
         Ok(json::print(self.out, value)?)

@@ -5,7 +5,7 @@ pub(crate) mod text;
 use crate::failure::{Failure, Outcome};
 use crate::host::images;
 use crate::image_name::{Image, Naming};
-use crate::options::{self, OutputFormat};
+use crate::options::{self, NamedFormat, OutputFormat};
 use crate::{json, program, runtime};
 use isobath_disk::{
     ImageFormat, ImageInfo, IndexInfo, IndexState, Qcow2Info, backing_chain_info, info,
@@ -25,8 +25,8 @@ pub(crate) use text::snapshot_list;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The image's format [default: detected]
-    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long, value_name = "FMT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// Output format
     #[arg(long, value_name = "FMT", default_value = "human")]
     output: OutputFormat,
@@ -43,6 +43,11 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    if args.naming.instead.has_backing_file() && !args.backing_chain {
+        return Err(Failure::usage(
+            "without --backing-chain 'info' opens no backing file: leave out --backing-file",
+        ));
+    }
     let naming = Naming { secrets_unneeded: true, ..args.naming.clone() };
     let image = naming.image(&args.image, args.format)?;
     let mut chain = read(&image, options::locking(args.force_share), args.backing_chain)?;

@@ -14,7 +14,7 @@ use crate::failure::{Failure, Outcome};
 use crate::image_name::Naming;
 use crate::null::{self, is_null};
 use crate::{options, program, runtime};
-use isobath_disk::{ImageFormat, SnapshotChoice};
+use isobath_disk::SnapshotChoice;
 use isobath_ring::Readiness;
 use opening::{Opening, cannot_open};
 use session::{Next, Session};
@@ -92,7 +92,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             let driver = args.format.as_deref().filter(|format| is_null(format));
             let format = args.format.as_deref().filter(|format| !is_null(format));
             let format = format.map(|format| {
-                ImageFormat::from_name(format).ok_or_else(|| format!("Unknown driver '{format}'"))
+                options::named_format(format).map_err(|_| format!("Unknown driver '{format}'"))
             });
             let image = format.transpose().and_then(|format| args.naming.parse(name, format));
             let image = image.and_then(|image| match driver {

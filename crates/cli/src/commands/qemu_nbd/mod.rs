@@ -1,6 +1,8 @@
-//! `qemu-nbd`: serves one image over NBD, with that program's command line.
+//! `qemu-nbd`: serves one image over NBD, or as a device of the kernel, with that program's command line.
 
+mod device;
 mod list;
+mod netlink;
 mod view;
 
 use crate::cache::{CacheMode, Discard, is_native};
@@ -8,31 +10,46 @@ use crate::compressed::Compressed;
 use crate::failure::{Failure, Outcome};
 use crate::host::{self, ImageHost, images};
 use crate::image_name::{Image, NO_SNAPSHOT, Naming, reason};
+use crate::options::NamedFormat;
 use crate::server::daemon::{Daemon, WhenReady};
 use crate::server::endpoint::{Endpoint, PORT};
 use crate::server::handed_in::{self, HandedIn};
 use crate::server::tls::{Mode, SecuredEndpoint, Tls};
 use crate::server::{log_file, pid_file, signals, threads};
 use crate::{cores, messages, options, runtime, size, temporary, tls_objects};
+use device::Connected;
 use isobath_disk::clock::SystemClock;
 use isobath_disk::{
     BlockDevice, ImageFormat, InfoOptions, LiveDisk, MetadataMode, OpenOptions, SnapshotChoice,
     info, read_bitmap,
 };
+use isobath_export::frontend::Entrance;
 use isobath_export::nbd::wire::MAX_STRING;
-use isobath_export::nbd::{Export, ExportError, ExportedBitmap, Limits, Server, WhenFull};
-use isobath_ring::net::Access;
-use isobath_ring::{Handle, spawn};
+use isobath_export::nbd::{
+    Export, ExportError, ExportedBitmap, Limits, Server, SessionError, WhenFull,
+};
+use isobath_ring::net::{Access, Stream};
+use isobath_ring::{Handle, handle, spawn, unblock};
 use isobath_storage::Locking;
 use isobath_tls::Channel;
+use netlink::Connection;
 use std::io::Write;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 use view::{DetectZeroes, View};
 
 /// Longer than any server runs.
 const NO_LIMIT: Duration = Duration::from_secs(u32::MAX as u64);
+
+/// Bytes to which the kernel's requests are aligned, as with QEMU.
+const BLOCK: u64 = 512;
+
+/// `PR_SET_IO_FLUSHER` of `linux/prctl.h`.
+const SET_IO_FLUSHER: i32 = 57;
 
 /// Serve an image over NBD, with qemu-nbd's options
 ///
@@ -66,6 +83,13 @@ pub(crate) struct Args {
     /// The export's description
     #[arg(short = 'D', long, value_name = "TEXT", default_value = "")]
     description: String,
+    /// Connect the image to the kernel's NBD device, such as /dev/nbd0, and run in the background until it is
+    /// disconnected; other clients can connect only with --socket
+    #[arg(short, long, value_name = "DEV")]
+    connect: Option<PathBuf>,
+    /// Disconnect the kernel's NBD device that is named instead of an image
+    #[arg(short, long)]
+    disconnect: bool,
     /// Run in the background; the command returns once clients can connect
     #[arg(long)]
     fork: bool,
@@ -76,8 +100,8 @@ pub(crate) struct Args {
     #[arg(short, long, value_name = "OFFSET", value_parser = size::parse, default_value = "0")]
     offset: u64,
     /// The image's format [default: detected]. Required for raw images unless they are served read-only
-    #[arg(short, long, value_name = "FORMAT", value_parser = options::format)]
-    format: Option<ImageFormat>,
+    #[arg(short, long, value_name = "FORMAT", value_parser = options::named_format)]
+    format: Option<NamedFormat>,
     /// Refuse writes
     #[arg(short, long)]
     read_only: bool,
@@ -121,7 +145,7 @@ pub(crate) struct Args {
     /// Seconds that a client's handshake may take, 0 for no limit
     #[arg(long, value_name = "SECONDS", default_value = "10")]
     handshake_limit: u32,
-    /// Accepted for compatibility; has no effect
+    /// With --connect: stay in the foreground
     #[arg(short, long)]
     verbose: bool,
     /// Accepted for compatibility; has no effect
@@ -138,12 +162,6 @@ pub(crate) struct Args {
 /// Options of qemu-nbd that are not supported.
 #[derive(clap::Args)]
 struct Refused {
-    /// Not supported: connect the image to a kernel device
-    #[arg(short, long, value_name = "DEV", hide = true)]
-    connect: Option<String>,
-    /// Not supported: disconnect a kernel device
-    #[arg(short, long, hide = true)]
-    disconnect: bool,
     /// Not supported: a label for the socket
     #[arg(long, value_name = "LABEL", hide = true)]
     selinux_label: Option<String>,
@@ -151,15 +169,8 @@ struct Refused {
 
 impl Refused {
     fn check(&self) -> Result<(), Failure> {
-        let refused = [
-            (self.connect.is_some(), "--connect", "; attach its socket with nbd-client instead"),
-            (self.disconnect, "--disconnect", "; use nbd-client -d instead"),
-            (self.selinux_label.is_some(), "--selinux-label", ""),
-        ];
-        match refused.into_iter().find(|(given, ..)| *given) {
-            Some((_, option, hint)) => {
-                Err(Failure::new(format_args!("{option} is not supported{hint}")))
-            }
+        match self.selinux_label {
+            Some(_) => Err(Failure::new("--selinux-label is not supported")),
             None => Ok(()),
         }
     }
@@ -177,18 +188,29 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         if args.image.is_some() {
             return Err(Failure::usage("List mode is incompatible with a file name"));
         }
+        if args.connect.is_some() || args.disconnect {
+            return Err(Failure::new("List mode is incompatible with per-device settings"));
+        }
         list::print(&endpoint, args.channel(&endpoint)?, out)?;
         return Ok(0);
     }
     let Some(name) = &args.image else {
         return Err(Failure::usage("Invalid number of arguments"));
     };
+    if args.connect.is_some() && args.tls_creds.is_some() {
+        return Err(Failure::new("TLS is not supported with a host device"));
+    }
     let (mode, tls) = args.tls()?;
+    if args.disconnect {
+        device::disconnect(name)?;
+        writeln!(out, "{} disconnected", name.display())?;
+        return Ok(0);
+    }
     let endpoint = SecuredEndpoint { mode: Some(mode), ..endpoint.into() };
     let image = args.naming.parse(name, args.format).map_err(|reason| args.cannot_open(reason))?;
     args.check()?;
     let log = log_file::of_environment()?;
-    let daemon = match args.fork.then(Daemon::start) {
+    let daemon = match args.forks().then(Daemon::start) {
         None => None,
         Some(Ok(daemon)) => Some(daemon),
         Some(Err(error)) => {
@@ -198,12 +220,35 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     messages::detach();
     cores::withhold();
     host::map_reads(None);
+    if args.connect.is_some() {
+        serve_own_memory();
+    }
     let ready = WhenReady { daemon, log };
     runtime::block_on(async || Box::pin(args.serve(&image, &endpoint, &tls, ready)).await)?;
     Ok(0)
 }
 
+/// Lets this process, and the threads that it starts, finish what the kernel's reclaim of memory may wait for: pages
+/// that were written to the device are freed only once this process has written them to the image.
+fn serve_own_memory() {
+    // SAFETY: the call changes only how memory is allocated for this thread.
+    if unsafe { libc::prctl(SET_IO_FLUSHER, 1, 0, 0, 0) } < 0 {
+        let error = std::io::Error::last_os_error();
+        tracing::debug!(%error, "cannot become an I/O flusher");
+    }
+}
+
 impl Args {
+    /// Whether it goes to the background.
+    fn forks(&self) -> bool {
+        self.fork || self.connect.is_some() && !self.verbose
+    }
+
+    /// Whether clients can connect, besides the kernel.
+    fn listens(&self) -> bool {
+        self.connect.is_none() || self.socket.is_some()
+    }
+
     /// The only socket that a service manager has handed in, if it has, in qemu-nbd's words.
     fn handed_in(&self) -> Result<Option<Endpoint>, Failure> {
         let count = handed_in::count();
@@ -211,6 +256,7 @@ impl Args {
             return Ok(None);
         }
         let refused = [
+            (self.connect.is_some(), "NBD device can't be set when using socket activation"),
             (self.socket.is_some(), "Unix socket can't be set when using socket activation"),
             (self.bind.is_some(), "The interface can't be set when using socket activation"),
             (self.port.is_some(), "TCP port number can't be set when using socket activation"),
@@ -477,35 +523,167 @@ impl Args {
         let limits =
             Limits { connections, when_full: WhenFull::Wait, handshake, ..Limits::default() };
         let server = Arc::new(Server::new(vec![export], limits).map_err(Failure::new)?);
-        let endpoints = std::slice::from_ref(endpoint);
+        let endpoints = if self.listens() { std::slice::from_ref(endpoint) } else { &[] };
         let mut entrances = tls.listen(endpoints, "--port", Access::default())?;
-        let Some(entrance) = entrances.pop() else { return Ok(()) };
+        let entrance = entrances.pop();
         let workers = threads::start(None)?;
         let handles: Vec<Handle> = workers.iter().map(|worker| worker.handle().clone()).collect();
         let pid_file = self.pid_file.as_deref().map(pid_file::create).transpose()?;
-        ready.ready()?;
         let upkeep = Arc::clone(disk);
         spawn(async move {
             if let Err(error) = upkeep.upkeep().await {
                 tracing::warn!(%error, "background upkeep ended");
             }
         });
-        let (stopped, end) = (Arc::clone(&server), end.clone());
+        let served = match (&self.connect, entrance) {
+            (Some(device), entrance) => {
+                let kernel = Kernel { server: &server, entrance, handles: &handles };
+                self.serve_kernel(device, kernel, ready, end).await
+            }
+            (None, Some(entrance)) => {
+                self.serve_clients(&server, entrance, &handles, ready, end).await
+            }
+            (None, None) => Err(Failure::new("there is no address to listen on")),
+        };
+        drop(workers);
+        drop(pid_file);
+        served
+    }
+
+    /// Serves clients until no one uses the image any longer, or a signal arrives.
+    async fn serve_clients(
+        &self,
+        server: &Arc<Server<View>>,
+        entrance: Entrance,
+        handles: &[Handle],
+        ready: WhenReady,
+        end: &signals::Order,
+    ) -> Result<(), Failure> {
+        ready.ready()?;
+        let (stopped, end) = (Arc::clone(server), end.clone());
         spawn(async move {
             end.given().await;
             end.ends("requests in flight, and a client that has not received its replies");
             stopped.stop();
         });
         if !self.persistent {
-            let unused = Arc::clone(&server);
+            let unused = Arc::clone(server);
             spawn(async move {
                 unused.left().await;
                 unused.stop();
             });
         }
-        let served = server.serve_at(entrance, &handles).await;
-        drop(workers);
-        drop(pid_file);
-        served.map_err(|error| Failure::new(error).context("the listener failed"))
+        let served = server.serve_at(entrance, handles).await;
+        served.map_err(listener_failed)
     }
+
+    /// Serves the kernel, which has the disk as its device, and other clients if they can connect, until the device is
+    /// disconnected; a signal disconnects it.
+    async fn serve_kernel(
+        &self,
+        device: &Path,
+        kernel: Kernel<'_>,
+        ready: WhenReady,
+        end: &signals::Order,
+    ) -> Result<(), Failure> {
+        let Kernel { server, entrance, handles } = kernel;
+        let (ours, theirs) = UnixStream::pair().map_err(Failure::new)?;
+        let attached = server.attach(Stream::from(OwnedFd::from(ours)), &self.export_name);
+        let attached = attached.map_err(Failure::new)?;
+        let info = attached.info();
+        let (size, flags) = (info.size - info.size % BLOCK, info.flags(false));
+        if size < info.size {
+            tracing::warn!(
+                "the device ends {} bytes before the disk, whose size is no multiple of {BLOCK} bytes",
+                info.size - size
+            );
+        }
+        let worker = handles.first().cloned().unwrap_or_else(handle);
+        let serves = Arc::clone(server);
+        let mut session =
+            pin!(worker.spawn_with(move || async move { serves.serve_attached(attached).await }));
+        let connection = Connection { socket: theirs.as_fd(), size, block_size: BLOCK, flags };
+        let connected = end.unless_given(Connected::connect(device, &connection)).await;
+        // The kernel has its own hold of it. If it has not been given one, the session ends.
+        drop(theirs);
+        let interrupted = || Failure::new("interrupted by a signal during startup");
+        let connected = match connected.unwrap_or_else(|| Err(interrupted())) {
+            Ok(connected) => connected,
+            Err(failure) => {
+                server.stop();
+                let _ = session.await;
+                return Err(failure);
+            }
+        };
+        let (accepting, handles) = (Arc::clone(server), handles.to_vec());
+        let listening = entrance
+            .map(|entrance| spawn(async move { accepting.serve_at(entrance, &handles).await }));
+        let used = async {
+            if let Some(Err(error)) = end.unless_given(unblock(connected.look())).await {
+                tracing::debug!(%error, "the partitions were not read");
+            }
+            ready.ready()?;
+            if !self.forks() {
+                let image = self.image.as_deref().unwrap_or(Path::new(""));
+                let (device, image) = (device.display(), image.display());
+                let _ =
+                    writeln!(std::io::stderr(), "NBD device {device} is now connected to {image}");
+            }
+            Ok::<_, Failure>(signals::either(session.as_mut(), end.given()).await)
+        }
+        .await;
+        end.ends("what the kernel has still to write to the disk");
+        let (ended, mut result) = match used {
+            Ok(ended) => (ended, Ok(())),
+            Err(failure) => (None, Err(failure)),
+        };
+        let left =
+            ended.as_ref().is_some_and(|ended| matches!(ended, Ok(ended) if is_usual(ended)));
+        if !left {
+            match unblock(connected.disconnect(ended.is_none())).await {
+                Ok(unflushed) => result = result.and(unflushed.map_or(Ok(()), Err)),
+                Err(error) => {
+                    let error = Failure::new(netlink::reason(&error));
+                    let what = format!("Cannot disconnect {}", device.display());
+                    result = result.and(Err(error.context(what)));
+                    server.stop();
+                }
+            }
+        }
+        let ended = match ended {
+            Some(ended) => ended,
+            None => session.await,
+        };
+        end.ends("requests in flight, and a client that has not received its replies");
+        server.stop();
+        let listened = match listening {
+            Some(listening) => listening.await,
+            None => Ok(Ok(())),
+        };
+        let listened = listened.map_err(Failure::new).and_then(|end| end.map_err(listener_failed));
+        match ended {
+            Ok(ended) if is_usual(&ended) => {}
+            Ok(ended) => result = result.and(ended.map_err(Failure::new)),
+            Err(error) => result = result.and(Err(Failure::new(error))),
+        }
+        result.and(listened)
+    }
+}
+
+/// Whether a session ended as it does when its device is disconnected. The kernel then shuts the connection down,
+/// whatever is in flight.
+fn is_usual(ended: &Result<(), SessionError>) -> bool {
+    matches!(ended, Ok(()) | Err(SessionError::Io(_) | SessionError::Truncated))
+}
+
+fn listener_failed(error: std::io::Error) -> Failure {
+    Failure::new(error).context("the listener failed")
+}
+
+/// What the kernel is served by.
+struct Kernel<'a> {
+    server: &'a Arc<Server<View>>,
+    /// Where other clients connect.
+    entrance: Option<Entrance>,
+    handles: &'a [Handle],
 }

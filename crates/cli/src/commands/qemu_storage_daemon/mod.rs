@@ -141,7 +141,9 @@ impl Args {
         let mut result = match end.unless_given(Box::pin(self.begin(&control))).await {
             Some(Ok(())) => self.run(&control, monitors, ready, &end, &mut controlling).await,
             Some(failed) => failed,
-            // Whoever saw the sockets may end it, which is no failure; QEMU's ends once it has started.
+            // Whoever saw the sockets may end it, which is no failure; QEMU's ends once it has started. To the program
+            // that waits for a daemon it is one.
+            None if self.daemonize => Err(Failure::new("interrupted by a signal during startup")),
             None => Ok(()),
         };
         end.ends("requests in flight, and clients that have not received their replies");
@@ -163,6 +165,7 @@ impl Args {
         if let Some(controlling) = controlling {
             controlling.ended(&control).await;
         }
+        control.service().closing().ended().await;
         drop(workers);
         result
     }

@@ -7,7 +7,7 @@ use super::slow;
 use super::throttle::{self, Throttling};
 use crate::cache::Cache;
 use crate::failure::Failure;
-use crate::image_name::SecretFile;
+use crate::image_name::{self, SecretFile};
 use crate::server::add_fd::{self, AddFd};
 use crate::server::endpoint::Endpoint;
 use crate::server::group;
@@ -17,7 +17,7 @@ use crate::server::tls::{SecuredEndpoint, TlsArgs};
 use crate::trust::Trusting;
 use crate::{options, size};
 use isobath_disk::pausing::OnFailure;
-use isobath_disk::{ImageFormat, MetadataMode, SnapshotChoice};
+use isobath_disk::{ImageFormat, MetadataMode, OpenOptions, SnapshotChoice};
 use isobath_export::nbd::ExportError;
 use isobath_export::nbd::wire::MAX_STRING;
 use isobath_qmp::server as qmp;
@@ -134,7 +134,19 @@ pub(crate) struct Args {
     /// The external data file of an image, instead of the one that it names; with several images, repeat the option,
     /// one per image in order; an empty value leaves the choice to the image
     #[arg(long, value_name = "FILE")]
-    pub(super) data_file: Vec<OsString>,
+    data_file: Vec<OsString>,
+    /// The backing file of an image, instead of the one that its header names, which stays there; with several images,
+    /// repeat the option, one per image in order; an empty value leaves the choice to the image. No snapshots are taken
+    /// unless the header names the same file
+    #[arg(long, value_name = "FILE", conflicts_with = "no_backing")]
+    backing_file: Vec<String>,
+    /// The format of a --backing-file [default: the one that the image's header names; with --untrusted none]; with
+    /// several images, repeat the option, one per image in order; an empty value stands for the default
+    #[arg(long, value_name = "FMT", requires = "backing_file", value_parser = format_or_none)]
+    backing_file_format: Vec<FormatOrNone>,
+    /// Read the images without their backing files: what is not in them reads as zeroes; requires --read-only
+    #[arg(long)]
+    no_backing: bool,
     #[command(flatten)]
     pub(super) sandbox: SandboxArgs,
     /// Add a descriptor of an image, by its number or the name that a service manager gives it, to a set: the image is
@@ -169,6 +181,17 @@ fn metadata(name: &str) -> Result<MetadataMode, String> {
         let modes = MetadataMode::ALL.map(MetadataMode::name).join(", ");
         format!("unknown mode '{name}'; expected {modes}")
     })
+}
+
+/// A format, or none in its place.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FormatOrNone(Option<ImageFormat>);
+
+fn format_or_none(name: &str) -> Result<FormatOrNone, String> {
+    if name.is_empty() {
+        return Ok(FormatOrNone(None));
+    }
+    options::format(name).map(|format| FormatOrNone(Some(format)))
 }
 
 fn memory_limit(text: &str) -> Result<u64, String> {
@@ -211,19 +234,53 @@ impl Args {
         self.frontends.handed_in().chain(own).chain(files)
     }
 
-    /// The data file given for the image with this number.
-    pub(super) fn data_file(&self, image: usize) -> Option<PathBuf> {
-        let given = self.data_file.get(image).filter(|file| !file.is_empty());
-        given.map(PathBuf::from)
+    /// How far the image with this number is trusted, and which files take the place of those that it names.
+    ///
+    /// # Errors
+    /// If a directory of trusted files does not exist, or a file cannot be named so.
+    pub(super) fn files_of(
+        &self,
+        image: usize,
+        options: OpenOptions,
+    ) -> Result<OpenOptions, Failure> {
+        let data = self.data_file.get(image).filter(|file| !file.is_empty());
+        let backing = self.backing_file.get(image).filter(|file| !file.is_empty());
+        let format = self.backing_file_format.get(image).and_then(|format| format.0);
+        let backing = backing.map(|file| image_name::backing_file(file, format)).transpose();
+        Ok(options
+            .trust(self.trusting.trust()?)
+            .data_file(data.map(PathBuf::from))
+            .backing_files(backing.map_err(Failure::new)?.into_iter().collect())
+            .backing(!self.no_backing))
     }
 
-    /// Refuses more data files than there are images.
-    pub(super) fn check_data_files(&self) -> Result<(), Failure> {
-        let (given, images) = (self.data_file.len(), self.images.len());
-        if given > images {
-            return Err(Failure::new(format_args!(
-                "--data-file is given {given} times for {images} images; give it at most once per image"
-            )));
+    /// Refuses files for more images than there are, formats without files, and writes to images without backing files.
+    pub(super) fn check_files(&self) -> Result<(), Failure> {
+        let images = self.images.len();
+        for (option, given) in [
+            ("--data-file", self.data_file.len()),
+            ("--backing-file", self.backing_file.len()),
+            ("--backing-file-format", self.backing_file_format.len()),
+        ] {
+            if given > images {
+                return Err(Failure::new(format_args!(
+                    "{option} is given {given} times for {images} images; give it at most once per image"
+                )));
+            }
+        }
+        for (image, format) in self.backing_file_format.iter().enumerate() {
+            let file = self.backing_file.get(image).filter(|file| !file.is_empty());
+            if file.is_none() && format.0.is_some() {
+                return Err(Failure::new(format_args!(
+                    "--backing-file-format is given for image {}, which has no --backing-file",
+                    image + 1
+                )));
+            }
+        }
+        if self.no_backing && !self.is_read_only() {
+            return Err(Failure::new(
+                "--no-backing requires --read-only: what is written to an image without its backing file hides that",
+            ));
         }
         Ok(())
     }

@@ -6,7 +6,7 @@ use crate::failure::Failure;
 use crate::host::{images, is_export, is_file_name};
 use crate::runtime;
 use crate::server::endpoint::Endpoint;
-use crate::server::sandbox::{Confined, Held, Needs, SandboxArgs};
+use crate::server::sandbox::{Confined, Held, ImageRules, Needs, SandboxArgs};
 use isobath_disk::encryption::Secrets;
 use isobath_disk::{Disk, ImageFormat, MemoryLimit};
 use isobath_ring::place::{Identity, identity_of};
@@ -23,17 +23,19 @@ pub(super) fn enter(
     secrets: &Secrets,
     memory: Option<&Arc<MemoryLimit>>,
 ) -> Result<Confined, Failure> {
+    let controlled = !args.qmp.is_empty();
+    let writes = controlled || !args.is_read_only();
+    let images = ImageRules::new(writes)?;
     // A thread of its own, which may write to nothing when it reads what strangers have written.
     let found = thread::scope(|scope| {
         let found = scope.spawn(|| {
             runtime::block_on(async || try_locks(args).await)?;
             SandboxArgs::only_read()?;
-            runtime::block_on(async || image_files(args, secrets, memory).await)
+            runtime::block_on(async || image_files(args, secrets, memory, images).await)
         });
         found.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     });
-    let Found { held, connects, .. } = found?;
-    let controlled = !args.qmp.is_empty();
+    let Found { images, connects, .. } = found?;
     let endpoints = args.qmp.iter().map(|secured| &secured.endpoint).chain(&args.metrics);
     let mut sockets: Vec<PathBuf> = endpoints
         .filter_map(|endpoint| match endpoint {
@@ -42,13 +44,9 @@ pub(super) fn enter(
         })
         .collect();
     sockets.extend(args.frontends.socket_files()?);
-    args.sandbox.enter(Needs {
-        connects: controlled || connects,
-        writes: controlled || !args.is_read_only(),
-        images: held,
-        sockets,
-        pid_file: args.pid_file.clone(),
-    })
+    let connects = controlled || connects;
+    let needs = Needs { writes, sockets, pid_file: args.pid_file.clone(), connects };
+    args.sandbox.enter(images, &needs)
 }
 
 /// Fails if an image is in use: only who is not confined can see by whom. Nothing is read.
@@ -61,10 +59,9 @@ async fn try_locks(args: &Args) -> Result<(), Failure> {
 }
 
 /// What the images and those below them need.
-#[derive(Default)]
 struct Found {
     /// Their files.
-    held: Vec<Held>,
+    images: ImageRules,
     /// Which they are: thousands of layers may lie in one directory.
     known: BTreeSet<Identity>,
     /// There are exports among them.
@@ -87,7 +84,7 @@ impl Found {
             });
             for (id, held) in found? {
                 if self.known.insert(id) {
-                    self.held.push(held);
+                    self.images.allow(held)?;
                 }
             }
         }
@@ -101,16 +98,16 @@ async fn image_files(
     args: &Args,
     secrets: &Secrets,
     memory: Option<&Arc<MemoryLimit>>,
+    rules: ImageRules,
 ) -> Result<Found, Failure> {
-    let mut found = Found::default();
+    let mut found = Found { images: rules, known: BTreeSet::new(), connects: false };
     for (number, image) in args.images.iter().enumerate() {
         // It needs no files, and its server may accept one connection only.
         if is_export(image) && args.format == Some(ImageFormat::Raw) {
             found.connects = true;
             continue;
         }
-        let options = disks::options(args, secrets, memory).trust(args.trusting.trust()?);
-        let options = options.data_file(args.data_file(number));
+        let options = args.files_of(number, disks::options(args, secrets, memory))?;
         let options = options.writable(false).locking(Locking::Unlocked);
         let disk = Disk::open(images().clone(), image, &options).await?;
         for layer in disk.layers() {

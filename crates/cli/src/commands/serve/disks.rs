@@ -4,10 +4,10 @@ use super::args::Args;
 use crate::cache::Cache;
 use crate::failure::Failure;
 use isobath_disk::encryption::Secrets;
-use isobath_disk::{ImageFormat, Layer, LiveDisk, MemoryLimit, OpenOptions};
+use isobath_disk::{ImageFormat, LiveDisk, MemoryLimit, OpenOptions};
 use isobath_qmp::monitor::Opening;
 use isobath_ring::spawn;
-use isobath_storage::{Host, Storage};
+use isobath_storage::Host;
 use isobath_storage_file as file;
 use std::sync::Arc;
 
@@ -21,21 +21,9 @@ pub(super) async fn open<H: Host + Clone>(
     let mut disks = Vec::new();
     for (number, image) in args.images.iter().enumerate() {
         let restart_log = args.frontends.outlives(number);
-        let options = options(args, secrets, memory)
-            .trust(args.trusting.trust()?)
-            .data_file(args.data_file(number))
-            .restart_log(restart_log);
-        let disk = LiveDisk::open(host.clone(), image, &options).await?;
-        let active = disk.layers().into_iter().next();
-        if options.data_file.is_some()
-            && !active.as_ref().is_some_and(|layer| keeps_data_apart(layer))
-        {
-            return Err(Failure::new(format_args!(
-                "'{}' has no external data file; leave out its --data-file, or give an empty one",
-                image.display()
-            )));
-        }
-        let format = active.map(|layer| layer.format());
+        let options = args.files_of(number, options(args, secrets, memory))?;
+        let disk = LiveDisk::open(host.clone(), image, &options.restart_log(restart_log)).await?;
+        let format = disk.layers().first().map(|layer| layer.format());
         if format == Some(ImageFormat::Raw) && args.format.is_none() && !args.is_read_only() {
             return Err(Failure::new(format_args!(
                 "'{}' was detected as raw. A guest that can write to a raw image can make it look \
@@ -48,12 +36,7 @@ pub(super) async fn open<H: Host + Clone>(
     Ok(disks)
 }
 
-/// Whether the image has an external data file.
-fn keeps_data_apart<F: Storage>(layer: &Layer<F>) -> bool {
-    layer.as_qcow2().is_some_and(|qcow2| qcow2.geometry.has_data_file())
-}
-
-/// The options for opening images, except for trust and data files.
+/// The options for opening images, except for trust and the files that are given for one.
 pub(super) fn options(
     args: &Args,
     secrets: &Secrets,

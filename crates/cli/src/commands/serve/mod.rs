@@ -26,7 +26,7 @@ use announce::announce;
 use isobath_disk::encryption::Secrets;
 use isobath_disk::{LiveDisk, MemoryLimit};
 use isobath_export::registry::Frontends;
-use isobath_qmp::monitor::{Drive, Monitor};
+use isobath_qmp::monitor::{Closing, Drive, Monitor};
 use isobath_qmp::server::{self as qmp, Events};
 use isobath_ring::{Handle, JoinHandle, spawn};
 use isobath_storage::Host;
@@ -43,7 +43,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     handed_in::check(args.handed_in())?;
     args.add_fd.iter().try_for_each(AddFd::add)?;
     args.frontends.check(args.images.len())?;
-    args.check_data_files()?;
+    args.check_files()?;
     throttle::check(&args.throttle, &names)?;
     pausing::check(&args.werror, &args.rerror, args.images.len(), !args.qmp.is_empty())?;
     args.frontends.check_exports(&names, !args.qmp.is_empty())?;
@@ -111,20 +111,25 @@ async fn run_on<H: Host + Clone>(
         Some(disks) => disks?,
         None => return Err(Failure::new("interrupted by a signal during startup")),
     };
-    let served = serve(host, order, confined.as_mut(), &disks, &end, (out, daemon)).await;
+    let mut added = Closing::default();
+    let places = (out, daemon);
+    let served = serve(host, order, confined.as_mut(), &disks, &end, &mut added, places).await;
     end.closes();
     let closed = disks::close(&disks).await;
+    added.ended().await;
     drop(confined);
     served.and(closed).map(|()| 0)
 }
 
-/// Serves the disks until a signal arrives, or until clients can no longer reach them.
+/// Serves the disks until a signal arrives, or until clients can no longer reach them. Those that clients have added
+/// may then still be closed.
 async fn serve<H: Host + Clone>(
     host: H,
     order: Order<'_>,
     confined: Option<&mut Confined>,
     disks: &[Arc<LiveDisk<H>>],
     end: &signals::Order,
+    added: &mut Closing,
     (out, daemon): (&mut dyn Write, Option<Daemon>),
 ) -> Result<(), Failure> {
     let Order { args, names, tls, secrets, memory, confined: _, log } = order;
@@ -143,6 +148,7 @@ async fn serve<H: Host + Clone>(
     let monitor = Monitor::new(host, opening, drives.collect(), frontends.clone(), events.clone());
     let control = qmp::Server::new(monitor, events, args.qmp_limits());
     let monitor = control.service();
+    *added = monitor.closing();
     pausing::apply(&args.werror, &args.rerror, monitor);
     let limited = throttle::apply(&args.throttle, monitor);
     let exported = limited.and_then(|()| args.frontends.export(monitor, &frontends, access));
@@ -204,16 +210,20 @@ fn stop_when_asked<H: Host + Clone>(
     })
 }
 
-/// Waits for all listeners of shared servers. Without any, waits for `stopped`, or for the last export to close if QMP
-/// clients cannot add one.
+/// Waits for all listeners of shared servers, and for `stopped` if they were told to end. Without any, waits for that,
+/// or for the last export to close if QMP clients cannot add one.
 async fn until_ended<H: Host + Clone>(
     monitor: &Monitor<H>,
     listening: Vec<JoinHandle<io::Result<()>>>,
     stopped: JoinHandle<()>,
     is_controlled: bool,
 ) -> Result<(), Failure> {
+    let stopped = async {
+        if let Err(panicked) = stopped.await {
+            panicked.resume();
+        }
+    };
     if listening.is_empty() {
-        let stopped = async { drop(stopped.await) };
         let closed = async {
             if is_controlled {
                 future::pending::<()>().await;
@@ -221,6 +231,7 @@ async fn until_ended<H: Host + Clone>(
             monitor.exports_closed().await;
         };
         either(stopped, closed).await;
+        return Ok(());
     }
     let mut result = Ok(());
     for ended in listening {
@@ -229,6 +240,12 @@ async fn until_ended<H: Host + Clone>(
             Ok(Err(error)) => result = Err(Failure::new(error).context("a listener failed")),
             Err(panicked) => panicked.resume(),
         }
+    }
+    // Jobs and commands use the images until they have ended.
+    if monitor.is_ending() {
+        stopped.await;
+    } else {
+        monitor.end().await;
     }
     result
 }

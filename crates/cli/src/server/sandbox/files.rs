@@ -50,17 +50,48 @@ impl Rules {
             self.0.push((found, rights));
         }
     }
+}
+
+/// What the images of a server and their backing files bring is allowed as it is found: every layer of a chain may lie
+/// in a directory of its own, and no descriptor is kept of any.
+#[derive(Debug)]
+pub(crate) struct ImageRules {
+    ruleset: RulesetCreated,
+    writes: bool,
+}
+
+impl ImageRules {
+    /// Allows nothing yet. Images may be written to, and files made beside them, if it `writes`.
+    ///
+    /// # Errors
+    /// The kernel refuses it.
+    pub(crate) fn new(writes: bool) -> Result<Self, Failure> {
+        Ok(Self { ruleset: create().map_err(|error| unconfined(&error))?, writes })
+    }
 
     /// Allows what an image brings.
-    fn allow_image(&mut self, image: Held, writes: bool) {
-        let rights = if writes { written() } else { read() };
-        let rights = match image {
-            Held::Directory(_) => rights,
-            Held::File(_) => rights & AccessFs::from_file(KNOWN),
-            Held::Device(_) => (rights | AccessFs::IoctlDev) & AccessFs::from_file(KNOWN),
-        };
-        self.0.push((image, rights));
+    ///
+    /// # Errors
+    /// The kernel refuses it.
+    pub(crate) fn allow(&mut self, image: Held) -> Result<(), Failure> {
+        let rights = rights_of_image(&image, self.writes);
+        let added = (&mut self.ruleset).add_rule(PathBeneath::new(image, rights));
+        added.map(drop).map_err(|error| unconfined(&error))
     }
+}
+
+/// What may be done with what an image brings.
+fn rights_of_image(image: &Held, writes: bool) -> Rights {
+    let rights = if writes { written() } else { read() };
+    match image {
+        Held::Directory(_) => rights,
+        Held::File(_) => rights & AccessFs::from_file(KNOWN),
+        Held::Device(_) => (rights | AccessFs::IoctlDev) & AccessFs::from_file(KNOWN),
+    }
+}
+
+fn unconfined(error: &dyn std::fmt::Display) -> Failure {
+    Failure::new(format_args!("cannot confine the server: {error}; --sandbox off does without"))
 }
 
 fn read() -> Rights {
@@ -72,9 +103,9 @@ fn written() -> Rights {
     read() | changed | AccessFs::MakeReg | AccessFs::RemoveFile
 }
 
-/// What a server may open.
+/// What a server may open besides its images.
 fn rules(
-    needs: Needs,
+    needs: &Needs,
     given: Vec<Held>,
     restart: Option<&RestartDirectories>,
 ) -> Result<Rules, Failure> {
@@ -83,9 +114,6 @@ fn rules(
         rules.allow(Path::new(path), read());
     }
     rules.allow(Path::new("/dev/null"), AccessFs::ReadFile | AccessFs::WriteFile);
-    for image in needs.images {
-        rules.allow_image(image, needs.writes);
-    }
     let sockets = if needs.connects { AccessFs::MakeSock.into() } else { Rights::empty() };
     rules.0.extend(given.into_iter().map(|directory| (directory, written() | sockets)));
     let made = AccessFs::MakeSock | AccessFs::RemoveFile;
@@ -130,9 +158,10 @@ fn rules(
     Ok(rules)
 }
 
-/// Confines this thread. If it was `asked` for, the kernel must be able to.
+/// Confines this thread to the images and what else it needs. If it was `asked` for, the kernel must be able to.
 pub(super) fn enter(
-    needs: Needs,
+    images: ImageRules,
+    needs: &Needs,
     given: &[PathBuf],
     asked: bool,
 ) -> Result<Option<RestartDirectories>, Failure> {
@@ -150,15 +179,11 @@ pub(super) fn enter(
     // Without them there is no restart log, as the images will say.
     let restart = RestartDirectories::keep().ok();
     let rules = rules(needs, given, restart.as_ref())?;
-    let fails = |error: &dyn std::fmt::Display| {
-        Failure::new(format_args!("cannot confine the server: {error}; --sandbox off does without"))
-    };
-    let created = create().map_err(|error| fails(&error))?;
-    let ruleset = add(created, rules).map_err(|error| fails(&error))?;
-    let status = ruleset.restrict_self().map_err(|error| fails(&error))?.ruleset;
+    let ruleset = add(images.ruleset, rules).map_err(|error| unconfined(&error))?;
+    let status = ruleset.restrict_self().map_err(|error| unconfined(&error))?.ruleset;
     match status {
         RulesetStatus::NotEnforced if asked => {
-            Err(fails(&"this kernel has no Landlock (since Linux 5.13), or it is not enabled"))
+            Err(unconfined(&"this kernel has no Landlock (since Linux 5.13), or it is not enabled"))
         }
         RulesetStatus::NotEnforced => {
             tracing::info!("this kernel has no Landlock, so the server may open any file");
@@ -220,14 +245,11 @@ mod tests {
 
     #[test]
     fn a_device_and_a_lone_file_bring_rights_of_files_only() {
-        let mut rules = Rules::default();
-        rules.allow_image(Held::Device(fs::File::open("/dev/null").unwrap().into()), false);
-        let device = AccessFs::ReadFile | AccessFs::IoctlDev;
-        assert_eq!(rights(&rules, Path::new("/dev/null")), Some(device));
-        let mut rules = Rules::default();
-        rules.allow_image(Held::file(Path::new("/etc/hosts")).unwrap(), true);
-        let file = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::Truncate;
-        assert_eq!(rights(&rules, Path::new("/etc/hosts")), Some(file));
+        let device = Held::Device(fs::File::open("/dev/null").unwrap().into());
+        assert_eq!(rights_of_image(&device, false), AccessFs::ReadFile | AccessFs::IoctlDev);
+        let file = Held::file(Path::new("/etc/hosts")).unwrap();
+        let rights = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::Truncate;
+        assert_eq!(rights_of_image(&file, true), rights);
     }
 
     #[test]
@@ -236,11 +258,11 @@ mod tests {
         let held = || vec![Held::directory(given.path()).unwrap().unwrap()];
         let hosts = Path::new("/etc/hosts");
         let needs = Needs { connects: true, ..Needs::default() };
-        let connecting = rules(needs, held(), None).unwrap();
+        let connecting = rules(&needs, held(), None).unwrap();
         assert!(rights(&connecting, hosts).is_some());
         let sockets = written() | AccessFs::MakeSock;
         assert_eq!(rights(&connecting, given.path()), Some(sockets));
-        let others = rules(Needs::default(), held(), None).unwrap();
+        let others = rules(&Needs::default(), held(), None).unwrap();
         assert!(rights(&others, hosts).is_none());
         assert_eq!(rights(&others, given.path()), Some(written()));
     }

@@ -10,6 +10,7 @@ mod user;
 use crate::failure::Failure;
 use crate::server::group;
 use calls::{Kept, Stage};
+pub(crate) use files::ImageRules;
 pub(crate) use held::Held;
 use std::env;
 use std::path::PathBuf;
@@ -50,12 +51,10 @@ fn choice(text: &str) -> Result<Choice, String> {
     }
 }
 
-/// What a server needs once it is confined.
+/// What a server needs once it is confined, besides its images.
 #[derive(Debug, Default)]
 pub(crate) struct Needs {
-    /// What the files of the images and of their backing files bring.
-    pub(crate) images: Vec<Held>,
-    /// Whether these are written to, and files are made beside them.
+    /// Whether the images are written to, and files are made beside them.
     pub(crate) writes: bool,
     /// The socket files that it listens on.
     pub(crate) sockets: Vec<PathBuf>,
@@ -106,11 +105,11 @@ impl SandboxArgs {
     ///
     /// # Errors
     /// A directory cannot be opened, or `--sandbox strict` was given and the kernel cannot confine the server.
-    pub(crate) fn enter(&self, needs: Needs) -> Result<Confined, Failure> {
+    pub(crate) fn enter(&self, images: ImageRules, needs: &Needs) -> Result<Confined, Failure> {
         let given = self.sandbox.is_some() || !self.sandbox_dir.is_empty();
         let kept =
             Kept { sockets: needs.connects, notifies: env::var_os("NOTIFY_SOCKET").is_some() };
-        let restart = files::enter(needs, &self.sandbox_dir, given)?;
+        let restart = files::enter(images, needs, &self.sandbox_dir, given)?;
         let kept = match calls::restrict(Stage::Starting, kept) {
             Ok(()) => Some(kept),
             Err(error) if given => return Err(no_filter(error)),
