@@ -79,6 +79,9 @@ impl StoreOptions {
                 let failure = Failure::new(format_args!("interrupted; {interrupted}"));
                 Err(failure.with_code(128 + signal as u8))
             }
+            (Err(error @ Error::Unsettled(_)), Some(signal)) => {
+                Err(Failure::new(error).with_code(128 + signal as u8))
+            }
             (result, _) => Ok(result?),
         }
     }

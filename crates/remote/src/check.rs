@@ -40,7 +40,7 @@ pub fn check(store: &dyn Store, name: &str, depth: Depth, progress: &Progress) -
     let manifest = manifest(store, name)?;
     let objects: BTreeMap<String, u64> = manifest.objects().collect();
     let objects: Vec<(String, u64)> = objects.into_iter().collect();
-    progress.expect(objects.iter().map(|(_, length)| length).sum());
+    progress.expect(objects.iter().fold(0, |sum: u64, (_, length)| sum.saturating_add(*length)));
     let lengths = work::each(objects.len(), AT_ONCE, |number| {
         progress.check()?;
         let Some((key, length)) = objects.get(number) else {

@@ -55,24 +55,50 @@ pub fn remove(store: &dyn Store, name: &str) -> Result<()> {
 /// needs; those of the store.
 pub fn collect(store: &dyn Store, how: &Collection, progress: &Progress) -> Result<Collected> {
     let lock = Lock::take(store, how.break_lock)?;
-    match lock.now().and_then(|now| locked(store, how, now, progress)) {
-        // A removal whose outcome is unknown may still take effect: no push must find the object meanwhile.
-        Err(Error::Store(message)) => Err(Error::Store(format!(
+    let mut removals = Removals { store, dry_run: how.dry_run, in_doubt: false };
+    let collected = lock.now().and_then(|now| locked(&mut removals, how, now, progress));
+    let stays = |error| match error {
+        Error::Store(message) => Error::Store(format!(
             "{message}; no push begins until 'isobath remote gc --break-lock' has ended without an error"
-        ))),
-        collected => {
-            lock.release()?;
-            collected
+        )),
+        error => error,
+    };
+    // A removal whose outcome is unknown may still take effect: no push must find the object meanwhile.
+    if removals.in_doubt {
+        return collected.map_err(stays);
+    }
+    match (collected, lock.release()) {
+        (Ok(collected), Ok(())) => Ok(collected),
+        (Err(error), Ok(())) => Err(error),
+        (Ok(_), Err(error)) | (Err(error), Err(_)) => Err(stays(error)),
+    }
+}
+
+/// What is removed, and whether the outcome of a removal is unknown.
+struct Removals<'s> {
+    store: &'s dyn Store,
+    dry_run: bool,
+    in_doubt: bool,
+}
+
+impl Removals<'_> {
+    fn delete(&mut self, key: &str) -> Result<()> {
+        if self.dry_run {
+            return Ok(());
         }
+        let deleted = self.store.delete(key);
+        self.in_doubt |= matches!(deleted, Err(Error::Store(_)));
+        deleted
     }
 }
 
 fn locked(
-    store: &dyn Store,
+    removals: &mut Removals<'_>,
     how: &Collection,
     now: SystemTime,
     progress: &Progress,
 ) -> Result<Collected> {
+    let store = removals.store;
     let is_older = |modified: SystemTime, than: Duration| {
         now.duration_since(modified).is_ok_and(|age| age >= than)
     };
@@ -85,9 +111,7 @@ fn locked(
                 note.key
             )));
         }
-        if !how.dry_run {
-            store.delete(&note.key)?;
-        }
+        removals.delete(&note.key)?;
     }
     let mut entries = Vec::new();
     for kind in keys::KINDS {
@@ -116,11 +140,10 @@ fn locked(
             collected.young += 1;
             continue;
         }
-        if !how.dry_run {
-            store.delete(&entry.key)?;
-        }
+        removals.delete(&entry.key)?;
         collected.objects += 1;
-        collected.bytes += entry.found.length;
+        // Lengths are what the store says.
+        collected.bytes = collected.bytes.saturating_add(entry.found.length);
     }
     if !how.dry_run
         && let Some(before) = now.checked_sub(how.grace.max(LEAST_OF_NOTES))

@@ -1,7 +1,13 @@
 //! What goes wrong.
 
+use isobath_qcow2::text::Shown;
 use std::fmt;
 use std::path::Path;
+
+/// A file's name in a message. What an image or a store calls its files does not write lines of its own.
+pub(crate) fn shown(path: &Path) -> String {
+    Shown(path.to_string_lossy()).to_string()
+}
 
 /// The result of an operation on a store.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -28,6 +34,9 @@ pub enum Error {
     /// [`Progress::cancel`](crate::Progress::cancel) was called.
     #[error("interrupted")]
     Interrupted,
+    /// The same, after what was asked for may have taken effect; says how things are.
+    #[error("interrupted; {0}")]
+    Unsettled(String),
 }
 
 impl Error {
@@ -49,14 +58,14 @@ impl Error {
     pub(crate) fn local(what: &str, path: &Path, cause: impl fmt::Display) -> Self {
         let cause = cause.to_string();
         let words = cause.split_once(" (os error ").map_or(&*cause, |(words, _)| words);
-        Self::Local(format!("cannot {what} '{}': {words}", path.display()))
+        Self::Local(format!("cannot {what} '{}': {words}", shown(path)))
     }
 }
 
 impl Error {
     /// The same, of a file that the message does not name.
     pub(crate) fn of(self, path: &Path) -> Self {
-        let name = path.display().to_string();
+        let name = shown(path);
         let named = |message: String| {
             if message.contains(&name) { message } else { format!("'{name}': {message}") }
         };
@@ -66,7 +75,7 @@ impl Error {
             Self::Store(message) => Self::Store(named(message)),
             Self::Local(message) => Self::Local(named(message)),
             Self::Conflict(message) => Self::Conflict(named(message)),
-            Self::Interrupted => self,
+            Self::Interrupted | Self::Unsettled(_) => self,
         }
     }
 }

@@ -15,7 +15,7 @@ const RECORD: usize = 8;
 pub(crate) const MOST_HEADER: usize = 4096;
 /// Most bytes of an L1 table that are recorded, and of those of a chain together.
 pub(crate) const MOST_L1: usize = 1 << 20;
-const MOST_L1_TOGETHER: usize = 32 << 20;
+pub(crate) const MOST_L1_TOGETHER: usize = 32 << 20;
 
 /// What is recorded of a layer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -11,6 +11,9 @@ pub const MAX_MANIFEST: u64 = 64 << 20;
 /// Most bytes of a layer: the offsets of a qcow2 image have 56 bits.
 const MAX_LENGTH: u64 = 1 << 56;
 
+/// Most bytes of all layers of a chain: sums of lengths stay far below what a number holds.
+const MAX_TOTAL: u64 = 1 << 62;
+
 const FORMAT: &str = "isobath-chain";
 const VERSION: u64 = 1;
 
@@ -171,7 +174,10 @@ impl Manifest {
                 "its heads have {length} bytes; at most {most} are allowed"
             )));
         }
+        let mut total = 0_u64;
+        let mut below = None;
         for (number, layer) in self.layers.iter().enumerate() {
+            total = total.saturating_add(layer.length);
             if layer.length > MAX_LENGTH || layer.size > MAX_LENGTH {
                 return wrong(
                     number,
@@ -205,6 +211,14 @@ impl Manifest {
                 }
                 _ => {}
             }
+            fits(layer.backing_format.as_deref(), below)
+                .or_else(|what| wrong(number, &format_args!("{what}")))?;
+            below = Some(layer.format);
+        }
+        if total > MAX_TOTAL {
+            return Err(Error::refused(format_args!(
+                "its layers have together more than {MAX_TOTAL} bytes"
+            )));
         }
         if self.layers.last().is_none_or(|top| top.size != self.size) {
             return Err(Error::refused(format_args!(
@@ -213,6 +227,32 @@ impl Manifest {
             )));
         }
         Ok(())
+    }
+}
+
+/// Whether a header may give its backing file this format, above a layer of the format `below`. Where it gives none, the
+/// backing file is opened as what it looks like; a raw one may look like anything, so that it must be given.
+///
+/// # Errors
+/// What is wrong with it, as the rest of a sentence.
+pub(crate) fn fits(
+    backing_format: Option<&str>,
+    below: Option<Format>,
+) -> std::result::Result<(), String> {
+    match (backing_format, below) {
+        (None, None | Some(Format::Qcow2)) => Ok(()),
+        (Some(format), Some(below)) if format == below.name() => Ok(()),
+        (Some(_), None) => Err("has no backing file, and a format of the backing file".to_owned()),
+        (None, Some(Format::Raw)) => {
+            Err("does not say in its header that its backing file is raw".to_owned())
+        }
+        (Some(format), Some(below)) => {
+            let format: String = format.chars().take(64).collect();
+            let below = below.name();
+            Err(format!(
+                "says that its backing file has the format {format:?}, but that is {below}"
+            ))
+        }
     }
 }
 

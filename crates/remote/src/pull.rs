@@ -1,7 +1,7 @@
 //! Makes a chain of files again.
 
 use crate::digest::{BLOCK, Digest, Hasher, Table, unique};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, shown};
 use crate::heads::{Head, Heads};
 use crate::keys;
 use crate::local::{open_file, rename_new};
@@ -66,8 +66,14 @@ pub struct Pulled {
 struct Wanted<'m> {
     layer: &'m Layer,
     name: String,
-    /// The name of the file below, if it goes into the header.
-    rebased: Option<String>,
+    /// The file below, if it goes into the header.
+    rebased: Option<Below>,
+}
+
+/// A file below: its name and its format.
+struct Below {
+    name: String,
+    format: Format,
 }
 
 /// Makes a chain's files, from the base to the top. A file appears under its name when it is whole, matches its digest
@@ -157,6 +163,12 @@ fn digested(store: &dyn Store, key: &str, length: u64, digest: &Digest) -> Resul
         return Err(damaged(key));
     }
     let mut bytes = Vec::new();
+    let room = usize::try_from(length).is_ok_and(|length| bytes.try_reserve_exact(length).is_ok());
+    if !room {
+        return Err(Error::refused(format_args!(
+            "'{key}' has {length} bytes, for which there is not enough memory"
+        )));
+    }
     while (bytes.len() as u64) < length {
         let at = bytes.len() as u64;
         bytes.extend_from_slice(&store.read(key, at, PIECE.min(length - at) as usize)?);
@@ -214,7 +226,9 @@ fn wanted<'m>(manifest: &'m Manifest, target: &Target, names: Names) -> Result<V
             }
             _ => layer.file.clone(),
         };
-        if !is_file(&name) || name.starts_with(TEMPORARY) {
+        // The user may give the image any name.
+        let given = number == top && target.name.is_some();
+        if !is_file(&name) || name.starts_with(TEMPORARY) || (!given && name.starts_with('.')) {
             return Err(Error::refused(format_args!(
                 "the file of layer {number} cannot have the name '{}'; give another with IMAGE",
                 Shown(&name)
@@ -227,17 +241,19 @@ fn wanted<'m>(manifest: &'m Manifest, target: &Target, names: Names) -> Result<V
                 Shown(&name)
             )));
         }
+        let below = wanted.last().filter(|_| names == Names::Rebased);
         let below =
-            wanted.last().filter(|_| names == Names::Rebased).map(|below| below.name.clone());
-        let rebased = below.filter(|below| layer.backing.as_ref() != Some(below));
+            below.map(|below| Below { name: below.name.clone(), format: below.layer.format });
+        let rebased = below.filter(|below| layer.backing.as_ref() != Some(&below.name));
         wanted.push(Wanted { layer, name, rebased });
     }
     Ok(wanted)
 }
 
-/// Whether a backing file's name is that of a file in the directory of the image, and nothing else to any program.
+/// Whether a name that a store gives is that of a file in the directory of the image, and nothing else to any program:
+/// nor one that is hidden, as the files are that shells and other programs read.
 fn is_plain(name: &str) -> bool {
-    is_file(name) && !name.contains(':') && !name.starts_with(TEMPORARY)
+    is_file(name) && !name.contains(':') && !name.starts_with('.')
 }
 
 /// The directory, and what is done there.
@@ -256,7 +272,7 @@ impl Files<'_> {
         Error::refused(format_args!(
             "'{}' exists, and is not the layer that it would become: it was left as it is; pull into another \
              directory, or move it away",
-            self.path.join(name).display()
+            shown(&self.path.join(name))
         ))
     }
 
@@ -364,12 +380,14 @@ fn make(
 /// Fetches a layer into a file.
 fn fetch(store: &dyn Store, files: &Files<'_>, one: &Wanted<'_>, file: &File) -> Result<()> {
     let Layer { digest, length, .. } = one.layer;
-    let (key, table) = (keys::layer(digest), table(store, one.layer)?);
+    let key = keys::layer(digest);
+    // The table is not longer than what is there of the layer.
     match store.head(&key)? {
         None => return Err(missing(&key)),
         Some(found) if found.length != *length => return Err(damaged(&key)),
         Some(_) => {}
     }
+    let table = table(store, one.layer)?;
     file.set_len(*length).map_err(|error| files.failed("write", &one.name, error))?;
     let mut hasher = Hasher::default();
     let pieces = length.div_ceil(PIECE);
@@ -458,19 +476,18 @@ fn describes(one: &Wanted<'_>, file: &File) -> Result<()> {
 }
 
 /// The writes that make a header name the file below.
-fn edits(one: &Wanted<'_>, below: &str, cluster: &[u8]) -> Result<Vec<(usize, Vec<u8>)>> {
-    let format = one.layer.backing_format.as_deref().unwrap_or(Format::Qcow2.name());
-    let writes = Header::edit_backing(cluster, Some((below, format)));
+fn edits(one: &Wanted<'_>, below: &Below, cluster: &[u8]) -> Result<Vec<(usize, Vec<u8>)>> {
+    let writes = Header::edit_backing(cluster, Some((&below.name, below.format.name())));
     writes.map_err(|error| {
         Error::refused(format_args!(
             "layer '{}' cannot name '{}': {error}",
             Shown(&one.name),
-            Shown(below)
+            Shown(&below.name)
         ))
     })
 }
 
-fn rebase(files: &Files<'_>, one: &Wanted<'_>, below: &str, file: &File) -> Result<()> {
+fn rebase(files: &Files<'_>, one: &Wanted<'_>, below: &Below, file: &File) -> Result<()> {
     let cluster = cluster(file).map_err(|error| files.failed("read", &one.name, error))?;
     for (at, bytes) in edits(one, below, &cluster)? {
         file.write_all_at(&bytes, at as u64)

@@ -1,13 +1,13 @@
 //! Puts a chain into a store.
 
 use crate::digest::{BLOCK, Digest, Hasher, Table, unique};
-use crate::error::{Error, Result};
-use crate::heads::{Head, Heads, MAX_LAYERS, MOST_L1};
+use crate::error::{Error, Result, shown};
+use crate::heads::{Head, Heads, MAX_LAYERS, MOST_HEADER, MOST_L1, MOST_L1_TOGETHER};
 use crate::keys;
-use crate::manifest::{Format, HeadsObject, Layer, MAX_MANIFEST, Manifest};
+use crate::manifest::{Format, HeadsObject, Layer, MAX_MANIFEST, Manifest, fits};
 use crate::progress::Progress;
 use crate::store::{Outcome, Parts, Store, Version};
-use crate::work;
+use crate::work::{self, Room};
 use isobath_qcow2::{Header, IncompatibleFeatures};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -27,6 +27,10 @@ const SMALL: u64 = 4 << 20;
 
 /// Bytes that are sent with one request.
 const MOST_AT_ONCE: usize = 8 << 20;
+
+/// Most bytes of parts that are read or sent at once, of all layers. A part that is longer is sent alone. Fewer parts at
+/// once get through sooner where the network is slow.
+const IN_FLIGHT: u64 = 64 << 20;
 
 /// How often a push says that it is still there.
 const RENEWAL: Duration = Duration::from_mins(10);
@@ -69,8 +73,16 @@ pub struct Pushed {
 /// What is sent and known of a layer.
 struct Prepared {
     layer: Layer,
-    head: Head,
+    /// The header without zeroes at its end, if it is recorded.
+    header: Vec<u8>,
+    l1: Option<Place>,
     sent: bool,
+}
+
+/// A place in a file.
+struct Place {
+    offset: u64,
+    length: u64,
 }
 
 /// Puts a chain into a store under a name: every layer that is not there yet, and then the manifest. `layers` are from
@@ -93,7 +105,7 @@ pub fn push(
         )));
     }
     for (number, layer) in layers.iter().enumerate() {
-        describe(layer, number)?;
+        describe(layer, below(layers, number))?;
         progress.expect(length(layer)?);
     }
     let key = keys::manifest(name);
@@ -108,10 +120,10 @@ pub fn push(
         known.map_err(|error| Error::damaged(format_args!("{error}; --overwrite replaces it")))?;
     }
     let mut sent = Pushed { layers: layers.len(), ..Pushed::default() };
-    let (mut was, mut done) = (was, false);
+    let (mut was, mut done, room) = (was, Manifests::default(), Room::new(IN_FLIGHT));
     for _ in 0..ROUNDS {
         let note = Note::put(store)?;
-        let prepared = match round(store, layers, &note, progress) {
+        let prepared = match round(store, layers, &note, &room, progress) {
             Ok(prepared) => prepared,
             Err(error) => {
                 note.remove();
@@ -119,8 +131,9 @@ pub fn push(
             }
         };
         sent.sent += prepared.iter().filter(|layer| layer.sent).count();
-        sent.bytes += prepared.iter().filter(|l| l.sent).map(|l| l.layer.length).sum::<u64>();
-        let put = finish(store, name, prepared, &mut was, &mut done, replace, progress);
+        let bytes = prepared.iter().filter(|one| one.sent).map(|one| one.layer.length);
+        sent.bytes = bytes.fold(sent.bytes, u64::saturating_add);
+        let put = finish(store, name, layers, prepared, &mut was, &mut done, replace, progress);
         // As long as the note is there after the manifest, nobody has collected what the manifest names.
         let stays = put.and_then(|()| note.is_there());
         match stays {
@@ -131,7 +144,13 @@ pub fn push(
             Ok(false) => {}
             Err(error) => {
                 note.remove();
-                return Err(error);
+                return Err(match error {
+                    Error::Interrupted if done.begun => Error::Unsettled(format!(
+                        "the manifest of '{name}' was being put, so that the chain there is the old one or the new \
+                         one: push again, or see with 'isobath remote verify'"
+                    )),
+                    error => error,
+                });
             }
         }
     }
@@ -141,29 +160,63 @@ pub fn push(
     )))
 }
 
-/// Puts the heads and the manifest. `was` is the manifest that may be replaced, `done` that it was put before.
+/// What became of the manifest in the rounds so far.
+#[derive(Default)]
+struct Manifests {
+    /// Its put has begun.
+    begun: bool,
+    /// It was put.
+    done: bool,
+}
+
+/// Puts the heads and the manifest. `was` is the manifest that may be replaced.
+#[allow(clippy::too_many_arguments, reason = "the rounds share what they change")]
 fn finish(
     store: &dyn Store,
     name: &str,
+    locals: &[LocalLayer],
     prepared: Vec<Prepared>,
     was: &mut Option<(Vec<u8>, Version)>,
-    done: &mut bool,
+    done: &mut Manifests,
     replace: Replace,
     progress: &Progress,
 ) -> Result<()> {
-    let (layers, heads) = prepared.into_iter().map(|one| (one.layer, one.head)).unzip();
-    let heads = Heads::new(heads).encode();
+    let (layers, heads) = heads_of(locals, prepared)?;
+    let heads = heads.encode();
     let digest = Digest::of(&heads);
     put_unless_there(store, &keys::heads(&digest), &heads)?;
     let manifest =
         Manifest::new(HeadsObject { digest, length: heads.len() as u64 }, layers)?.encode()?;
     progress.check()?;
-    if *done || was.as_ref().is_some_and(|(bytes, _)| *bytes == manifest) {
+    store.settle()?;
+    if done.done || was.as_ref().is_some_and(|(bytes, _)| *bytes == manifest) {
         return Ok(());
     }
+    done.begun = true;
     put_manifest(store, name, &manifest, was.as_ref().map(|(_, version)| version), replace)?;
-    *done = true;
+    done.done = true;
     Ok(())
+}
+
+/// Reads the L1 tables, from the top down as long as there is room, so that no others take memory.
+fn heads_of(locals: &[LocalLayer], prepared: Vec<Prepared>) -> Result<(Vec<Layer>, Heads)> {
+    let mut room = MOST_L1_TOGETHER as u64;
+    let mut heads = Vec::with_capacity(prepared.len());
+    let mut layers = Vec::with_capacity(prepared.len());
+    for (local, one) in locals.iter().zip(prepared).rev() {
+        let mut head = Head { header: one.header, l1: Vec::new() };
+        if let Some(place) = one.l1
+            && let Some(rest) = room.checked_sub(place.length)
+        {
+            head.l1 = read(local, place.offset, place.length)?;
+            room = rest;
+        }
+        heads.push(head);
+        layers.push(one.layer);
+    }
+    heads.reverse();
+    layers.reverse();
+    Ok((layers, Heads::new(heads)))
 }
 
 fn put_manifest(
@@ -227,13 +280,14 @@ fn round(
     store: &dyn Store,
     layers: &[LocalLayer],
     note: &Note<'_>,
+    room: &Room,
     progress: &Progress,
 ) -> Result<Vec<Prepared>> {
     work::each(layers.len(), LAYERS_AT_ONCE, |number| {
         let Some(local) = layers.get(number) else {
             unreachable!("each number is that of a layer")
         };
-        let prepared = put_layer(store, local, number, note, progress);
+        let prepared = put_layer(store, layers, local, number, note, room, progress);
         prepared.map_err(|error| match error {
             Error::Interrupted => error,
             _ => error.of(&local.path),
@@ -243,9 +297,11 @@ fn round(
 
 fn put_layer(
     store: &dyn Store,
+    layers: &[LocalLayer],
     local: &LocalLayer,
     number: usize,
     note: &Note<'_>,
+    room: &Room,
     progress: &Progress,
 ) -> Result<Prepared> {
     let length = length(local)?;
@@ -263,8 +319,8 @@ fn put_layer(
         }
     }
     let (digest, table_digest) = (hasher.finish(), Digest::of(table.bytes()));
-    let (description, head) = describe(local, number)?;
-    let Described { size, backing, backing_format } = description;
+    let Described { size, backing, backing_format, header, l1 } =
+        describe(local, below(layers, number))?;
     let file = local.path.file_name().map(|name| name.to_string_lossy().into_owned());
     let file = file.unwrap_or_else(|| format!("layer-{number}"));
     let format = local.format;
@@ -277,7 +333,7 @@ fn put_layer(
     } else {
         let found = store.head(&key)?.is_some_and(|found| found.length == length);
         if !found {
-            send(store, local, &key, length, &table, note, progress)?;
+            send(store, local, &key, &table, note, room, progress)?;
         }
         !found
     };
@@ -285,7 +341,7 @@ fn put_layer(
     if length <= SMALL || !sent {
         progress.add(length);
     }
-    Ok(Prepared { layer, head, sent })
+    Ok(Prepared { layer, header, l1, sent })
 }
 
 /// Sends a layer in parts. Each is compared with the table, so that what arrives is what was hashed.
@@ -293,18 +349,20 @@ fn send(
     store: &dyn Store,
     local: &LocalLayer,
     key: &str,
-    length: u64,
     table: &Table,
     note: &Note<'_>,
+    room: &Room,
     progress: &Progress,
 ) -> Result<()> {
+    let length = length(local)?;
     let parts = store.begin(key, length)?;
     let size = parts.size();
     let count = length.div_ceil(size) as usize;
     let done = work::each(count, PARTS_AT_ONCE, |number| {
+        let at = number as u64 * size;
+        let _taken = room.take(size.min(length - at));
         progress.check()?;
         note.renew()?;
-        let at = number as u64 * size;
         let bytes = read(local, at, size.min(length - at))?;
         if table.mismatch(at / BLOCK, &bytes).is_some() {
             return Err(Error::Conflict("the file was changed while it was pushed".to_owned()));
@@ -334,21 +392,31 @@ struct Described {
     size: u64,
     backing: Option<String>,
     backing_format: Option<String>,
+    /// The header cluster without the zeroes at its end; empty if that is too long to be recorded.
+    header: Vec<u8>,
+    /// The L1 table, if it is not too long to be recorded.
+    l1: Option<Place>,
 }
 
-/// What is recorded of a layer, and its head.
+/// The format of the layer below.
+fn below(layers: &[LocalLayer], number: usize) -> Option<Format> {
+    number.checked_sub(1).and_then(|below| layers.get(below)).map(|below| below.format)
+}
+
+/// What is recorded of a layer above one of the format `below`.
 ///
 /// # Errors
 /// It cannot be pushed as it is.
-fn describe(local: &LocalLayer, number: usize) -> Result<(Described, Head)> {
+fn describe(local: &LocalLayer, below: Option<Format>) -> Result<Described> {
     let length = length(local)?;
-    let path = local.path.display();
+    let path = shown(&local.path);
     if local.format == Format::Raw {
-        if number > 0 {
+        if below.is_some() {
             return Err(Error::refused(format_args!("'{path}' is raw, but has layers below it")));
         }
         let size = length.next_multiple_of(512);
-        return Ok((Described { size, backing: None, backing_format: None }, Head::default()));
+        let (backing, backing_format, header, l1) = (None, None, Vec::new(), None);
+        return Ok(Described { size, backing, backing_format, header, l1 });
     }
     let mut cluster = read(local, 0, length.min(Header::MAX_LENGTH as u64))?;
     let invalid = |error| Error::refused(format_args!("'{path}': {error}"));
@@ -369,14 +437,14 @@ fn describe(local: &LocalLayer, number: usize) -> Result<(Described, Head)> {
     if let Some((what, command)) = way_out {
         return Err(Error::refused(format_args!("'{path}' {what}: run '{command}' on it first")));
     }
-    match (&header.backing_file, number) {
-        (Some(name), 0) => {
+    match (&header.backing_file, below) {
+        (Some(name), None) => {
             return Err(Error::refused(format_args!(
                 "'{path}' has the backing file '{}', which is not among the layers",
                 isobath_qcow2::text::Shown(name)
             )));
         }
-        (None, 1..) => {
+        (None, Some(_)) => {
             return Err(Error::refused(format_args!(
                 "'{path}' has no backing file, but layers below it"
             )));
@@ -386,20 +454,24 @@ fn describe(local: &LocalLayer, number: usize) -> Result<(Described, Head)> {
     let l1_bytes = u64::from(header.l1_size) * 8;
     let l1_at = header.l1_table_offset.get();
     let whole = l1_at.checked_add(l1_bytes).is_some_and(|end| end <= length);
-    let l1 = if whole && l1_bytes <= MOST_L1 as u64 {
-        read(local, l1_at, l1_bytes)?
-    } else {
-        Vec::new()
-    };
+    let l1 =
+        (whole && l1_bytes <= MOST_L1 as u64).then_some(Place { offset: l1_at, length: l1_bytes });
     let used = cluster.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
-    cluster.truncate(used);
+    cluster.truncate(if used > MOST_HEADER { 0 } else { used });
+    // It is held until all layers are there, and was as long as a cluster may be.
+    cluster.shrink_to_fit();
     let size = header.disk_size();
     let backing_format =
         header.backing_format().map(str::to_owned).filter(|_| header.backing_file.is_some());
-    Ok((
-        Described { size, backing: header.backing_file, backing_format },
-        Head { header: cluster, l1 },
-    ))
+    if let (Err(what), Some(below)) = (fits(backing_format.as_deref(), below), below) {
+        return Err(Error::refused(format_args!(
+            "'{path}' {what}: 'qemu-img rebase -u -F {} -b BACKING_FILE IMAGE', with the name that is there now, \
+             corrects the header",
+            below.name()
+        )));
+    }
+    let backing = header.backing_file;
+    Ok(Described { size, backing, backing_format, header: cluster, l1 })
 }
 
 /// The note of a push: whoever collects objects sees that layers may be needed that no manifest names yet.
@@ -458,5 +530,26 @@ impl<'s> Note<'s> {
     fn remove(self) {
         // One that stays keeps objects from being collected for a while, and is removed then.
         let _ = self.store.delete(&self.key);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use isobath_testkit::qemu;
+    use std::process::Command;
+
+    #[test]
+    fn what_is_held_of_a_layer_is_no_longer_than_its_header() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk.qcow2");
+        let mut create = Command::new(qemu::program("qemu-img"));
+        create.args(["create", "-q", "-f", "qcow2", "-o", "preallocation=full,cluster_size=2M"]);
+        let _ = qemu::run(create.arg(&path).arg("4M")).ok();
+        let local = LocalLayer { file: File::open(&path).unwrap(), path, format: Format::Qcow2 };
+        let described = describe(&local, None).unwrap();
+        assert!(!described.header.is_empty());
+        assert!(described.header.capacity() <= MOST_HEADER, "{}", described.header.capacity());
+        assert!(described.l1.is_some_and(|place| place.length == 8));
     }
 }

@@ -1,7 +1,8 @@
 //! A bucket of an object store: S3, and Google's and Microsoft's.
 //!
 //! The client runs in a runtime of its own. It repeats nothing by itself: here every attempt has a time limit, all of
-//! them together another, and what is repeated is safe to repeat. An object's name is the digest of what it holds, so
+//! them together another, and what is repeated is safe to repeat. The limit of an attempt is for the store's silence: while
+//! data arrives it begins anew, and a request that sends data has more, at the slowest rate that is borne. An object's name is the digest of what it holds, so
 //! that a put whose outcome is unknown may be repeated; a conditional put is settled by reading the object.
 
 use super::{Entry, Found, Limits, Outcome, Parts, Store, Version};
@@ -14,8 +15,8 @@ use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
 use object_store::{
-    ClientConfigKey, ClientOptions, GetOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions,
-    PutPayload, RetryConfig, UpdateVersion,
+    ClientConfigKey, ClientOptions, GetOptions, GetRange, GetResult, ObjectStore, ObjectStoreExt,
+    PutMode, PutOptions, PutPayload, RetryConfig, UpdateVersion,
 };
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -36,6 +37,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
 /// The limit of an operation that tidies up after an interruption.
 const HURRIED: Duration = Duration::from_secs(5);
+
+/// The slowest rate in bytes a second at which a request's data is sent.
+const SLOWEST: u64 = 16 << 10;
 
 /// How often it is looked whether an operation was cancelled.
 const LOOK: Duration = Duration::from_millis(50);
@@ -124,7 +128,7 @@ impl Bucket {
         Path::from(format!("{}{key}", self.prefix))
     }
 
-    /// Runs an operation until it succeeds, its failure is final, or the time is over.
+    /// Runs an operation without data until it succeeds, its failure is final, or the time is over.
     fn run<T, F: Future<Output = std::result::Result<T, Failed>>>(
         &self,
         what: &str,
@@ -132,23 +136,34 @@ impl Bucket {
         cancellable: bool,
         operation: impl Fn() -> F,
     ) -> Result<std::result::Result<T, Failed>> {
+        self.repeat(what, key, cancellable, Duration::ZERO, |silence| within(silence, operation()))
+    }
+
+    /// Runs an operation until it succeeds, its failure is final, or the time is over, `more` than the usual one. The
+    /// operation is told how long it may take without progress.
+    fn repeat<T, F: Future<Output = std::result::Result<T, Failed>>>(
+        &self,
+        what: &str,
+        key: &str,
+        cancellable: bool,
+        more: Duration,
+        operation: impl Fn(Duration) -> F,
+    ) -> Result<std::result::Result<T, Failed>> {
+        let overall = self.limits.overall + more;
         let work = async {
             // Whoever was interrupted does not wait long to tidy up.
             let hurried = self.progress.is_cancelled().then_some(HURRIED);
-            let end =
-                Instant::now() + hurried.unwrap_or(self.limits.overall).min(self.limits.overall);
+            let end = Instant::now() + hurried.unwrap_or(overall).min(overall);
             let mut pause = self.limits.pause;
             loop {
                 let left = end.saturating_duration_since(Instant::now());
-                let attempt = timeout(self.limits.attempt.min(left), operation()).await;
-                let cause = match attempt {
-                    Ok(Ok(done)) => return Ok(Ok(done)),
-                    Ok(Err(error)) if is_final(&error) => return Ok(Err(error)),
-                    Ok(Err(error)) => short(&error),
-                    Err(_) => format!("no answer within {:?}", self.limits.attempt),
+                let cause = match operation((self.limits.attempt + more).min(left)).await {
+                    Ok(done) => return Ok(Ok(done)),
+                    Err(error) if is_final(&error) => return Ok(Err(error)),
+                    Err(error) => short(&error),
                 };
                 if Instant::now() + pause >= end {
-                    let limit = self.limits.overall;
+                    let limit = overall;
                     return Err(Error::store(
                         what,
                         key,
@@ -185,6 +200,42 @@ impl Bucket {
     }
 }
 
+/// The time that so many bytes may take besides.
+fn sending(bytes: u64) -> Duration {
+    Duration::from_secs(bytes / SLOWEST)
+}
+
+/// The result of an operation, which is a failure that may be repeated if it takes longer.
+async fn within<T>(
+    limit: Duration,
+    operation: impl Future<Output = std::result::Result<T, Failed>>,
+) -> std::result::Result<T, Failed> {
+    timeout(limit, operation).await.unwrap_or_else(|_| {
+        Err(Failed::Generic {
+            store: "store",
+            source: format!("no answer within {limit:?}").into(),
+        })
+    })
+}
+
+/// What a store answers, piece by piece: each must come within the limit, and they are at most so many bytes.
+async fn received(
+    silence: Duration,
+    most: u64,
+    found: GetResult,
+) -> std::result::Result<Vec<u8>, Failed> {
+    let mut bytes = Vec::new();
+    let mut pieces = found.into_stream();
+    while let Some(piece) = within(silence, pieces.try_next()).await? {
+        if (bytes.len() + piece.len()) as u64 > most {
+            let source = "it answered with too many bytes".into();
+            return Err(Failed::Generic { store: "store", source });
+        }
+        bytes.extend_from_slice(&piece);
+    }
+    Ok(bytes)
+}
+
 fn s3(builder: AmazonS3Builder, limits: Limits) -> std::result::Result<Arc<dyn Client>, Failed> {
     // The options take the place of those that the environment gave.
     let allow = builder.get_config_value(&AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp));
@@ -196,7 +247,8 @@ fn s3(builder: AmazonS3Builder, limits: Limits) -> std::result::Result<Arc<dyn C
 
 fn client_options(limits: Limits) -> ClientOptions {
     let connect = limits.attempt.min(Duration::from_secs(10));
-    ClientOptions::default().with_timeout(limits.attempt).with_connect_timeout(connect)
+    // How long a request may take depends on what it sends and receives.
+    ClientOptions::default().with_timeout_disabled().with_connect_timeout(connect)
 }
 
 /// The client repeats nothing.
@@ -248,19 +300,19 @@ impl Store for Bucket {
 
     fn get(&self, key: &str, most: u64) -> Result<Option<(Vec<u8>, Version)>> {
         let path = self.path(key);
-        let read = || async {
-            let found = self.client.get_opts(&path, GetOptions::default()).await?;
+        let path = &path;
+        let read = |silence| async move {
+            let found = self.client.get_opts(path, GetOptions::default());
+            let found = within(silence, found).await?;
             let meta = found.meta.clone();
             if meta.size > most {
                 return Ok(Err(meta.size));
             }
-            let bytes = found.bytes().await?;
+            let bytes = received(silence, most, found).await?;
             Ok(Ok((bytes, Version { tag: meta.e_tag, number: meta.version })))
         };
-        match self.run("read", key, true, read)? {
-            Ok(Ok((bytes, version))) if bytes.len() as u64 <= most => {
-                Ok(Some((bytes.to_vec(), version)))
-            }
+        match self.repeat("read", key, true, Duration::ZERO, read)? {
+            Ok(Ok((bytes, version))) if bytes.len() as u64 <= most => Ok(Some((bytes, version))),
             Ok(_) => Err(Error::damaged(format_args!(
                 "'{key}' has more than the {most} bytes that it may have"
             ))),
@@ -271,8 +323,12 @@ impl Store for Bucket {
 
     fn read(&self, key: &str, offset: u64, length: usize) -> Result<Vec<u8>> {
         let path = self.path(key);
-        let read = || async {
-            let bytes = self.client.get_range(&path, offset..offset + length as u64).await?;
+        let path = &path;
+        let read = |silence| async move {
+            let range = GetRange::Bounded(offset..offset + length as u64);
+            let options = GetOptions { range: Some(range), ..GetOptions::default() };
+            let found = within(silence, self.client.get_opts(path, options)).await?;
+            let bytes = received(silence, length as u64, found).await?;
             if bytes.len() == length {
                 Ok(bytes)
             } else {
@@ -282,8 +338,8 @@ impl Store for Bucket {
                 })
             }
         };
-        match self.run("read", key, true, read)? {
-            Ok(bytes) => Ok(bytes.to_vec()),
+        match self.repeat("read", key, true, Duration::ZERO, read)? {
+            Ok(bytes) => Ok(bytes),
             Err(Failed::NotFound { .. }) => {
                 Err(Error::damaged(format_args!("'{key}' is missing in the store")))
             }
@@ -294,7 +350,9 @@ impl Store for Bucket {
     fn put(&self, key: &str, bytes: &[u8]) -> Result<()> {
         let (path, payload) =
             (self.path(key), PutPayload::from(bytes::Bytes::copy_from_slice(bytes)));
-        self.done("write", key, || self.client.put(&path, payload.clone())).map(drop)
+        let put = |limit| within(limit, self.client.put(&path, payload.clone()));
+        let put = self.repeat("write", key, true, sending(bytes.len() as u64), put)?;
+        put.map(drop).map_err(|error| Error::store("write", key, short(&error)))
     }
 
     fn put_if(&self, key: &str, bytes: &[u8], was: Option<&Version>) -> Result<Outcome> {
@@ -307,14 +365,15 @@ impl Store for Bucket {
                 version: was.number.clone(),
             }),
         };
-        let end = std::time::Instant::now() + self.limits.overall;
+        let more = sending(bytes.len() as u64);
+        let end = std::time::Instant::now() + self.limits.overall + more;
         let mut pause = self.limits.pause;
         loop {
             // One attempt: whether it may be repeated is seen by reading the object.
             let attempt = self.runtime.block_on(async {
                 let options = PutOptions { mode: mode.clone(), ..PutOptions::default() };
-                timeout(self.limits.attempt, self.client.put_opts(&path, payload.clone(), options))
-                    .await
+                let put = self.client.put_opts(&path, payload.clone(), options);
+                timeout(self.limits.attempt + more, put).await
             });
             let failed = match attempt {
                 Ok(Ok(_)) => return Ok(Outcome::Done),
@@ -369,8 +428,17 @@ impl Store for Bucket {
 
     fn list(&self, prefix: &str) -> Result<Vec<Entry>> {
         let path = self.path(prefix);
-        let list = || async { self.client.list(Some(&path)).try_collect::<Vec<_>>().await };
-        let found = self.done("list", prefix, list)?;
+        let path = &path;
+        let list = |silence| async move {
+            let (mut found, mut entries) = (Vec::new(), self.client.list(Some(path)));
+            // A large store has many pages.
+            while let Some(entry) = within(silence, entries.try_next()).await? {
+                found.push(entry);
+            }
+            Ok(found)
+        };
+        let found = self.repeat("list", prefix, true, Duration::ZERO, list)?;
+        let found = found.map_err(|error| Error::store("list", prefix, short(&error)))?;
         let entries = found.into_iter().filter_map(|found| {
             let key = found.location.as_ref().strip_prefix(&self.prefix)?.to_owned();
             Some(Entry {
@@ -415,8 +483,13 @@ impl Parts for Upload<'_> {
     fn put(&self, number: u64, bytes: Vec<u8>) -> Result<()> {
         let payload = PutPayload::from(bytes);
         let client = &self.bucket.client;
-        let send = || client.put_part(&self.path, &self.id, number as usize, payload.clone());
-        let id = self.bucket.done("write", &self.key, send)?;
+        let more = sending(payload.content_length() as u64);
+        let send = |limit| {
+            let part = client.put_part(&self.path, &self.id, number as usize, payload.clone());
+            within(limit, part)
+        };
+        let id = self.bucket.repeat("write", &self.key, true, more, send)?;
+        let id = id.map_err(|error| Error::store("write", &self.key, short(&error)))?;
         self.parts.lock().unwrap_or_else(PoisonError::into_inner).insert(number, id);
         Ok(())
     }
@@ -440,5 +513,17 @@ impl Parts for Upload<'_> {
         let abort = || client.abort_multipart(&self.path, &self.id);
         let aborted = self.bucket.run("remove the parts of", &self.key, false, abort)?;
         aborted.map_err(|error| Error::store("remove the parts of", &self.key, short(&error)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_has_time_for_the_bytes_that_it_sends() {
+        assert_eq!(sending(100), Duration::ZERO);
+        assert_eq!(sending(PART), Duration::from_secs(512));
+        assert!(sending(128 << 20) > sending(PART) * 15);
     }
 }

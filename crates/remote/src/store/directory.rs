@@ -1,9 +1,11 @@
 //! A directory as a store: each object is a file, which appears by a rename when its contents are durable.
 
-use super::{Entry, Found, Outcome, Parts, Store, Version};
+use super::{Entry, Found, Limits, Outcome, Parts, Store, Version};
 use crate::digest::{Digest, unique};
 use crate::error::{Error, Result};
 use crate::local::{self, rename_new};
+use crate::manifest::MAX_MANIFEST;
+use crate::progress::Progress;
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 use std::fs::File;
@@ -11,8 +13,8 @@ use std::io::Read;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
-use std::time::SystemTime;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
 
 /// What the name of a file begins with that is no object yet.
 const TEMPORARY: &str = ".tmp-";
@@ -23,6 +25,12 @@ const LOCK: &str = ".lock";
 /// Bytes of a part.
 const PART: u64 = 8 << 20;
 
+/// How often it is looked whether a lock is free.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// How long whoever was interrupted waits for the lock to tidy up.
+const HURRIED: Duration = Duration::from_secs(2);
+
 /// A store in a directory, which is open: whatever its name refers to later, objects go there.
 #[derive(Debug)]
 pub struct Directory {
@@ -30,18 +38,30 @@ pub struct Directory {
     root: OwnedFd,
     /// Conditional puts of this process, one at a time: the lock is the process's.
     conditional: Mutex<()>,
+    limits: Limits,
+    progress: Arc<Progress>,
 }
 
 impl Directory {
-    /// Opens a store. An empty directory is one.
+    /// Opens a store, with the usual limits. An empty directory is one.
     ///
     /// # Errors
     /// There is no such directory.
     pub fn open(path: &Path) -> Result<Self> {
+        Self::within(path, Limits::default(), &Arc::default())
+    }
+
+    /// Opens a store. Of the limits, the overall one is that of a wait for another program that changes the store; the
+    /// wait ends early when `progress` is cancelled.
+    ///
+    /// # Errors
+    /// There is no such directory.
+    pub fn within(path: &Path, limits: Limits, progress: &Arc<Progress>) -> Result<Self> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root = rustix::fs::open(path, flags, Mode::empty());
         let root = root.map_err(|error| Error::local("open the directory", path, error))?;
-        Ok(Self { path: path.to_owned(), root, conditional: Mutex::default() })
+        let progress = Arc::clone(progress);
+        Ok(Self { path: path.to_owned(), root, conditional: Mutex::default(), limits, progress })
     }
 
     fn failed(&self, what: &str, key: &str, error: impl std::fmt::Display) -> Error {
@@ -69,13 +89,34 @@ impl Directory {
     }
 
     /// Keeps other processes from changing objects under a condition, and from removing them, until it is dropped.
-    fn lock(&self) -> Result<OwnedFd> {
+    /// Whoever is not `cancellable` still waits a little after an interruption.
+    fn lock(&self, cancellable: bool) -> Result<OwnedFd> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let lock = rustix::fs::openat(&self.root, LOCK, flags, Mode::from_raw_mode(0o666));
         let lock = lock.map_err(|error| self.failed("open", LOCK, error))?;
-        let locked = rustix::fs::flock(&lock, FlockOperation::LockExclusive);
-        locked.map_err(|error| self.failed("lock", LOCK, error))?;
-        Ok(lock)
+        let begin = Instant::now();
+        loop {
+            match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => return Ok(lock),
+                Err(Errno::WOULDBLOCK | Errno::INTR) => {}
+                Err(error) => return Err(self.failed("lock", LOCK, error)),
+            }
+            let mut limit = self.limits.overall;
+            if self.progress.is_cancelled() {
+                if cancellable {
+                    return Err(Error::Interrupted);
+                }
+                limit = limit.min(HURRIED);
+            }
+            if begin.elapsed() >= limit {
+                return Err(self.failed(
+                    "lock",
+                    LOCK,
+                    format_args!("another program has the lock (given up after {limit:?})"),
+                ));
+            }
+            std::thread::sleep(LOOK.min(limit));
+        }
     }
 
     /// An object's file, opened for reading.
@@ -198,14 +239,30 @@ impl Store for Directory {
 
     fn put_if(&self, key: &str, bytes: &[u8], was: Option<&Version>) -> Result<Outcome> {
         let _alone = self.conditional.lock().unwrap_or_else(PoisonError::into_inner);
-        let _lock = self.lock()?;
-        let now = self.get(key, u64::MAX >> 1)?.map(|(_, version)| version);
-        if now.as_ref() != was {
+        let _lock = self.lock(true)?;
+        let unchanged = match was {
+            None => self.head(key)?.is_none(),
+            // No longer one was read before.
+            Some(was) => match self.get(key, MAX_MANIFEST) {
+                Ok(now) => now.is_some_and(|(_, version)| version == *was),
+                Err(Error::Damaged(_)) => false,
+                Err(error) => return Err(error),
+            },
+        };
+        if !unchanged {
             return Ok(Outcome::Changed);
         }
         let temporary = self.temporary(key)?;
         temporary.write(0, bytes)?;
         temporary.keep(was.is_some())
+    }
+
+    fn settle(&self) -> Result<()> {
+        for kind in crate::keys::KINDS {
+            let Some((directory, _)) = self.place(kind, false)? else { continue };
+            rustix::fs::fsync(&directory).map_err(|error| self.failed("flush", kind, error))?;
+        }
+        Ok(())
     }
 
     fn begin<'a>(&'a self, key: &str, length: u64) -> Result<Box<dyn Parts + 'a>> {
@@ -227,7 +284,7 @@ impl Store for Directory {
 
     fn delete(&self, key: &str) -> Result<()> {
         let _alone = self.conditional.lock().unwrap_or_else(PoisonError::into_inner);
-        let _lock = self.lock()?;
+        let _lock = self.lock(false)?;
         let Some((directory, name)) = self.place(key, false)? else { return Ok(()) };
         match rustix::fs::unlinkat(&directory, name, AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => Ok(()),

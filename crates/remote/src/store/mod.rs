@@ -77,6 +77,12 @@ pub trait Store: Send + Sync {
     /// Makes an object with these bytes if it is still what was read, or `None` if there was none.
     fn put_if(&self, key: &str, bytes: &[u8], was: Option<&Version>) -> Result<Outcome>;
 
+    /// Makes sure that the objects that were found stay, also those whose writer was killed before it did. A store
+    /// whose objects appear when they are durable has nothing to do.
+    fn settle(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Begins an object of so many bytes, whatever it was.
     fn begin<'a>(&'a self, key: &str, length: u64) -> Result<Box<dyn Parts + 'a>>;
 
@@ -111,7 +117,8 @@ pub trait Parts: Send + Sync {
 pub struct Limits {
     /// For one operation, however often it is tried.
     pub overall: Duration,
-    /// For one attempt.
+    /// For the silence of the store in one attempt: a request that sends data has more for these bytes, one that
+    /// receives data as long as some arrive.
     pub attempt: Duration,
     /// The pause before the second attempt; it doubles from one to the next, up to five seconds.
     pub pause: Duration,
@@ -137,17 +144,14 @@ impl Limits {
 /// It cannot be reached, or its configuration in the environment is wrong.
 pub fn open(place: &Place, limits: Limits, progress: &Arc<Progress>) -> Result<Box<dyn Store>> {
     match place {
-        Place::Directory(path) => Ok(Box::new(Directory::open(path)?)),
+        Place::Directory(path) => Ok(Box::new(Directory::within(path, limits, progress)?)),
         #[cfg(feature = "buckets")]
         Place::Bucket { scheme, bucket, prefix } => {
             Ok(Box::new(Bucket::open(scheme, bucket, prefix, limits, progress)?))
         }
         #[cfg(not(feature = "buckets"))]
-        Place::Bucket { scheme, .. } => {
-            let _ = (limits, progress);
-            Err(crate::Error::refused(format_args!(
-                "this program was built without object stores ({scheme}://); a directory (file:///) works"
-            )))
-        }
+        Place::Bucket { scheme, .. } => Err(crate::Error::refused(format_args!(
+            "this program was built without object stores ({scheme}://); a directory (file:///) works"
+        ))),
     }
 }

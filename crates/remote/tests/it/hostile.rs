@@ -3,7 +3,7 @@
 use crate::chains::Chain;
 use crate::round_trips::{fetch, gc, send, verify};
 use crate::stores;
-use isobath_remote::{Manifest, list};
+use isobath_remote::{Manifest, Names, Progress, Target, list, pull};
 use serde_json::{Value, json};
 use std::fs;
 use std::time::Duration;
@@ -29,6 +29,83 @@ fn changed(change: impl FnOnce(&mut Value)) -> Vec<u8> {
     });
     change(&mut manifest);
     serde_json::to_vec(&manifest).unwrap()
+}
+
+/// Each layer may be as long, but not so many of them.
+fn huge(manifest: &mut Value) {
+    manifest["layers"][0]["length"] = json!(1_u64 << 56);
+    manifest["layers"][1]["length"] = json!(1_u64 << 56);
+    let base = manifest["layers"][0].clone();
+    let mut layers = vec![manifest["layers"][1].clone(); 300];
+    layers[0] = base;
+    manifest["layers"] = layers.into();
+}
+
+#[test]
+fn chains_are_listed_although_one_says_that_it_has_more_bytes_than_can_be() {
+    let chain = Chain::small("disk.qcow2", 1);
+    let (kept, store) = stores::new();
+    send(&store, "vm", &chain).unwrap();
+    fs::write(kept.path().join("manifests/huge.json"), changed(huge)).unwrap();
+    let listed = list(&store).unwrap();
+    assert_eq!(listed.len(), 2);
+    assert!(listed[0].chain.is_err() && listed[1].chain.is_ok(), "{listed:?}");
+    assert!(verify(&store, "huge").is_err());
+}
+
+#[test]
+fn no_table_is_read_of_a_layer_that_is_shorter_than_the_manifest_says() {
+    let chain = Chain::new();
+    let (kept, store) = stores::new();
+    send(&store, "vm", &chain).unwrap();
+    let path = kept.path().join("manifests/vm.json");
+    let text = fs::read_to_string(&path).unwrap();
+    let length = fs::metadata(chain.path(0)).unwrap().len();
+    let changed = text.replace(
+        &format!("\"length\":{length},\"format\":\"raw\""),
+        &format!("\"length\":{},\"format\":\"raw\"", 1_u64 << 36),
+    );
+    assert_ne!(changed, text);
+    fs::write(&path, &changed).unwrap();
+    let manifest = Manifest::decode("vm", changed.as_bytes()).unwrap();
+    let table = kept.path().join("tables").join(manifest.layers[0].table.to_string());
+    fs::File::options().write(true).open(table).unwrap().set_len((1 << 36) / (16 << 10)).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let error = fetch(&store, "vm", directory.path()).unwrap_err().to_string();
+    assert!(error.contains("layers/"), "{error}");
+}
+
+#[test]
+fn a_store_names_no_hidden_file_and_writes_no_line_of_a_message() {
+    let chain = Chain::new();
+    let (kept, store) = stores::new();
+    send(&store, "vm", &chain).unwrap();
+    let path = kept.path().join("manifests/vm.json");
+    let text = fs::read_to_string(&path).unwrap();
+    let hidden = text.replace("\"file\":\"base.raw\"", "\"file\":\".bash_profile\"");
+    assert_ne!(hidden, text);
+    fs::write(&path, hidden).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let target = Target { directory: directory.path().to_owned(), name: None };
+    let progress = Progress::default();
+    let pulled = pull(&store, "vm", &target, Names::Rebased, &progress).unwrap();
+    assert!(!directory.path().join(".bash_profile").exists());
+    chain.reads_as(&pulled.image);
+    for (name, given) in [(".profile", None), (".profile", Some("top.qcow2"))] {
+        let changed = text.replace("\"file\":\"top.qcow2\"", &format!("\"file\":\"{name}\""));
+        assert_ne!(changed, text);
+        fs::write(&path, changed).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let (path, name) = (directory.path().to_owned(), given.map(str::to_owned));
+        let target = Target { directory: path, name };
+        let pulled = pull(&store, "vm", &target, Names::Kept, &progress);
+        assert_eq!(pulled.is_ok(), given.is_some(), "{pulled:?}");
+    }
+    fs::write(&path, text.replace("\"file\":\"top.qcow2\"", "\"file\":\"a\\nb\"")).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("a\nb"), "mine").unwrap();
+    let error = fetch(&store, "vm", directory.path()).unwrap_err().to_string();
+    assert!(error.contains("exists") && !error.contains('\n'), "{error:?}");
 }
 
 #[test]
@@ -77,6 +154,20 @@ fn what_a_manifest_must_not_say_is_refused_with_a_reason() {
         (|m| m["layers"][1]["backing"] = "x".repeat(1024).into(), "backing file of 1024"),
         (|m| m["layers"][1]["backing"] = "a\0".into(), "backing file of 2"),
         (|m| m["layers"][1]["format"] = "raw".into(), "is raw"),
+        (|m| m["layers"][1]["backing_format"] = "raw".into(), "but that is qcow2"),
+        (|m| m["layers"][2]["backing_format"] = "vmdk".into(), "but that is qcow2"),
+        (|m| m["layers"][2]["backing_format"] = "QCOW2".into(), "but that is qcow2"),
+        (|m| m["layers"][2]["backing_format"] = "x".repeat(1000).into(), "but that is qcow2"),
+        (|m| m["layers"][0]["format"] = "raw".into(), "does not say"),
+        (
+            |m| {
+                m["layers"][0]["format"] = "raw".into();
+                m["layers"][1]["backing_format"] = "qcow2".into();
+            },
+            "but that is raw",
+        ),
+        (|m| m["layers"][0]["backing_format"] = "qcow2".into(), "has no backing file"),
+        (huge, "together"),
     ];
     for (number, (change, reason)) in cases.iter().enumerate() {
         let error = Manifest::decode("vm", &changed(change)).unwrap_err().to_string();
@@ -133,6 +224,7 @@ fn layers_are_not_pulled_over_one_another_or_under_names_that_mean_something_els
         ("\"backing\":\"middle.qcow2\"", "\"backing\":\"nbd:unix:/run/x\""),
         ("\"backing\":\"middle.qcow2\"", "\"backing\":\"json:{}\""),
         ("\"backing\":\"middle.qcow2\"", "\"backing\":\".isobath-pull-x\""),
+        ("\"backing\":\"middle.qcow2\"", "\"backing\":\".bash_profile\""),
         ("\"backing\":\"middle.qcow2\"", "\"backing\":\"other.qcow2\""),
         ("\"backing_format\":\"raw\"", "\"backing_format\":\"qcow2\""),
         ("\"format\":\"raw\"", "\"format\":\"qcow2\""),

@@ -2,7 +2,7 @@
 
 use crate::chains::{Chain, qemu_img, sha256};
 use crate::stores;
-use isobath_remote::store::{Directory, Store};
+use isobath_remote::store::{Directory, Limits, Outcome, Store, Version};
 use isobath_remote::{
     Checked, Collection, Depth, Digest, Error, Names, Progress, Pulled, Replace, Result, Target,
     check, collect, list, pull, push, remove,
@@ -10,6 +10,7 @@ use isobath_remote::{
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 pub(crate) fn send(store: &dyn Store, name: &str, chain: &Chain) -> Result<isobath_remote::Pushed> {
@@ -341,4 +342,85 @@ fn a_directory_that_is_missing_is_not_made() {
     let directory = tempfile::tempdir().unwrap();
     let error = Directory::open(&directory.path().join("none")).unwrap_err().to_string();
     assert!(error.contains("none"), "{error}");
+}
+
+/// Makes a header say nothing of its backing file's format: the extension becomes one that nobody knows.
+fn forget_format(image: &Path) {
+    let mut bytes = fs::read(image).unwrap();
+    let magic = 0xe279_2aca_u32.to_be_bytes();
+    let at = bytes[..4096].windows(4).position(|four| four == magic).unwrap();
+    bytes[at..at + 4].copy_from_slice(&0x1234_5678_u32.to_be_bytes());
+    fs::write(image, bytes).unwrap();
+}
+
+#[test]
+fn a_format_that_a_header_does_not_say_is_that_of_the_layer_below_or_refused() {
+    let mut chain = Chain::new();
+    let middle = chain.path(1);
+    chain.grow_above(&chain.top().to_str().unwrap().to_owned(), "next.qcow2");
+    forget_format(&chain.top());
+    let (_kept, store) = stores::new();
+    send(&store, "vm", &chain).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let target = Target { directory: directory.path().to_owned(), name: None };
+    let pulled = pull(&store, "vm", &target, Names::Rebased, &Progress::default()).unwrap();
+    chain.reads_as(&pulled.image);
+    let again = pull(&store, "vm", &target, Names::Rebased, &Progress::default()).unwrap();
+    assert_eq!(again.fetched, 0);
+    forget_format(&middle);
+    let (kept, store) = stores::new();
+    let error = send(&store, "vm", &chain).unwrap_err().to_string();
+    assert!(error.contains("middle.qcow2") && error.contains("rebase -u -F raw"), "{error}");
+    assert!(fs::read_dir(kept.path()).unwrap().next().is_none(), "something was sent");
+    qemu_img(
+        chain.directory.path(),
+        &["rebase", "-u", "-F", "raw", "-b", "base.raw", "middle.qcow2"],
+    );
+    send(&store, "vm", &chain).unwrap();
+    is_whole(&store, "vm");
+}
+
+#[test]
+fn a_lock_that_another_program_keeps_is_waited_for_within_the_limit_and_not_after_an_interruption()
+{
+    let chain = Chain::small("disk.qcow2", 1);
+    let kept = tempfile::tempdir().unwrap();
+    let lock = fs::File::create(kept.path().join(".lock")).unwrap();
+    lock.lock().unwrap();
+    let limits = Limits { overall: Duration::from_millis(30), ..Limits::default() };
+    let store = Directory::within(kept.path(), limits, &Arc::default()).unwrap();
+    let error = send(&store, "vm", &chain).unwrap_err().to_string();
+    assert!(error.contains(".lock") && error.contains("given up"), "{error}");
+    let progress = Arc::new(Progress::default());
+    let store = Directory::within(kept.path(), Limits::default(), &progress).unwrap();
+    std::thread::scope(|scope| {
+        let put = scope.spawn(|| store.put_if("gc.lock", b"text", None));
+        progress.cancel();
+        assert!(matches!(put.join().unwrap(), Err(Error::Interrupted)));
+    });
+    lock.unlock().unwrap();
+    assert_eq!(store.put_if("gc.lock", b"text", None).unwrap(), Outcome::Done);
+    store.delete("gc.lock").unwrap();
+}
+
+#[test]
+fn what_a_push_finds_is_made_durable_before_the_manifest() {
+    let chain = Chain::small("disk.qcow2", 1);
+    let (_kept, store) = stores::new();
+    send(&store, "other", &chain).unwrap();
+    let failing = stores::Unsettled(&store);
+    let error = send(&failing, "vm", &chain).unwrap_err().to_string();
+    assert!(error.contains("settle"), "{error}");
+    assert!(store.head("manifests/vm.json").unwrap().is_none());
+}
+
+#[test]
+fn an_object_that_is_longer_than_any_is_no_more_than_another_one() {
+    let (kept, store) = stores::new();
+    let file = fs::File::create(kept.path().join("gc.lock")).unwrap();
+    file.set_len(1 << 40).unwrap();
+    assert_eq!(store.put_if("gc.lock", b"text", None).unwrap(), Outcome::Changed);
+    let read = Version { tag: Some("0".to_owned()), number: None };
+    assert_eq!(store.put_if("gc.lock", b"text", Some(&read)).unwrap(), Outcome::Changed);
+    assert_eq!(file.metadata().unwrap().len(), 1 << 40);
 }

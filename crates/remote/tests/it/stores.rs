@@ -100,6 +100,10 @@ impl Store for Watched<'_> {
         Ok(Box::new(WatchedParts { store: self, parts }))
     }
 
+    fn settle(&self) -> Result<()> {
+        self.step(|| self.inner.settle())
+    }
+
     fn list(&self, prefix: &str) -> Result<Vec<Entry>> {
         self.step(|| self.inner.list(prefix))
     }
@@ -164,12 +168,61 @@ impl Store for Aged<'_> {
         self.0.begin(key, length)
     }
 
+    fn settle(&self) -> Result<()> {
+        self.0.settle()
+    }
+
     fn list(&self, prefix: &str) -> Result<Vec<Entry>> {
         let mut entries = self.0.list(prefix)?;
         for entry in &mut entries {
             entry.found.modified -= Duration::from_hours(48);
         }
         Ok(entries)
+    }
+
+    fn delete(&self, key: &str) -> Result<()> {
+        self.0.delete(key)
+    }
+
+    fn sweep(&self, before: SystemTime) -> Result<u64> {
+        self.0.sweep(before)
+    }
+}
+
+/// A store that cannot make durable what it has.
+pub(crate) struct Unsettled<'s>(pub(crate) &'s dyn Store);
+
+impl Store for Unsettled<'_> {
+    fn head(&self, key: &str) -> Result<Option<Found>> {
+        self.0.head(key)
+    }
+
+    fn get(&self, key: &str, most: u64) -> Result<Option<(Vec<u8>, Version)>> {
+        self.0.get(key, most)
+    }
+
+    fn read(&self, key: &str, offset: u64, length: usize) -> Result<Vec<u8>> {
+        self.0.read(key, offset, length)
+    }
+
+    fn put(&self, key: &str, bytes: &[u8]) -> Result<()> {
+        self.0.put(key, bytes)
+    }
+
+    fn put_if(&self, key: &str, bytes: &[u8], was: Option<&Version>) -> Result<Outcome> {
+        self.0.put_if(key, bytes, was)
+    }
+
+    fn begin<'a>(&'a self, key: &str, length: u64) -> Result<Box<dyn Parts + 'a>> {
+        self.0.begin(key, length)
+    }
+
+    fn settle(&self) -> Result<()> {
+        Err(Error::Local("cannot settle".to_owned()))
+    }
+
+    fn list(&self, prefix: &str) -> Result<Vec<Entry>> {
+        self.0.list(prefix)
     }
 
     fn delete(&self, key: &str) -> Result<()> {
