@@ -209,9 +209,22 @@ fn a_push_to_a_server_that_does_not_answer_ends_by_a_signal() {
         ("AWS_SECRET_ACCESS_KEY", "secret"),
         ("AWS_REGION", "nowhere"),
     ];
-    let child = command.envs(settings).stderr(Stdio::piped()).spawn().unwrap();
+    // The store is on this machine.
+    for proxy in ["HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"] {
+        command.env_remove(proxy).env_remove(proxy.to_lowercase());
+    }
+    let mut child = command.envs(settings).stderr(Stdio::piped()).spawn().unwrap();
     // Its first request is on the way.
-    let _connection = listener.accept().unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let _connection = loop {
+        match listener.accept() {
+            Ok(connection) => break connection,
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(error) => panic!("{error}"),
+        }
+        assert!(child.try_wait().unwrap().is_none(), "it ended without a request");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    };
     // SAFETY: the process is a child that has not been waited for.
     unsafe { libc::kill(child.id() as i32, libc::SIGINT) };
     let done = child.wait_with_output().unwrap();
