@@ -4,7 +4,7 @@ use crate::chains::Chain;
 use crate::round_trips::{fetch, gc, is_whole, send};
 use crate::s3::{Fault, Server};
 use isobath_remote::store::{Bucket, Limits, Outcome, Store};
-use isobath_remote::{Error, Progress, Replace, list, push, remove};
+use isobath_remote::{Collection, Error, Progress, Replace, collect, list, push, remove};
 use object_store::aws::AmazonS3Builder;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -228,4 +228,36 @@ fn a_push_that_is_cancelled_ends() {
         }
     });
     assert!(server.objects().keys().all(|key| !key.starts_with("pushes/")));
+}
+
+#[test]
+fn a_collection_that_fails_closes_the_store_only_if_a_removal_is_in_doubt() {
+    let (server, chain) = (Server::start(), Chain::small("disk.qcow2", 1));
+    let store = open(&server, patient());
+    send(&store, "vm", &chain).unwrap();
+    send(&store, "gone", &Chain::small("disk.qcow2", 2)).unwrap();
+    remove(&store, "gone").unwrap();
+    let objects = server.objects();
+    for dry_run in [true, false] {
+        let (mut closed, mut open) = (0, 0);
+        for number in 1.. {
+            server.set_objects(objects.clone());
+            server.fail([(number, Fault::Status(403))]);
+            let how = Collection { grace: Duration::ZERO, dry_run, break_lock: false };
+            let collected = collect(&store, &how, &Progress::default());
+            let requests = server.requests();
+            let Some(failed) = requests.get(number) else {
+                collected.unwrap();
+                break;
+            };
+            let removal = failed.contains("delete") || failed.starts_with("DELETE");
+            let message = collected.unwrap_err().to_string();
+            assert_eq!(message.contains("--break-lock"), removal, "{failed}: {message}");
+            let locked = server.objects().contains_key("some/prefix/gc.lock");
+            assert_eq!(locked, removal, "{failed}");
+            *(if locked { &mut closed } else { &mut open }) += 1;
+        }
+        // With no removal but that of the lock, nothing else is in doubt.
+        assert!(open > 4 && if dry_run { closed == 1 } else { closed > 1 }, "{open} {closed}");
+    }
 }

@@ -4,7 +4,7 @@ use crate::chains::Chain;
 use crate::round_trips::{fetch, gc, is_whole, send, verify};
 use crate::stores::{self, Aged, Death, Watched};
 use isobath_remote::store::Store;
-use isobath_remote::{Error, remove};
+use isobath_remote::{Error, Progress, Replace, push, remove};
 use std::fs;
 use std::sync::Mutex;
 use std::time::Duration;
@@ -207,4 +207,34 @@ fn a_push_at_any_operation_of_a_collection_loses_nothing() {
         }
     }
     assert!(refused > 5, "{refused}");
+}
+
+#[test]
+fn an_interrupted_push_says_that_the_chain_is_unchanged_only_if_its_manifest_was_not_sent() {
+    let chain = Chain::small("disk.qcow2", 1);
+    for replace in [Replace::Unchanged, Replace::Any] {
+        let (mut before, mut after) = (0, 0);
+        for number in 0.. {
+            let (_kept, store) = stores::new();
+            let watched = Watched::dying(&store, Death::Interrupted(number));
+            let pushed = push(&watched, "vm", &chain.layers(), replace, &Progress::default());
+            let is_there = store.head("manifests/vm.json").unwrap().is_some();
+            match pushed {
+                Err(Error::Interrupted) => {
+                    assert!(!is_there, "operation {number}");
+                    before += 1;
+                }
+                Err(Error::Unsettled(how)) => {
+                    assert!(how.contains("'vm'") && !how.contains("unchanged"), "{how}");
+                    after += usize::from(is_there);
+                }
+                Ok(_) => {
+                    assert!(is_there);
+                    break;
+                }
+                Err(error) => panic!("{number}: {error}"),
+            }
+        }
+        assert!(before > 5 && after == 1, "{before} {after}");
+    }
 }

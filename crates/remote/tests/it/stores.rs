@@ -30,6 +30,8 @@ pub(crate) fn copy(from: &Path) -> (TempDir, Directory) {
 pub(crate) enum Death {
     Before(usize),
     After(usize),
+    /// It is interrupted, as everything that follows, and is not done.
+    Interrupted(usize),
 }
 
 /// A store whose user is killed, or at one of whose operations something else happens.
@@ -67,6 +69,7 @@ impl<'s> Watched<'s> {
         let died = || Err(Error::Store("killed".to_owned()));
         match self.death {
             Some(Death::Before(at)) if number >= at => died(),
+            Some(Death::Interrupted(at)) if number >= at => Err(Error::Interrupted),
             Some(Death::After(at)) if number > at => died(),
             Some(Death::After(at)) if number == at => operation().and_then(|_| died()),
             _ => operation(),
