@@ -230,8 +230,8 @@ impl Manifest {
     }
 }
 
-/// Whether a header may give its backing file this format, above a layer of the format `below`. Where it gives none, the
-/// backing file is opened as what it looks like; a raw one may look like anything, so that it must be given.
+/// Whether a header may give its backing file this format, above a layer of the format `below`. Where it gives none,
+/// the backing file is opened as what it looks like; a raw one may look like anything, so that it must be given.
 ///
 /// # Errors
 /// What is wrong with it, as the rest of a sentence.

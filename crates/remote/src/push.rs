@@ -28,8 +28,8 @@ const SMALL: u64 = 4 << 20;
 /// Bytes that are sent with one request.
 const MOST_AT_ONCE: usize = 8 << 20;
 
-/// Most bytes of parts that are read or sent at once, of all layers. A part that is longer is sent alone. Fewer parts at
-/// once get through sooner where the network is slow.
+/// Most bytes of parts that are read or sent at once, of all layers. A part that is longer is sent alone. Fewer parts
+/// at once get through sooner where the network is slow.
 const IN_FLIGHT: u64 = 64 << 20;
 
 /// How often a push says that it is still there.

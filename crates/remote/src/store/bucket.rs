@@ -1,9 +1,10 @@
 //! A bucket of an object store: S3, and Google's and Microsoft's.
 //!
 //! The client runs in a runtime of its own. It repeats nothing by itself: here every attempt has a time limit, all of
-//! them together another, and what is repeated is safe to repeat. The limit of an attempt is for the store's silence: while
-//! data arrives it begins anew, and a request that sends data has more, at the slowest rate that is borne. An object's name is the digest of what it holds, so
-//! that a put whose outcome is unknown may be repeated; a conditional put is settled by reading the object.
+//! them together another, and what is repeated is safe to repeat. The limit of an attempt is for the store's silence:
+//! while data arrives it begins anew, and a request that sends data has more, at the slowest rate that is borne. An
+//! object's name is the digest of what it holds, so that a put whose outcome is unknown may be repeated; a conditional
+//! put is settled by reading the object.
 
 use super::{Entry, Found, Limits, Outcome, Parts, Store, Version};
 use crate::error::{Error, Result};
