@@ -15,6 +15,7 @@ mod luks;
 mod nbd;
 mod nbd_session;
 mod qmp;
+mod remote;
 mod restart_log;
 mod seeds;
 mod tls;
@@ -32,6 +33,7 @@ pub use luks::luks;
 pub use nbd::{nbd_handshake, nbd_request, nbd_starttls};
 pub use nbd_session::nbd_session;
 pub use qmp::{job_file, qmp};
+pub use remote::remote;
 pub use restart_log::restart_log;
 pub use seeds::seeds;
 pub use tls::tls_name;
@@ -68,6 +70,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("luks", luks),
     ("nbd_starttls", nbd_starttls),
     ("tls_name", tls_name),
+    ("remote", remote),
     ("tls_channel", tls_channel),
 ];
 

@@ -78,6 +78,21 @@ fn valid(target: &str) -> Vec<Vec<u8>> {
         "embedded" => leads(),
         "nbd_handshake" => vec![handshake(255), handshake(0)],
         "nbd_starttls" => vec![starttls(true), starttls(false)],
+        "remote" => {
+            let digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
+            let layer = |more: &str| {
+                format!(
+                    r#"{{"digest":"{digest}","length":9,"format":"qcow2","size":512,"file":"a",{more}"table":"{digest}"}}"#
+                )
+            };
+            let manifest = format!(
+                r#"{{"format":"isobath-chain","version":1,"size":512,"heads":{{"digest":"{digest}","length":16}},"layers":[{},{}]}}"#,
+                layer(""),
+                layer(r#""backing":"a","backing_format":"qcow2","#)
+            );
+            let heads = b"\x02IHDS\0\0\0\x01\0\0\0\x02\0\0\0\0\0\0\0\x03\0\0\0\x08\0\0\0\0\0\0\0\x01QFI12345678x";
+            vec![manifest.into_bytes(), heads.to_vec()]
+        }
         "tls_name" => vec![
             b"\x31\x0b\x30\x09\x06\x03\x55\x04\x06\x13\x02GB\x31\x0c\x30\x0a\x06\x03\x55\x04\x03\x0c\x03a,b"
                 .to_vec(),

@@ -17,7 +17,7 @@ ISOBATH_LOG sets the log level on stderr (error, warn, info, debug, trace). ISOB
 ISOBATH_CORE_DUMPS=on lets servers, and commands that read secrets, leave core dumps and be traced.";
 
 /// The commands of each group, in the order of the help.
-const GROUPS: [(&str, &[&str]); 5] = [
+const GROUPS: [(&str, &[&str]); 6] = [
     (
         "Images",
         &[
@@ -26,6 +26,7 @@ const GROUPS: [(&str, &[&str]); 5] = [
         ],
     ),
     ("Long chains", &["chain", "index"]),
+    ("Stores", &["push", "pull", "remote"]),
     ("Servers", &["serve", "ctl"]),
     ("Contents", &["io", "map", "compare", "dd", "bench"]),
     ("The program", &["install-links", "completions", "help"]),

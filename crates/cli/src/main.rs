@@ -26,6 +26,7 @@ mod runtime;
 mod screen;
 mod server;
 mod size;
+mod store;
 mod temporary;
 mod tls_objects;
 mod trust;

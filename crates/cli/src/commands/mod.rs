@@ -19,9 +19,12 @@ mod install_links;
 mod io;
 mod map;
 mod measure;
+mod pull;
+mod push;
 mod qemu_nbd;
 mod qemu_storage_daemon;
 mod rebase;
+mod remote;
 mod resize;
 mod seal;
 mod serve;
@@ -62,6 +65,9 @@ commands! {
     Rebase = rebase;
     Chain = chain;
     Index = index;
+    Push = push;
+    Pull = pull;
+    Remote = remote;
     Serve = serve;
     Ctl = ctl;
     #[command(hide = true)]

@@ -60,6 +60,7 @@ mod serve_clients;
 mod serve_ends;
 mod serving;
 mod sockets;
+mod stores;
 mod sweep;
 mod tls;
 mod two_programs;

@@ -100,7 +100,7 @@ const LAYERS: &[&str] = &[
 const SERVERS: [&str; 3] = ["serve", "qemu-nbd", "qemu-storage-daemon"];
 
 /// Commands that are not run, by a word of theirs, and why.
-const NOT_RUN: [(&str, &str); 11] = [
+const NOT_RUN: [(&str, &str); 14] = [
     ("ctl", "needs a server"),
     ("--tls-creds", "needs certificates; `tls` tests it"),
     ("driver=nbd,host=disks.example.org,port=10809,export=vm,tls-creds=tls0", "needs a server"),
@@ -112,6 +112,9 @@ const NOT_RUN: [(&str, &str); 11] = [
     ("/run/isobath/qmp", "needs a server"),
     ("generate", "writes gigabytes"),
     ("chain/layer-00999.qcow2", "needs the gigabytes"),
+    ("push", "needs a store; `stores` tests it"),
+    ("pull", "needs a store; `stores` tests it"),
+    ("remote", "needs a store; `stores` tests it"),
 ];
 
 impl CommandLine {

@@ -1,0 +1,130 @@
+//! `isobath push`
+
+use crate::failure::{Failure, Outcome};
+use crate::host::{id_of_file, images, is_file_name};
+use crate::store::{self, StoreOptions};
+use crate::trust::Trusting;
+use crate::{json, options, runtime, size};
+use isobath_disk::{Disk, ImageFormat, Layer, OpenOptions, Secrets};
+use isobath_remote::{Address, Format, LocalLayer, Replace, push};
+use isobath_storage::{FileId, Storage};
+use serde_json::json;
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::PathBuf;
+
+/// Copy a chain to a directory or an object store
+///
+/// Every layer becomes an object that is named by its digest, so that only those are sent that are not there. The chain
+/// appears under its name when all of it is there. Nobody may write to the image meanwhile; to push a disk in use, take
+/// a snapshot, and push the image below.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The image's format [default: detected]
+    #[arg(short, long, value_name = "FMT", value_parser = options::format)]
+    format: Option<ImageFormat>,
+    /// Replace whatever the store has under the name, even if another push changes it at the same time
+    #[arg(long)]
+    overwrite: bool,
+    /// Output format
+    #[arg(long, value_name = "FMT", default_value = "human")]
+    output: options::OutputFormat,
+    /// Show progress
+    #[arg(short, long)]
+    progress: bool,
+    /// Print only errors
+    #[arg(short, long)]
+    quiet: bool,
+    #[command(flatten)]
+    store: StoreOptions,
+    #[command(flatten)]
+    trusting: Trusting,
+    /// The image, the top of the chain
+    image: PathBuf,
+    #[arg(help = store::CHAIN)]
+    remote: String,
+}
+
+pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    let address = Address::parse(&args.remote)?;
+    let options = OpenOptions::new()
+        .format(args.format)
+        .heads(false)
+        .secrets(Secrets::unneeded())
+        .trust(args.trusting.trust()?);
+    let replace = if args.overwrite { Replace::Any } else { Replace::Unchanged };
+    let pushed = runtime::block_on(async || {
+        // As long as the disk is open, no other program writes to any of its images.
+        let disk = Disk::open(images().clone(), &args.image, &options).await?;
+        let layers: Vec<_> = disk.layers().collect();
+        let layers = layers.into_iter().rev().map(|layer| local(layer));
+        let layers = layers.collect::<Result<Vec<_>, _>>()?;
+        let (place, name) = (address.place.clone(), address.name.clone());
+        let work = move |store: &dyn isobath_remote::Store, progress: &_| {
+            push(store, &name, &layers, replace, progress)
+        };
+        let interrupted =
+            "what was sent stays in the store for the next push, and the chain there is unchanged";
+        let shown = args.progress && !args.quiet;
+        let pushed = args.store.run(&place, shown, interrupted, work).await;
+        disk.close().await?;
+        pushed
+    })?;
+    match args.output {
+        options::OutputFormat::Json => {
+            let done = json!({
+                "remote": address.to_string(),
+                "layers": pushed.layers,
+                "layers-sent": pushed.sent,
+                "bytes-sent": pushed.bytes,
+            });
+            json::print(out, &done)?;
+        }
+        options::OutputFormat::Human if args.quiet => {}
+        options::OutputFormat::Human => writeln!(
+            out,
+            "Pushed to {address}: {} layers, {} of them sent ({}).",
+            pushed.layers,
+            pushed.sent,
+            size::human(pushed.bytes)
+        )?,
+    }
+    Ok(0)
+}
+
+/// A layer as it is pushed: its file, opened once more, which must be the one that is locked.
+fn local<S: Storage>(layer: &Layer<S>) -> Result<LocalLayer, Failure> {
+    let name = isobath_storage::shown(layer.name()).to_string();
+    let refused = |why: &str| Failure::new(format_args!("'{name}' cannot be pushed: {why}"));
+    if !is_file_name(layer.name()) {
+        return Err(refused("it is not a file"));
+    }
+    let format = match layer.format() {
+        ImageFormat::Qcow2 => Format::Qcow2,
+        ImageFormat::Raw => Format::Raw,
+        other => {
+            return Err(refused(&format!(
+                "its format is {}, and only qcow2 and raw images can be; 'isobath convert -O qcow2' makes one",
+                other.name()
+            )));
+        }
+    };
+    if layer.shown_log() != isobath_image::layer::ShownLog::None {
+        return Err(refused(
+            "its server was killed, and left changes; run 'isobath seal' on it first",
+        ));
+    }
+    let mut open = File::options();
+    let file = open.read(true).custom_flags(libc::O_NONBLOCK).open(layer.name());
+    let file = file.map_err(|error| refused(&isobath_storage::cause(&error)))?;
+    let metadata = file.metadata().map_err(|error| refused(&isobath_storage::cause(&error)))?;
+    if !metadata.is_file() {
+        return Err(refused("it is a device, and not a file; 'isobath convert' copies it to one"));
+    }
+    let id = FileId { device: metadata.dev(), inode: metadata.ino() };
+    if id_of_file(id) != layer.storage().id() {
+        return Err(refused("another file has got its name just now; try again"));
+    }
+    Ok(LocalLayer { path: layer.name().to_owned(), file, format })
+}

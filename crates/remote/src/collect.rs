@@ -1,0 +1,201 @@
+//! Removes chains from a store, and the objects that no chain needs.
+
+use crate::digest::unique;
+use crate::error::{Error, Result};
+use crate::keys;
+use crate::manifest::{MAX_MANIFEST, Manifest};
+use crate::progress::Progress;
+use crate::store::{Outcome, Store};
+use std::collections::HashSet;
+use std::time::{Duration, SystemTime};
+
+/// The note of a push counts at least so long: it is renewed every ten minutes.
+const LEAST_OF_NOTES: Duration = Duration::from_hours(1);
+
+/// How objects are collected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Collection {
+    /// How long an object stays after it was put, although nothing needs it.
+    pub grace: Duration,
+    /// Only say what would be removed.
+    pub dry_run: bool,
+    /// Begin although another collection has, which was killed.
+    pub break_lock: bool,
+}
+
+/// What a collection removed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Collected {
+    /// Chains in the store.
+    pub chains: usize,
+    /// Objects that were removed, or would be.
+    pub objects: usize,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Objects that nothing needs, and that are too young.
+    pub young: usize,
+}
+
+/// Removes a chain's manifest. Its layers stay until they are collected.
+///
+/// # Errors
+/// There is no such chain; those of the store.
+pub fn remove(store: &dyn Store, name: &str) -> Result<()> {
+    let key = keys::manifest(name);
+    if store.head(&key)?.is_none() {
+        return Err(Error::refused(format_args!("the store has no chain '{name}'")));
+    }
+    store.delete(&key)
+}
+
+/// Removes the objects that no chain needs. No push that is at work loses anything by it: see decision 0049 for why.
+///
+/// # Errors
+/// A push is at work, or another collection; a manifest is damaged or of a later version, so that it is unknown what it
+/// needs; those of the store.
+pub fn collect(store: &dyn Store, how: &Collection, progress: &Progress) -> Result<Collected> {
+    let lock = Lock::take(store, how.break_lock)?;
+    let mut removals = Removals { store, dry_run: how.dry_run, in_doubt: false };
+    let collected = lock.now().and_then(|now| locked(&mut removals, how, now, progress));
+    let stays = |error| match error {
+        Error::Store(message) => Error::Store(format!(
+            "{message}; no push begins until 'isobath remote gc --break-lock' has ended without an error"
+        )),
+        error => error,
+    };
+    // A removal whose outcome is unknown may still take effect: no push must find the object meanwhile.
+    if removals.in_doubt {
+        return collected.map_err(stays);
+    }
+    match (collected, lock.release()) {
+        (Ok(collected), Ok(())) => Ok(collected),
+        (Err(error), Ok(())) => Err(error),
+        (Ok(_), Err(error)) | (Err(error), Err(_)) => Err(stays(error)),
+    }
+}
+
+/// What is removed, and whether the outcome of a removal is unknown.
+struct Removals<'s> {
+    store: &'s dyn Store,
+    dry_run: bool,
+    in_doubt: bool,
+}
+
+impl Removals<'_> {
+    fn delete(&mut self, key: &str) -> Result<()> {
+        if self.dry_run {
+            return Ok(());
+        }
+        let deleted = self.store.delete(key);
+        self.in_doubt |= matches!(deleted, Err(Error::Store(_)));
+        deleted
+    }
+}
+
+fn locked(
+    removals: &mut Removals<'_>,
+    how: &Collection,
+    now: SystemTime,
+    progress: &Progress,
+) -> Result<Collected> {
+    let store = removals.store;
+    let is_older = |modified: SystemTime, than: Duration| {
+        now.duration_since(modified).is_ok_and(|age| age >= than)
+    };
+    // The order matters: notes, objects, manifests.
+    for note in store.list(keys::PUSHES)? {
+        if !is_older(note.found.modified, how.grace.max(LEAST_OF_NOTES)) {
+            return Err(Error::Conflict(format!(
+                "a push to this store is at work, or was killed less than {} minutes ago ('{}'): collect later",
+                how.grace.max(LEAST_OF_NOTES).as_secs() / 60,
+                note.key
+            )));
+        }
+        removals.delete(&note.key)?;
+    }
+    let mut entries = Vec::new();
+    for kind in keys::KINDS {
+        progress.check()?;
+        entries.extend(store.list(kind)?);
+    }
+    let (mut needed, mut collected) = (HashSet::new(), Collected::default());
+    for entry in store.list(keys::MANIFESTS)? {
+        progress.check()?;
+        let Some(name) = keys::name(&entry.key) else {
+            return Err(Error::damaged(format_args!(
+                "'{}' is not the name of a manifest, so that it is unknown what it needs: nothing was removed",
+                entry.key
+            )));
+        };
+        let Some((bytes, _)) = store.get(&entry.key, MAX_MANIFEST)? else { continue };
+        let manifest = Manifest::decode(name, &bytes);
+        let manifest = manifest
+            .map_err(|error| Error::damaged(format_args!("{error}; nothing was removed")))?;
+        needed.extend(manifest.objects().map(|(key, _)| key));
+        collected.chains += 1;
+    }
+    for entry in entries.iter().filter(|entry| !needed.contains(&entry.key)) {
+        progress.check()?;
+        if !is_older(entry.found.modified, how.grace) {
+            collected.young += 1;
+            continue;
+        }
+        removals.delete(&entry.key)?;
+        collected.objects += 1;
+        // Lengths are what the store says.
+        collected.bytes = collected.bytes.saturating_add(entry.found.length);
+    }
+    if !how.dry_run
+        && let Some(before) = now.checked_sub(how.grace.max(LEAST_OF_NOTES))
+    {
+        store.sweep(before)?;
+    }
+    Ok(collected)
+}
+
+/// Keeps pushes from beginning, and other collections.
+struct Lock<'s> {
+    store: &'s dyn Store,
+}
+
+impl<'s> Lock<'s> {
+    fn take(store: &'s dyn Store, break_lock: bool) -> Result<Self> {
+        let text = format!("isobath remote gc {}\n", unique()?);
+        if break_lock {
+            store.put(keys::COLLECTOR, text.as_bytes())?;
+            return Ok(Self { store });
+        }
+        let put = store.put_if(keys::COLLECTOR, text.as_bytes(), None);
+        let own =
+            |found: Option<(Vec<u8>, _)>| found.is_some_and(|(now, _)| now == text.as_bytes());
+        match put {
+            Ok(Outcome::Done) => Ok(Self { store }),
+            Ok(Outcome::Unsupported) => Err(Error::refused(
+                "this store cannot create an object only if there is none, so that two collections could be at work: \
+                 if there is no other, use --break-lock",
+            )),
+            // The put may have succeeded without our knowledge.
+            other => match (own(store.get(keys::COLLECTOR, 4096)?), other) {
+                (true, _) => Ok(Self { store }),
+                (false, Err(error)) => Err(error),
+                (false, Ok(_)) => Err(Error::Conflict(format!(
+                    "another 'isobath remote gc' is at work in this store ('{}'): if it was killed, use --break-lock",
+                    keys::COLLECTOR
+                ))),
+            },
+        }
+    }
+
+    /// The time by the store's clock, with which the objects' times are compared.
+    fn now(&self) -> Result<SystemTime> {
+        let found = self.store.head(keys::COLLECTOR)?;
+        let found = found.ok_or_else(|| {
+            Error::Conflict("another collection has removed this one's lock".to_owned())
+        });
+        found.map(|found| found.modified)
+    }
+
+    fn release(self) -> Result<()> {
+        self.store.delete(keys::COLLECTOR)
+    }
+}

@@ -1,0 +1,40 @@
+//! Backing chains in directories and object stores: `push`, `pull`, and what keeps such a store in order.
+//!
+//! A chain is a *manifest*, which lists its layers, and objects named by the SHA-256 of what they hold: each layer's
+//! file as it is, a table of checksums of each layer's blocks, and the heads of all layers in one piece. Overwriting an
+//! object is harmless, chains share the layers that they have in common, and a manifest appears when everything that it
+//! names is there. `docs/format.md` specifies all of it to the byte.
+//!
+//! Everything here blocks, and uses threads of its own where several requests are to be in flight. A [`Store`] is where
+//! the objects are: a [directory](store::Directory) or, with the feature `buckets`, an object store, whose client runs
+//! in a runtime of its own. What is read from a store is hostile until it matches its digest, and what it says is
+//! bounded even then.
+
+mod address;
+mod check;
+mod collect;
+mod digest;
+mod error;
+mod heads;
+mod keys;
+mod list;
+mod local;
+mod manifest;
+mod progress;
+mod pull;
+mod push;
+pub mod store;
+mod work;
+
+pub use address::{Address, Place};
+pub use check::{Checked, Depth, check};
+pub use collect::{Collected, Collection, collect, remove};
+pub use digest::{BLOCK, Digest};
+pub use error::{Error, Result};
+pub use heads::{Head, Heads, MAX_LAYERS};
+pub use list::{Listed, list};
+pub use manifest::{Format, HeadsObject, Layer, MAX_MANIFEST, Manifest};
+pub use progress::Progress;
+pub use pull::{Names, Pulled, Target, pull};
+pub use push::{LocalLayer, Pushed, Replace, push};
+pub use store::{Limits, Store, open};

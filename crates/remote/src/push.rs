@@ -1,0 +1,555 @@
+//! Puts a chain into a store.
+
+use crate::digest::{BLOCK, Digest, Hasher, Table, unique};
+use crate::error::{Error, Result, shown};
+use crate::heads::{Head, Heads, MAX_LAYERS, MOST_HEADER, MOST_L1, MOST_L1_TOGETHER};
+use crate::keys;
+use crate::manifest::{Format, HeadsObject, Layer, MAX_MANIFEST, Manifest, fits};
+use crate::progress::Progress;
+use crate::store::{Outcome, Parts, Store, Version};
+use crate::work::{self, Room};
+use isobath_qcow2::{Header, IncompatibleFeatures};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+/// Layers that are read or sent at once, and parts of each.
+const LAYERS_AT_ONCE: usize = 4;
+const PARTS_AT_ONCE: usize = 4;
+
+/// Bytes that are read at once: whole blocks.
+const PIECE: u64 = 4 * BLOCK;
+
+/// A layer of up to so many bytes is sent as one object, without being read again.
+const SMALL: u64 = 4 << 20;
+
+/// Bytes that are sent with one request.
+const MOST_AT_ONCE: usize = 8 << 20;
+
+/// Most bytes of parts that are read or sent at once, of all layers. A part that is longer is sent alone. Fewer parts
+/// at once get through sooner where the network is slow.
+const IN_FLIGHT: u64 = 64 << 20;
+
+/// How often a push says that it is still there.
+const RENEWAL: Duration = Duration::from_mins(10);
+
+/// How often a push begins again whose note was removed.
+const ROUNDS: usize = 3;
+
+/// A layer on this machine. Nobody changes it while it is pushed: its image lock is held.
+#[derive(Debug)]
+pub struct LocalLayer {
+    /// Its file's name.
+    pub path: PathBuf,
+    /// The file, open for reading.
+    pub file: File,
+    /// Its format.
+    pub format: Format,
+}
+
+/// Which manifest may be replaced.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Replace {
+    /// The one that was there when the push began.
+    #[default]
+    Unchanged,
+    /// Any, also one that cannot be read, and in stores that have no conditional puts.
+    Any,
+}
+
+/// What a push did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pushed {
+    /// Layers of the chain.
+    pub layers: usize,
+    /// Layers that were sent.
+    pub sent: usize,
+    /// Bytes of these.
+    pub bytes: u64,
+}
+
+/// What is sent and known of a layer.
+struct Prepared {
+    layer: Layer,
+    /// The header without zeroes at its end, if it is recorded.
+    header: Vec<u8>,
+    l1: Option<Place>,
+    sent: bool,
+}
+
+/// A place in a file.
+struct Place {
+    offset: u64,
+    length: u64,
+}
+
+/// Puts a chain into a store under a name: every layer that is not there yet, and then the manifest. `layers` are from
+/// the base to the top.
+///
+/// # Errors
+/// A layer cannot be pushed as it is; the store fails; somebody else pushes to the name or collects objects at the same
+/// time. Whatever fails, the store has the old manifest or the new one, and everything that it names.
+pub fn push(
+    store: &dyn Store,
+    name: &str,
+    layers: &[LocalLayer],
+    replace: Replace,
+    progress: &Progress,
+) -> Result<Pushed> {
+    if layers.is_empty() || layers.len() > MAX_LAYERS {
+        return Err(Error::refused(format_args!(
+            "the chain has {} layers, and 1 to {MAX_LAYERS} can be pushed",
+            layers.len()
+        )));
+    }
+    for (number, layer) in layers.iter().enumerate() {
+        describe(layer, below(layers, number))?;
+        progress.expect(length(layer)?);
+    }
+    let key = keys::manifest(name);
+    let was = store.get(&key, MAX_MANIFEST);
+    let was = match was {
+        Ok(was) => was,
+        Err(Error::Damaged(_)) if replace == Replace::Any => None,
+        Err(error) => return Err(error),
+    };
+    if let Some((bytes, _)) = was.as_ref().filter(|_| replace == Replace::Unchanged) {
+        let known = Manifest::decode(name, bytes);
+        known.map_err(|error| Error::damaged(format_args!("{error}; --overwrite replaces it")))?;
+    }
+    let mut sent = Pushed { layers: layers.len(), ..Pushed::default() };
+    let (mut was, mut done, room) = (was, Manifests::default(), Room::new(IN_FLIGHT));
+    for _ in 0..ROUNDS {
+        let note = Note::put(store)?;
+        let prepared = match round(store, layers, &note, &room, progress) {
+            Ok(prepared) => prepared,
+            Err(error) => {
+                note.remove();
+                return Err(error);
+            }
+        };
+        sent.sent += prepared.iter().filter(|layer| layer.sent).count();
+        let bytes = prepared.iter().filter(|one| one.sent).map(|one| one.layer.length);
+        sent.bytes = bytes.fold(sent.bytes, u64::saturating_add);
+        let put = finish(store, name, layers, prepared, &mut was, &mut done, replace, progress);
+        // As long as the note is there after the manifest, nobody has collected what the manifest names.
+        let stays = put.and_then(|()| note.is_there());
+        match stays {
+            Ok(true) => {
+                note.remove();
+                return Ok(sent);
+            }
+            Ok(false) => {}
+            Err(error) => {
+                note.remove();
+                return Err(match error {
+                    Error::Interrupted if done.begun => Error::Unsettled(format!(
+                        "the manifest of '{name}' was being put, so that the chain there is the old one or the new \
+                         one: push again, or see with 'isobath remote verify'"
+                    )),
+                    error => error,
+                });
+            }
+        }
+    }
+    Err(Error::Conflict(format!(
+        "'isobath remote gc' has removed the note of this push {ROUNDS} times, as that of one that was killed: push \
+         again when no gc runs, and give that a longer --grace"
+    )))
+}
+
+/// What became of the manifest in the rounds so far.
+#[derive(Default)]
+struct Manifests {
+    /// Its put has begun.
+    begun: bool,
+    /// It was put.
+    done: bool,
+}
+
+/// Puts the heads and the manifest. `was` is the manifest that may be replaced.
+#[allow(clippy::too_many_arguments, reason = "the rounds share what they change")]
+fn finish(
+    store: &dyn Store,
+    name: &str,
+    locals: &[LocalLayer],
+    prepared: Vec<Prepared>,
+    was: &mut Option<(Vec<u8>, Version)>,
+    done: &mut Manifests,
+    replace: Replace,
+    progress: &Progress,
+) -> Result<()> {
+    let (layers, heads) = heads_of(locals, prepared)?;
+    let heads = heads.encode();
+    let digest = Digest::of(&heads);
+    put_unless_there(store, &keys::heads(&digest), &heads)?;
+    let manifest =
+        Manifest::new(HeadsObject { digest, length: heads.len() as u64 }, layers)?.encode()?;
+    progress.check()?;
+    store.settle()?;
+    if done.done || was.as_ref().is_some_and(|(bytes, _)| *bytes == manifest) {
+        return Ok(());
+    }
+    done.begun = true;
+    put_manifest(store, name, &manifest, was.as_ref().map(|(_, version)| version), replace)?;
+    done.done = true;
+    Ok(())
+}
+
+/// Reads the L1 tables, from the top down as long as there is room, so that no others take memory.
+fn heads_of(locals: &[LocalLayer], prepared: Vec<Prepared>) -> Result<(Vec<Layer>, Heads)> {
+    let mut room = MOST_L1_TOGETHER as u64;
+    let mut heads = Vec::with_capacity(prepared.len());
+    let mut layers = Vec::with_capacity(prepared.len());
+    for (local, one) in locals.iter().zip(prepared).rev() {
+        let mut head = Head { header: one.header, l1: Vec::new() };
+        if let Some(place) = one.l1
+            && let Some(rest) = room.checked_sub(place.length)
+        {
+            head.l1 = read(local, place.offset, place.length)?;
+            room = rest;
+        }
+        heads.push(head);
+        layers.push(one.layer);
+    }
+    heads.reverse();
+    layers.reverse();
+    Ok((layers, Heads::new(heads)))
+}
+
+fn put_manifest(
+    store: &dyn Store,
+    name: &str,
+    manifest: &[u8],
+    was: Option<&Version>,
+    replace: Replace,
+) -> Result<()> {
+    let key = keys::manifest(name);
+    if replace == Replace::Any {
+        return store.put(&key, manifest);
+    }
+    match store.put_if(&key, manifest, was) {
+        Ok(Outcome::Done) => Ok(()),
+        Ok(Outcome::Unsupported) => Err(Error::refused(format_args!(
+            "this store cannot replace an object only if it is unchanged, so that another push to '{name}' could be \
+             lost: if there is none, use --overwrite"
+        ))),
+        // The put may have succeeded without our knowledge.
+        other => match (store.get(&key, MAX_MANIFEST)?, other) {
+            (Some((now, _)), _) if now == manifest => Ok(()),
+            (_, Err(error)) => Err(error),
+            _ => Err(Error::Conflict(format!(
+                "another program has pushed to '{name}' or removed it meanwhile: its manifest was left as it is; push \
+                 again to replace it"
+            ))),
+        },
+    }
+}
+
+/// Puts an object that is named by its digest, if it is not there.
+fn put_unless_there(store: &dyn Store, key: &str, bytes: &[u8]) -> Result<bool> {
+    let found = store.head(key)?;
+    if found.is_some_and(|found| found.length == bytes.len() as u64) {
+        return Ok(false);
+    }
+    if bytes.len() <= MOST_AT_ONCE {
+        return store.put(key, bytes).map(|()| true);
+    }
+    let parts = store.begin(key, bytes.len() as u64)?;
+    let size = parts.size() as usize;
+    let put = (0..)
+        .zip(bytes.chunks(size))
+        .try_for_each(|(number, part)| parts.put(number, part.to_vec()));
+    finish_parts(parts, put).map(|()| true)
+}
+
+/// Finishes an object whose parts were put, or abandons it.
+fn finish_parts(parts: Box<dyn Parts + '_>, put: Result<()>) -> Result<()> {
+    if let Err(error) = put {
+        // What cannot be removed now stays hidden; the first error says more.
+        let _ = parts.abandon();
+        return Err(error);
+    }
+    parts.finish()
+}
+
+/// Puts all layers that are not there, with their tables.
+fn round(
+    store: &dyn Store,
+    layers: &[LocalLayer],
+    note: &Note<'_>,
+    room: &Room,
+    progress: &Progress,
+) -> Result<Vec<Prepared>> {
+    work::each(layers.len(), LAYERS_AT_ONCE, |number| {
+        let Some(local) = layers.get(number) else {
+            unreachable!("each number is that of a layer")
+        };
+        let prepared = put_layer(store, layers, local, number, note, room, progress);
+        prepared.map_err(|error| match error {
+            Error::Interrupted => error,
+            _ => error.of(&local.path),
+        })
+    })
+}
+
+fn put_layer(
+    store: &dyn Store,
+    layers: &[LocalLayer],
+    local: &LocalLayer,
+    number: usize,
+    note: &Note<'_>,
+    room: &Room,
+    progress: &Progress,
+) -> Result<Prepared> {
+    let length = length(local)?;
+    let (mut hasher, mut table, mut whole) = (Hasher::default(), Table::new(), Vec::new());
+    let mut at = 0;
+    while at < length {
+        progress.check()?;
+        note.renew()?;
+        let piece = read(local, at, PIECE.min(length - at))?;
+        hasher.update(&piece);
+        table.extend(&piece);
+        at += piece.len() as u64;
+        if length <= SMALL {
+            whole.extend_from_slice(&piece);
+        }
+    }
+    let (digest, table_digest) = (hasher.finish(), Digest::of(table.bytes()));
+    let Described { size, backing, backing_format, header, l1 } =
+        describe(local, below(layers, number))?;
+    let file = local.path.file_name().map(|name| name.to_string_lossy().into_owned());
+    let file = file.unwrap_or_else(|| format!("layer-{number}"));
+    let format = local.format;
+    let layer =
+        Layer { digest, length, format, size, file, backing, backing_format, table: table_digest };
+    let key = keys::layer(&digest);
+    let sent = if length <= SMALL {
+        note.renew()?;
+        put_unless_there(store, &key, &whole)?
+    } else {
+        let found = store.head(&key)?.is_some_and(|found| found.length == length);
+        if !found {
+            send(store, local, &key, &table, note, room, progress)?;
+        }
+        !found
+    };
+    put_unless_there(store, &keys::table(&table_digest), table.bytes())?;
+    if length <= SMALL || !sent {
+        progress.add(length);
+    }
+    Ok(Prepared { layer, header, l1, sent })
+}
+
+/// Sends a layer in parts. Each is compared with the table, so that what arrives is what was hashed.
+fn send(
+    store: &dyn Store,
+    local: &LocalLayer,
+    key: &str,
+    table: &Table,
+    note: &Note<'_>,
+    room: &Room,
+    progress: &Progress,
+) -> Result<()> {
+    let length = length(local)?;
+    let parts = store.begin(key, length)?;
+    let size = parts.size();
+    let count = length.div_ceil(size) as usize;
+    let done = work::each(count, PARTS_AT_ONCE, |number| {
+        let at = number as u64 * size;
+        let _taken = room.take(size.min(length - at));
+        progress.check()?;
+        note.renew()?;
+        let bytes = read(local, at, size.min(length - at))?;
+        if table.mismatch(at / BLOCK, &bytes).is_some() {
+            return Err(Error::Conflict("the file was changed while it was pushed".to_owned()));
+        }
+        let sent = bytes.len() as u64;
+        parts.put(number as u64, bytes)?;
+        progress.add(sent);
+        Ok(())
+    });
+    finish_parts(parts, done.map(drop))
+}
+
+fn length(layer: &LocalLayer) -> Result<u64> {
+    let metadata = layer.file.metadata();
+    Ok(metadata.map_err(|error| Error::local("examine", &layer.path, error))?.len())
+}
+
+fn read(layer: &LocalLayer, offset: u64, length: u64) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; length as usize];
+    let read = layer.file.read_exact_at(&mut bytes, offset);
+    read.map_err(|error| Error::local("read", &layer.path, error))?;
+    Ok(bytes)
+}
+
+/// What a layer's header says.
+struct Described {
+    size: u64,
+    backing: Option<String>,
+    backing_format: Option<String>,
+    /// The header cluster without the zeroes at its end; empty if that is too long to be recorded.
+    header: Vec<u8>,
+    /// The L1 table, if it is not too long to be recorded.
+    l1: Option<Place>,
+}
+
+/// The format of the layer below.
+fn below(layers: &[LocalLayer], number: usize) -> Option<Format> {
+    number.checked_sub(1).and_then(|below| layers.get(below)).map(|below| below.format)
+}
+
+/// What is recorded of a layer above one of the format `below`.
+///
+/// # Errors
+/// It cannot be pushed as it is.
+fn describe(local: &LocalLayer, below: Option<Format>) -> Result<Described> {
+    let length = length(local)?;
+    let path = shown(&local.path);
+    if local.format == Format::Raw {
+        if below.is_some() {
+            return Err(Error::refused(format_args!("'{path}' is raw, but has layers below it")));
+        }
+        let size = length.next_multiple_of(512);
+        let (backing, backing_format, header, l1) = (None, None, Vec::new(), None);
+        return Ok(Described { size, backing, backing_format, header, l1 });
+    }
+    let mut cluster = read(local, 0, length.min(Header::MAX_LENGTH as u64))?;
+    let invalid = |error| Error::refused(format_args!("'{path}': {error}"));
+    cluster.truncate(Header::probe_length(&cluster).map_err(invalid)?);
+    let header = Header::parse(&cluster).map_err(invalid)?;
+    let features = header.incompatible;
+    let way_out = if features.contains(IncompatibleFeatures::JOURNAL) {
+        Some(("was not closed and has a journal", "isobath seal"))
+    } else if features.contains(IncompatibleFeatures::CORRUPT) {
+        Some(("is marked as corrupt", "isobath check -r all"))
+    } else if features.contains(IncompatibleFeatures::DIRTY) {
+        Some(("was not closed and is marked as dirty", "isobath check -r all"))
+    } else if features.contains(IncompatibleFeatures::DATA_FILE) {
+        Some(("has an external data file, which would not be pushed", "isobath convert -O qcow2"))
+    } else {
+        None
+    };
+    if let Some((what, command)) = way_out {
+        return Err(Error::refused(format_args!("'{path}' {what}: run '{command}' on it first")));
+    }
+    match (&header.backing_file, below) {
+        (Some(name), None) => {
+            return Err(Error::refused(format_args!(
+                "'{path}' has the backing file '{}', which is not among the layers",
+                isobath_qcow2::text::Shown(name)
+            )));
+        }
+        (None, Some(_)) => {
+            return Err(Error::refused(format_args!(
+                "'{path}' has no backing file, but layers below it"
+            )));
+        }
+        _ => {}
+    }
+    let l1_bytes = u64::from(header.l1_size) * 8;
+    let l1_at = header.l1_table_offset.get();
+    let whole = l1_at.checked_add(l1_bytes).is_some_and(|end| end <= length);
+    let l1 =
+        (whole && l1_bytes <= MOST_L1 as u64).then_some(Place { offset: l1_at, length: l1_bytes });
+    let used = cluster.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
+    cluster.truncate(if used > MOST_HEADER { 0 } else { used });
+    // It is held until all layers are there, and was as long as a cluster may be.
+    cluster.shrink_to_fit();
+    let size = header.disk_size();
+    let backing_format =
+        header.backing_format().map(str::to_owned).filter(|_| header.backing_file.is_some());
+    if let (Err(what), Some(below)) = (fits(backing_format.as_deref(), below), below) {
+        return Err(Error::refused(format_args!(
+            "'{path}' {what}: 'qemu-img rebase -u -F {} -b BACKING_FILE IMAGE', with the name that is there now, \
+             corrects the header",
+            below.name()
+        )));
+    }
+    let backing = header.backing_file;
+    Ok(Described { size, backing, backing_format, header: cluster, l1 })
+}
+
+/// The note of a push: whoever collects objects sees that layers may be needed that no manifest names yet.
+struct Note<'s> {
+    store: &'s dyn Store,
+    key: String,
+    renewed: Mutex<Instant>,
+}
+
+const NOTE: &[u8] = b"isobath push\n";
+
+impl<'s> Note<'s> {
+    /// Puts a note, and makes sure that nobody collects objects, in this order.
+    fn put(store: &'s dyn Store) -> Result<Self> {
+        let key = format!("{}{}", keys::PUSHES, unique()?);
+        store.put(&key, NOTE)?;
+        let note = Self { store, key, renewed: Mutex::new(Instant::now()) };
+        let collects = match store.head(keys::COLLECTOR) {
+            Ok(found) => found.is_some(),
+            Err(error) => {
+                note.remove();
+                return Err(error);
+            }
+        };
+        if collects {
+            note.remove();
+            return Err(Error::Conflict(
+                "'isobath remote gc' is at work in this store: push again when it has ended; if it was killed, run it \
+                 once more with --break-lock"
+                    .to_owned(),
+            ));
+        }
+        Ok(note)
+    }
+
+    /// Puts it again if that was long ago.
+    fn renew(&self) -> Result<()> {
+        // Another thread that has the lock renews it.
+        let Ok(mut renewed) = self.renewed.try_lock() else { return Ok(()) };
+        if renewed.elapsed() < RENEWAL {
+            return Ok(());
+        }
+        // One that was removed stays so, since what was found before may be gone. If the store has no conditional puts
+        // it is not renewed, and may count as left.
+        if let Some((_, version)) = self.store.get(&self.key, NOTE.len() as u64)? {
+            self.store.put_if(&self.key, NOTE, Some(&version))?;
+        }
+        *renewed = Instant::now();
+        Ok(())
+    }
+
+    fn is_there(&self) -> Result<bool> {
+        Ok(self.store.head(&self.key)?.is_some())
+    }
+
+    fn remove(self) {
+        // One that stays keeps objects from being collected for a while, and is removed then.
+        let _ = self.store.delete(&self.key);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use isobath_testkit::qemu;
+    use std::process::Command;
+
+    #[test]
+    fn what_is_held_of_a_layer_is_no_longer_than_its_header() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk.qcow2");
+        let mut create = Command::new(qemu::program("qemu-img"));
+        create.args(["create", "-q", "-f", "qcow2", "-o", "preallocation=full,cluster_size=2M"]);
+        let _ = qemu::run(create.arg(&path).arg("4M")).ok();
+        let local = LocalLayer { file: File::open(&path).unwrap(), path, format: Format::Qcow2 };
+        let described = describe(&local, None).unwrap();
+        assert!(!described.header.is_empty());
+        assert!(described.header.capacity() <= MOST_HEADER, "{}", described.header.capacity());
+        assert!(described.l1.is_some_and(|place| place.length == 8));
+    }
+}

@@ -1,0 +1,530 @@
+//! A bucket of an object store: S3, and Google's and Microsoft's.
+//!
+//! The client runs in a runtime of its own. It repeats nothing by itself: here every attempt has a time limit, all of
+//! them together another, and what is repeated is safe to repeat. The limit of an attempt is for the store's silence:
+//! while data arrives it begins anew, and a request that sends data has more, at the slowest rate that is borne. An
+//! object's name is the digest of what it holds, so that a put whose outcome is unknown may be repeated; a conditional
+//! put is settled by reading the object.
+
+use super::{Entry, Found, Limits, Outcome, Parts, Store, Version};
+use crate::error::{Error, Result};
+use crate::progress::Progress;
+use futures_util::TryStreamExt;
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::azure::MicrosoftAzureBuilder;
+use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::multipart::{MultipartStore, PartId};
+use object_store::path::Path;
+use object_store::{
+    ClientConfigKey, ClientOptions, GetOptions, GetRange, GetResult, ObjectStore, ObjectStoreExt,
+    PutMode, PutOptions, PutPayload, RetryConfig, UpdateVersion,
+};
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::future::Future;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+use tokio::runtime::Runtime;
+use tokio::time::{Instant, sleep, timeout};
+
+type Failed = object_store::Error;
+
+/// Least bytes of a part, and most parts.
+const PART: u64 = 8 << 20;
+const MOST_PARTS: u64 = 9_000;
+
+/// The longest pause between two attempts.
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+/// The limit of an operation that tidies up after an interruption.
+const HURRIED: Duration = Duration::from_secs(5);
+
+/// The slowest rate in bytes a second at which a request's data is sent.
+const SLOWEST: u64 = 16 << 10;
+
+/// How often it is looked whether an operation was cancelled.
+const LOOK: Duration = Duration::from_millis(50);
+
+trait Client: ObjectStore + MultipartStore {}
+impl<T: ObjectStore + MultipartStore> Client for T {}
+
+/// A bucket.
+pub struct Bucket {
+    client: Arc<dyn Client>,
+    /// What all names begin with, with a slash at the end; may be empty.
+    prefix: String,
+    limits: Limits,
+    progress: Arc<Progress>,
+    runtime: Runtime,
+}
+
+impl Bucket {
+    /// A bucket, with the credentials and the endpoint that the environment names.
+    ///
+    /// # Errors
+    /// The environment names none, or wrong ones.
+    pub fn open(
+        scheme: &str,
+        bucket: &str,
+        prefix: &str,
+        limits: Limits,
+        progress: &Arc<Progress>,
+    ) -> Result<Self> {
+        let wrong = |error: Failed| {
+            Error::refused(format_args!("cannot use {scheme}://{bucket}: {}", short(&error)))
+        };
+        let (options, retry) = (client_options(limits), retry_config(limits));
+        Self::new(prefix, limits, progress, || match scheme {
+            "s3" => s3(AmazonS3Builder::from_env().with_bucket_name(bucket), limits).map_err(wrong),
+            "gs" => {
+                let builder = GoogleCloudStorageBuilder::from_env().with_bucket_name(bucket);
+                let builder = builder.with_client_options(options).with_retry(retry);
+                Ok(Arc::new(builder.build().map_err(wrong)?) as Arc<dyn Client>)
+            }
+            _ => {
+                let builder = MicrosoftAzureBuilder::from_env().with_container_name(bucket);
+                let builder = builder.with_client_options(options).with_retry(retry);
+                Ok(Arc::new(builder.build().map_err(wrong)?) as Arc<dyn Client>)
+            }
+        })
+    }
+
+    /// A bucket of S3 that is not described by the environment alone.
+    ///
+    /// # Errors
+    /// The description is wrong.
+    pub fn of_s3(
+        builder: AmazonS3Builder,
+        prefix: &str,
+        limits: Limits,
+        progress: &Arc<Progress>,
+    ) -> Result<Self> {
+        let wrong = |error: Failed| {
+            Error::refused(format_args!("cannot use the bucket: {}", short(&error)))
+        };
+        Self::new(prefix, limits, progress, || s3(builder, limits).map_err(wrong))
+    }
+
+    fn new(
+        prefix: &str,
+        limits: Limits,
+        progress: &Arc<Progress>,
+        client: impl FnOnce() -> Result<Arc<dyn Client>>,
+    ) -> Result<Self> {
+        // Another part of the process may have chosen one.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let mut runtime = tokio::runtime::Builder::new_multi_thread();
+        let runtime = runtime.worker_threads(2).thread_name("remote").enable_all().build();
+        let runtime =
+            runtime.map_err(|error| Error::Local(format!("cannot start threads: {error}")))?;
+        let client = {
+            let _inside = runtime.enter();
+            client()?
+        };
+        let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
+        Ok(Self { client, prefix, limits, progress: Arc::clone(progress), runtime })
+    }
+
+    fn path(&self, key: &str) -> Path {
+        Path::from(format!("{}{key}", self.prefix))
+    }
+
+    /// Runs an operation without data until it succeeds, its failure is final, or the time is over.
+    fn run<T, F: Future<Output = std::result::Result<T, Failed>>>(
+        &self,
+        what: &str,
+        key: &str,
+        cancellable: bool,
+        operation: impl Fn() -> F,
+    ) -> Result<std::result::Result<T, Failed>> {
+        self.repeat(what, key, cancellable, Duration::ZERO, |silence| within(silence, operation()))
+    }
+
+    /// Runs an operation until it succeeds, its failure is final, or the time is over, `more` than the usual one. The
+    /// operation is told how long it may take without progress.
+    fn repeat<T, F: Future<Output = std::result::Result<T, Failed>>>(
+        &self,
+        what: &str,
+        key: &str,
+        cancellable: bool,
+        more: Duration,
+        operation: impl Fn(Duration) -> F,
+    ) -> Result<std::result::Result<T, Failed>> {
+        let overall = self.limits.overall + more;
+        let work = async {
+            // Whoever was interrupted does not wait long to tidy up.
+            let hurried = self.progress.is_cancelled().then_some(HURRIED);
+            let end = Instant::now() + hurried.unwrap_or(overall).min(overall);
+            let mut pause = self.limits.pause;
+            loop {
+                let left = end.saturating_duration_since(Instant::now());
+                let cause = match operation((self.limits.attempt + more).min(left)).await {
+                    Ok(done) => return Ok(Ok(done)),
+                    Err(error) if is_final(&error) => return Ok(Err(error)),
+                    Err(error) => short(&error),
+                };
+                if Instant::now() + pause >= end {
+                    let limit = overall;
+                    return Err(Error::store(
+                        what,
+                        key,
+                        format_args!("{cause} (given up after {limit:?})"),
+                    ));
+                }
+                sleep(pause).await;
+                pause = (pause * 2).min(LONGEST_PAUSE);
+            }
+        };
+        let cancelled = async {
+            while !(cancellable && self.progress.is_cancelled()) {
+                sleep(LOOK).await;
+            }
+        };
+        self.runtime.block_on(async {
+            tokio::pin!(work, cancelled);
+            match futures_util::future::select(work, cancelled).await {
+                futures_util::future::Either::Left((done, _)) => done,
+                futures_util::future::Either::Right(_) => Err(Error::Interrupted),
+            }
+        })
+    }
+
+    /// The same, where a failure that is final is an error.
+    fn done<T, F: Future<Output = std::result::Result<T, Failed>>>(
+        &self,
+        what: &str,
+        key: &str,
+        operation: impl Fn() -> F,
+    ) -> Result<T> {
+        self.run(what, key, true, operation)?
+            .map_err(|error| Error::store(what, key, short(&error)))
+    }
+}
+
+/// The time that so many bytes may take besides.
+fn sending(bytes: u64) -> Duration {
+    Duration::from_secs(bytes / SLOWEST)
+}
+
+/// The result of an operation, which is a failure that may be repeated if it takes longer.
+async fn within<T>(
+    limit: Duration,
+    operation: impl Future<Output = std::result::Result<T, Failed>>,
+) -> std::result::Result<T, Failed> {
+    timeout(limit, operation).await.unwrap_or_else(|_| {
+        Err(Failed::Generic {
+            store: "store",
+            source: format!("no answer within {limit:?}").into(),
+        })
+    })
+}
+
+/// What a store answers, piece by piece: each must come within the limit, and they are at most so many bytes.
+async fn received(
+    silence: Duration,
+    most: u64,
+    found: GetResult,
+) -> std::result::Result<Vec<u8>, Failed> {
+    let mut bytes = Vec::new();
+    let mut pieces = found.into_stream();
+    while let Some(piece) = within(silence, pieces.try_next()).await? {
+        if (bytes.len() + piece.len()) as u64 > most {
+            let source = "it answered with too many bytes".into();
+            return Err(Failed::Generic { store: "store", source });
+        }
+        bytes.extend_from_slice(&piece);
+    }
+    Ok(bytes)
+}
+
+fn s3(builder: AmazonS3Builder, limits: Limits) -> std::result::Result<Arc<dyn Client>, Failed> {
+    // The options take the place of those that the environment gave.
+    let allow = builder.get_config_value(&AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp));
+    let options =
+        client_options(limits).with_allow_http(allow.is_some_and(|allow| allow == "true"));
+    let builder = builder.with_client_options(options).with_retry(retry_config(limits));
+    Ok(Arc::new(builder.build()?))
+}
+
+fn client_options(limits: Limits) -> ClientOptions {
+    let connect = limits.attempt.min(Duration::from_secs(10));
+    // How long a request may take depends on what it sends and receives.
+    ClientOptions::default().with_timeout_disabled().with_connect_timeout(connect)
+}
+
+/// The client repeats nothing.
+fn retry_config(limits: Limits) -> RetryConfig {
+    RetryConfig { max_retries: 0, retry_timeout: limits.attempt, ..RetryConfig::default() }
+}
+
+/// Whether repeating the request gives the same. The client does not say which status it got, except in words; if they
+/// are not found, the request is repeated.
+fn is_final(error: &Failed) -> bool {
+    match error {
+        Failed::Generic { .. } => match status(error) {
+            None => error.to_string().contains("redirect"),
+            Some(408 | 425 | 429) => false,
+            Some(501) => true,
+            Some(status) => (300..500).contains(&status),
+        },
+        _ => true,
+    }
+}
+
+fn status(error: &Failed) -> Option<u32> {
+    let text = error.to_string();
+    let (_, rest) = text.split_once("status code: ")?;
+    rest.get(..3)?.parse().ok()
+}
+
+/// The message of an error, without the pages that some servers answer.
+fn short(error: &impl Display) -> String {
+    const MOST: usize = 300;
+    let text = error.to_string();
+    match text.char_indices().nth(MOST) {
+        Some((end, _)) => format!("{}...", text.get(..end).unwrap_or_default()),
+        None => text,
+    }
+}
+
+impl Store for Bucket {
+    fn head(&self, key: &str) -> Result<Option<Found>> {
+        let path = self.path(key);
+        match self.run("look at", key, true, || self.client.head(&path))? {
+            Ok(found) => {
+                Ok(Some(Found { length: found.size, modified: found.last_modified.into() }))
+            }
+            Err(Failed::NotFound { .. }) => Ok(None),
+            Err(error) => Err(Error::store("look at", key, short(&error))),
+        }
+    }
+
+    fn get(&self, key: &str, most: u64) -> Result<Option<(Vec<u8>, Version)>> {
+        let path = self.path(key);
+        let path = &path;
+        let read = |silence| async move {
+            let found = self.client.get_opts(path, GetOptions::default());
+            let found = within(silence, found).await?;
+            let meta = found.meta.clone();
+            if meta.size > most {
+                return Ok(Err(meta.size));
+            }
+            let bytes = received(silence, most, found).await?;
+            Ok(Ok((bytes, Version { tag: meta.e_tag, number: meta.version })))
+        };
+        match self.repeat("read", key, true, Duration::ZERO, read)? {
+            Ok(Ok((bytes, version))) if bytes.len() as u64 <= most => Ok(Some((bytes, version))),
+            Ok(_) => Err(Error::damaged(format_args!(
+                "'{key}' has more than the {most} bytes that it may have"
+            ))),
+            Err(Failed::NotFound { .. }) => Ok(None),
+            Err(error) => Err(Error::store("read", key, short(&error))),
+        }
+    }
+
+    fn read(&self, key: &str, offset: u64, length: usize) -> Result<Vec<u8>> {
+        let path = self.path(key);
+        let path = &path;
+        let read = |silence| async move {
+            let range = GetRange::Bounded(offset..offset + length as u64);
+            let options = GetOptions { range: Some(range), ..GetOptions::default() };
+            let found = within(silence, self.client.get_opts(path, options)).await?;
+            let bytes = received(silence, length as u64, found).await?;
+            if bytes.len() == length {
+                Ok(bytes)
+            } else {
+                Err(Failed::Generic {
+                    store: "store",
+                    source: "it answered with too few bytes".into(),
+                })
+            }
+        };
+        match self.repeat("read", key, true, Duration::ZERO, read)? {
+            Ok(bytes) => Ok(bytes),
+            Err(Failed::NotFound { .. }) => {
+                Err(Error::damaged(format_args!("'{key}' is missing in the store")))
+            }
+            Err(error) => Err(Error::store("read", key, short(&error))),
+        }
+    }
+
+    fn put(&self, key: &str, bytes: &[u8]) -> Result<()> {
+        let (path, payload) =
+            (self.path(key), PutPayload::from(bytes::Bytes::copy_from_slice(bytes)));
+        let put = |limit| within(limit, self.client.put(&path, payload.clone()));
+        let put = self.repeat("write", key, true, sending(bytes.len() as u64), put)?;
+        put.map(drop).map_err(|error| Error::store("write", key, short(&error)))
+    }
+
+    fn put_if(&self, key: &str, bytes: &[u8], was: Option<&Version>) -> Result<Outcome> {
+        let (path, payload) =
+            (self.path(key), PutPayload::from(bytes::Bytes::copy_from_slice(bytes)));
+        let mode = match was {
+            None => PutMode::Create,
+            Some(was) => PutMode::Update(UpdateVersion {
+                e_tag: was.tag.clone(),
+                version: was.number.clone(),
+            }),
+        };
+        let more = sending(bytes.len() as u64);
+        let end = std::time::Instant::now() + self.limits.overall + more;
+        let mut pause = self.limits.pause;
+        loop {
+            // One attempt: whether it may be repeated is seen by reading the object.
+            let attempt = self.runtime.block_on(async {
+                let options = PutOptions { mode: mode.clone(), ..PutOptions::default() };
+                let put = self.client.put_opts(&path, payload.clone(), options);
+                timeout(self.limits.attempt + more, put).await
+            });
+            let failed = match attempt {
+                Ok(Ok(_)) => return Ok(Outcome::Done),
+                Ok(Err(Failed::NotImplemented { .. } | Failed::NotSupported { .. })) => {
+                    return Ok(Outcome::Unsupported);
+                }
+                Ok(Err(error)) if status(&error) == Some(501) => return Ok(Outcome::Unsupported),
+                Ok(Err(error)) => Some(error),
+                Err(_) => None,
+            };
+            let refused =
+                matches!(&failed, Some(Failed::AlreadyExists { .. } | Failed::Precondition { .. }));
+            if let Some(error) = failed.as_ref().filter(|error| !refused && is_final(error)) {
+                return Err(Error::store("write", key, short(error)));
+            }
+            match self.get(key, bytes.len() as u64) {
+                Ok(Some((now, _))) if now == bytes => return Ok(Outcome::Done),
+                Ok(now) if now.as_ref().map(|(_, version)| version) != was => {
+                    return Ok(Outcome::Changed);
+                }
+                // It is longer than what was to be written.
+                Err(Error::Damaged(_)) if refused => return Ok(Outcome::Changed),
+                Ok(_) | Err(Error::Damaged(_)) => {}
+                Err(error) => return Err(error),
+            }
+            if self.progress.is_cancelled() {
+                return Err(Error::Interrupted);
+            }
+            if std::time::Instant::now() + pause >= end {
+                let cause = failed.map_or_else(|| "no answer".to_owned(), |error| short(&error));
+                return Err(Error::store("write", key, cause));
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    fn begin<'a>(&'a self, key: &str, length: u64) -> Result<Box<dyn Parts + 'a>> {
+        let path = self.path(key);
+        let id = self.done("begin", key, || self.client.create_multipart(&path))?;
+        let size = PART.max(length.div_ceil(MOST_PARTS).next_multiple_of(PART));
+        Ok(Box::new(Upload {
+            bucket: self,
+            key: key.to_owned(),
+            path,
+            id,
+            size,
+            length,
+            parts: Mutex::default(),
+        }))
+    }
+
+    fn list(&self, prefix: &str) -> Result<Vec<Entry>> {
+        let path = self.path(prefix);
+        let path = &path;
+        let list = |silence| async move {
+            let (mut found, mut entries) = (Vec::new(), self.client.list(Some(path)));
+            // A large store has many pages.
+            while let Some(entry) = within(silence, entries.try_next()).await? {
+                found.push(entry);
+            }
+            Ok(found)
+        };
+        let found = self.repeat("list", prefix, true, Duration::ZERO, list)?;
+        let found = found.map_err(|error| Error::store("list", prefix, short(&error)))?;
+        let entries = found.into_iter().filter_map(|found| {
+            let key = found.location.as_ref().strip_prefix(&self.prefix)?.to_owned();
+            Some(Entry {
+                key,
+                found: Found { length: found.size, modified: found.last_modified.into() },
+            })
+        });
+        Ok(entries.collect())
+    }
+
+    fn delete(&self, key: &str) -> Result<()> {
+        let path = self.path(key);
+        // Whoever was cancelled still removes what it has noted.
+        match self.run("remove", key, false, || self.client.delete(&path))? {
+            Ok(()) | Err(Failed::NotFound { .. }) => Ok(()),
+            Err(error) => Err(Error::store("remove", key, short(&error))),
+        }
+    }
+
+    fn sweep(&self, _before: SystemTime) -> Result<u64> {
+        // Parts of uploads that were not finished are seen by nobody; a rule of the bucket removes them.
+        Ok(0)
+    }
+}
+
+/// An object whose parts are sent.
+struct Upload<'b> {
+    bucket: &'b Bucket,
+    key: String,
+    path: Path,
+    id: String,
+    size: u64,
+    length: u64,
+    parts: Mutex<BTreeMap<u64, PartId>>,
+}
+
+impl Parts for Upload<'_> {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn put(&self, number: u64, bytes: Vec<u8>) -> Result<()> {
+        let payload = PutPayload::from(bytes);
+        let client = &self.bucket.client;
+        let more = sending(payload.content_length() as u64);
+        let send = |limit| {
+            let part = client.put_part(&self.path, &self.id, number as usize, payload.clone());
+            within(limit, part)
+        };
+        let id = self.bucket.repeat("write", &self.key, true, more, send)?;
+        let id = id.map_err(|error| Error::store("write", &self.key, short(&error)))?;
+        self.parts.lock().unwrap_or_else(PoisonError::into_inner).insert(number, id);
+        Ok(())
+    }
+
+    fn finish(self: Box<Self>) -> Result<()> {
+        let parts = std::mem::take(&mut *self.parts.lock().unwrap_or_else(PoisonError::into_inner));
+        let parts: Vec<PartId> = parts.into_values().collect();
+        let client = &self.bucket.client;
+        let finish = || client.complete_multipart(&self.path, &self.id, parts.clone());
+        let finished = self.bucket.run("write", &self.key, true, finish)?;
+        let Err(error) = finished else { return Ok(()) };
+        // If an attempt succeeded whose answer was lost, the next one finds no upload any more.
+        match self.bucket.head(&self.key)? {
+            Some(found) if found.length == self.length => Ok(()),
+            _ => Err(Error::store("write", &self.key, short(&error))),
+        }
+    }
+
+    fn abandon(self: Box<Self>) -> Result<()> {
+        let client = &self.bucket.client;
+        let abort = || client.abort_multipart(&self.path, &self.id);
+        let aborted = self.bucket.run("remove the parts of", &self.key, false, abort)?;
+        aborted.map_err(|error| Error::store("remove the parts of", &self.key, short(&error)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_has_time_for_the_bytes_that_it_sends() {
+        assert_eq!(sending(100), Duration::ZERO);
+        assert_eq!(sending(PART), Duration::from_secs(512));
+        assert!(sending(128 << 20) > sending(PART) * 15);
+    }
+}

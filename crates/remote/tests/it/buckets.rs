@@ -1,0 +1,263 @@
+//! An object store, and everything that goes wrong on the way to it.
+
+use crate::chains::Chain;
+use crate::round_trips::{fetch, gc, is_whole, send};
+use crate::s3::{Fault, Server};
+use isobath_remote::store::{Bucket, Limits, Outcome, Store};
+use isobath_remote::{Collection, Error, Progress, Replace, collect, list, push, remove};
+use object_store::aws::AmazonS3Builder;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+const FAULTS: [Fault; 5] =
+    [Fault::Status(429), Fault::Status(500), Fault::Reset, Fault::AnswerLost, Fault::Truncated];
+
+fn open(server: &Server, limits: Limits) -> Bucket {
+    let builder = AmazonS3Builder::new()
+        .with_bucket_name("bucket")
+        .with_region("nowhere")
+        .with_access_key_id("key")
+        .with_secret_access_key("secret")
+        .with_endpoint(&server.endpoint)
+        .with_allow_http(true);
+    Bucket::of_s3(builder, "some/prefix", limits, &Arc::default()).unwrap()
+}
+
+/// What fails is tried again at once; nobody waits for the limits.
+fn patient() -> Limits {
+    Limits { pause: Duration::from_millis(1), ..Limits::default() }
+}
+
+#[test]
+fn a_chain_goes_through_an_object_store() {
+    let (server, mut chain) = (Server::start(), Chain::new());
+    let store = open(&server, patient());
+    let pushed = send(&store, "vm", &chain).unwrap();
+    assert_eq!((pushed.layers, pushed.sent), (3, 3));
+    assert!(
+        server.requests().iter().all(|request| !request.contains("list-type")),
+        "no list for a push"
+    );
+    assert!(server.requests().iter().any(|request| request.contains("partNumber")));
+    assert!(server.objects().keys().all(|key| key.starts_with("some/prefix/")));
+    is_whole(&store, "vm");
+    let directory = tempfile::tempdir().unwrap();
+    server.fail([]);
+    let pulled = fetch(&store, "vm", directory.path()).unwrap();
+    assert!(
+        server.requests().iter().all(|request| !request.contains("list-type")),
+        "no list for a pull"
+    );
+    chain.is_part(directory.path(), true);
+    chain.reads_as(&pulled.image);
+    chain.grow("next.qcow2");
+    assert_eq!(send(&store, "other", &chain).unwrap().sent, 1);
+    assert_eq!(list(&store).unwrap().len(), 2);
+    remove(&store, "other").unwrap();
+    assert_eq!(gc(&store, Duration::ZERO, false).unwrap().objects, 3);
+    is_whole(&store, "vm");
+}
+
+#[test]
+fn a_request_that_fails_once_is_repeated_whichever_it_is() {
+    let (server, chain) = (Server::start(), Chain::new());
+    let store = open(&server, patient());
+    for fault in FAULTS {
+        for number in 0.. {
+            server.set_objects(BTreeMap::default());
+            server.fail([(number, fault)]);
+            send(&store, "vm", &chain)
+                .unwrap_or_else(|error| panic!("{fault:?} {number}: {error}"));
+            let reached = server.requests().len() > number;
+            is_whole(&store, "vm");
+            if !reached {
+                assert!(number > 15, "{number} requests");
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_pull_gets_what_was_pushed_whatever_one_answer_is() {
+    let (server, chain) = (Server::start(), Chain::new());
+    let store = open(&server, patient());
+    send(&store, "vm", &chain).unwrap();
+    for fault in FAULTS.into_iter().chain([Fault::WrongByte]) {
+        for number in 0.. {
+            let directory = tempfile::tempdir().unwrap();
+            server.fail([(number, fault)]);
+            match fetch(&store, "vm", directory.path()) {
+                Ok(_) => chain.is_part(directory.path(), true),
+                // A manifest or a table that differs is an error.
+                Err(error) => {
+                    assert_eq!(fault, Fault::WrongByte, "{number}: {error}");
+                    chain.is_part(directory.path(), false);
+                }
+            }
+            if server.requests().len() <= number {
+                assert!(number > 8, "{number} requests");
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_wrong_byte_of_a_layer_is_fetched_again() {
+    let (server, chain) = (Server::start(), Chain::new());
+    let store = open(&server, patient());
+    send(&store, "vm", &chain).unwrap();
+    server.fail([]);
+    let directory = tempfile::tempdir().unwrap();
+    fetch(&store, "vm", directory.path()).unwrap();
+    let layers = |request: &&String| request.starts_with("GET") && request.contains("/layers/");
+    assert!(server.requests().iter().filter(layers).count() >= 5);
+    // One at a time, the order of requests is the same: the last one is that of the top layer.
+    let last = server.requests().iter().rposition(|request| layers(&request)).unwrap();
+    server.fail([(last, Fault::WrongByte)]);
+    let directory = tempfile::tempdir().unwrap();
+    fetch(&store, "vm", directory.path()).unwrap();
+    chain.is_part(directory.path(), true);
+    assert_eq!(server.requests().iter().filter(layers).count(), 6);
+}
+
+#[test]
+fn an_attempt_without_an_answer_ends_and_so_does_the_operation() {
+    let (server, chain) = (Server::start(), Chain::small("disk.qcow2", 1));
+    // Nothing on this machine takes that long by itself.
+    let limits = Limits { attempt: Duration::from_secs(2), ..patient() };
+    let store = open(&server, limits);
+    for number in [0, 3, 6] {
+        server.fail([(number, Fault::Silence)]);
+        send(&store, "vm", &chain).unwrap();
+        is_whole(&store, "vm");
+        server.set_objects(BTreeMap::default());
+    }
+    let hurried = Limits {
+        overall: Duration::from_millis(50),
+        attempt: Duration::from_millis(20),
+        ..patient()
+    };
+    let store = open(&server, hurried);
+    server.fail((0..10_000).map(|number| (number, Fault::Silence)));
+    let error = send(&store, "vm", &chain).unwrap_err().to_string();
+    assert!(error.contains("given up") && error.contains("manifests/vm.json"), "{error}");
+}
+
+#[test]
+fn a_conditional_put_is_settled_whatever_is_answered() {
+    for fault in FAULTS.into_iter().chain([Fault::Status(409), Fault::Status(412)]) {
+        let server = Server::start();
+        let store = open(&server, patient());
+        server.fail([(0, fault)]);
+        assert_eq!(
+            store.put_if("manifests/vm.json", b"one", None).unwrap(),
+            Outcome::Done,
+            "{fault:?}"
+        );
+        let (_, version) = store.get("manifests/vm.json", 100).unwrap().unwrap();
+        server.fail([(0, fault)]);
+        assert_eq!(
+            store.put_if("manifests/vm.json", b"two", Some(&version)).unwrap(),
+            Outcome::Done,
+            "{fault:?}"
+        );
+        for contents in [&b"three"[..], b"3"] {
+            server.fail([(0, fault)]);
+            let put = store.put_if("manifests/vm.json", contents, Some(&version)).unwrap();
+            assert_eq!(put, Outcome::Changed, "{fault:?}");
+            assert_eq!(
+                store.put_if("manifests/vm.json", contents, None).unwrap(),
+                Outcome::Changed,
+                "{fault:?}"
+            );
+        }
+        assert_eq!(store.get("manifests/vm.json", 100).unwrap().unwrap().0, b"two");
+    }
+}
+
+#[test]
+fn a_store_without_conditional_puts_needs_the_word_of_the_user() {
+    let (server, chain) = (Server::start(), Chain::small("disk.qcow2", 1));
+    let store = open(&server, patient());
+    server.refuse_conditions();
+    let error = send(&store, "vm", &chain).unwrap_err().to_string();
+    assert!(error.contains("--overwrite"), "{error}");
+    assert!(!server.objects().contains_key("some/prefix/manifests/vm.json"));
+    push(&store, "vm", &chain.layers(), Replace::Any, &Progress::default()).unwrap();
+    is_whole(&store, "vm");
+    let error = gc(&store, Duration::ZERO, false).unwrap_err().to_string();
+    assert!(error.contains("--break-lock"), "{error}");
+}
+
+#[test]
+fn what_is_refused_for_good_is_not_repeated() {
+    let (server, chain) = (Server::start(), Chain::small("disk.qcow2", 1));
+    let store = open(&server, patient());
+    for status in [400, 401, 403] {
+        server.fail((0..10_000).map(|number| (number, Fault::Status(status))));
+        assert!(matches!(send(&store, "vm", &chain), Err(Error::Store(_))));
+        assert_eq!(server.requests().len(), 1, "{status}");
+    }
+}
+
+#[test]
+fn a_push_that_is_cancelled_ends() {
+    let (server, chain) = (Server::start(), Chain::small("disk.qcow2", 1));
+    let progress = Arc::new(Progress::default());
+    let builder = AmazonS3Builder::new()
+        .with_bucket_name("bucket")
+        .with_region("nowhere")
+        .with_access_key_id("key")
+        .with_secret_access_key("secret")
+        .with_endpoint(&server.endpoint)
+        .with_allow_http(true);
+    let store = Bucket::of_s3(builder, "", patient(), &progress).unwrap();
+    server.fail((3..10_000).map(|number| (number, Fault::Status(503))));
+    std::thread::scope(|scope| {
+        let pushing =
+            scope.spawn(|| push(&store, "vm", &chain.layers(), Replace::Unchanged, &progress));
+        isobath_testkit::until("a request fails", || server.requests().len() > 5);
+        server.fail([]);
+        progress.cancel();
+        match pushing.join().unwrap() {
+            Err(Error::Interrupted) => assert!(!server.objects().contains_key("manifests/vm.json")),
+            pushed => drop(pushed.unwrap()),
+        }
+    });
+    assert!(server.objects().keys().all(|key| !key.starts_with("pushes/")));
+}
+
+#[test]
+fn a_collection_that_fails_closes_the_store_only_if_a_removal_is_in_doubt() {
+    let (server, chain) = (Server::start(), Chain::small("disk.qcow2", 1));
+    let store = open(&server, patient());
+    send(&store, "vm", &chain).unwrap();
+    send(&store, "gone", &Chain::small("disk.qcow2", 2)).unwrap();
+    remove(&store, "gone").unwrap();
+    let objects = server.objects();
+    for dry_run in [true, false] {
+        let (mut closed, mut open) = (0, 0);
+        for number in 1.. {
+            server.set_objects(objects.clone());
+            server.fail([(number, Fault::Status(403))]);
+            let how = Collection { grace: Duration::ZERO, dry_run, break_lock: false };
+            let collected = collect(&store, &how, &Progress::default());
+            let requests = server.requests();
+            let Some(failed) = requests.get(number) else {
+                collected.unwrap();
+                break;
+            };
+            let removal = failed.contains("delete") || failed.starts_with("DELETE");
+            let message = collected.unwrap_err().to_string();
+            assert_eq!(message.contains("--break-lock"), removal, "{failed}: {message}");
+            let locked = server.objects().contains_key("some/prefix/gc.lock");
+            assert_eq!(locked, removal, "{failed}");
+            *(if locked { &mut closed } else { &mut open }) += 1;
+        }
+        // With no removal but that of the lock, nothing else is in doubt.
+        assert!(open > 4 && if dry_run { closed == 1 } else { closed > 1 }, "{open} {closed}");
+    }
+}

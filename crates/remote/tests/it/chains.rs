@@ -1,0 +1,125 @@
+//! Chains of files for tests.
+
+use isobath_remote::{Format, LocalLayer};
+use isobath_testkit::process::run;
+use isobath_testkit::qemu;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use tempfile::TempDir;
+
+/// The files of a chain, from the base to the top.
+pub(crate) struct Chain {
+    pub(crate) directory: TempDir,
+    pub(crate) names: Vec<String>,
+}
+
+#[track_caller]
+pub(crate) fn qemu_img(directory: &Path, arguments: &[&str]) {
+    let _ =
+        qemu::run(Command::new(qemu::program("qemu-img")).current_dir(directory).args(arguments))
+            .ok();
+}
+
+#[track_caller]
+fn write(directory: &Path, image: &str, what: &str) {
+    let mut command = Command::new(qemu::program("qemu-io"));
+    let _ = qemu::run(command.current_dir(directory).args(["-c", what, image])).ok();
+}
+
+impl Chain {
+    /// A raw base that is sent in parts, with a hole, and two overlays.
+    pub(crate) fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let mut base = vec![0; (9 << 20) + 512];
+        for (at, byte) in
+            base.iter_mut().enumerate().filter(|(at, _)| !(1 << 20..7 << 20).contains(at))
+        {
+            *byte = (at / 512 + at) as u8;
+        }
+        fs::write(directory.path().join("base.raw"), base).unwrap();
+        let mut chain = Self { directory, names: vec!["base.raw".to_owned()] };
+        chain.grow("middle.qcow2");
+        chain.grow("top.qcow2");
+        chain
+    }
+
+    /// One small image.
+    pub(crate) fn small(name: &str, byte: u8) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        qemu_img(directory.path(), &["create", "-q", "-f", "qcow2", name, "1M"]);
+        write(directory.path(), name, &format!("write -q -P {byte} 0 64k"));
+        Self { directory, names: vec![name.to_owned()] }
+    }
+
+    /// Adds an overlay.
+    pub(crate) fn grow(&mut self, name: &str) {
+        self.grow_above(&self.names.last().unwrap().clone(), name);
+    }
+
+    /// Adds an overlay that calls its backing file so.
+    pub(crate) fn grow_above(&mut self, backing: &str, name: &str) {
+        let format =
+            if self.names.len() == 1 && self.names[0] == "base.raw" { "raw" } else { "qcow2" };
+        let path = self.directory.path();
+        qemu_img(path, &["create", "-q", "-f", "qcow2", "-b", backing, "-F", format, name]);
+        let number = self.names.len();
+        write(path, name, &format!("write -q -P {number} {}k 64k", number * 96));
+        self.names.push(name.to_owned());
+    }
+
+    pub(crate) fn path(&self, number: usize) -> PathBuf {
+        self.directory.path().join(&self.names[number])
+    }
+
+    pub(crate) fn top(&self) -> PathBuf {
+        self.path(self.names.len() - 1)
+    }
+
+    /// Its layers, as they are pushed.
+    pub(crate) fn layers(&self) -> Vec<LocalLayer> {
+        let layers = (0..self.names.len()).map(|number| {
+            let path = self.path(number);
+            let raw = path.extension().is_some_and(|extension| extension == "raw");
+            let format = if raw { Format::Raw } else { Format::Qcow2 };
+            LocalLayer { file: File::open(&path).unwrap(), path, format }
+        });
+        layers.collect()
+    }
+
+    /// All files of a directory are files of the chain, and those that must be there are.
+    #[track_caller]
+    pub(crate) fn is_part(&self, directory: &Path, whole: bool) {
+        let mut found = 0;
+        for entry in fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_name().unwrap().to_str().unwrap();
+            if name.starts_with(".isobath-pull-") {
+                assert!(!whole, "{name} was left");
+                continue;
+            }
+            let own = self.directory.path().join(name);
+            assert!(fs::read(&path).unwrap() == fs::read(&own).unwrap(), "{name} differs");
+            found += 1;
+        }
+        assert!(!whole || found == self.names.len(), "{found} files");
+    }
+
+    /// QEMU finds the pulled chain clean, and reads from it what is in this one.
+    #[track_caller]
+    pub(crate) fn reads_as(&self, image: &Path) {
+        let directory = self.directory.path();
+        let (own, pulled) = (self.top(), image.to_str().unwrap());
+        qemu_img(directory, &["check", "-q", "-f", "qcow2", pulled]);
+        qemu_img(
+            directory,
+            &["compare", "-q", "-f", "qcow2", "-F", "qcow2", own.to_str().unwrap(), pulled],
+        );
+    }
+}
+
+/// The bytes of a file that `sha256sum` gives.
+pub(crate) fn sha256(path: &Path) -> String {
+    let done = run(Command::new("sha256sum").arg(path)).ok();
+    done.text().split(' ').next().unwrap().to_owned()
+}

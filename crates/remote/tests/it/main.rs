@@ -1,0 +1,11 @@
+//! Tests of stores: what is pushed is pulled, whatever happens on the way.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by a panic")]
+
+mod buckets;
+mod chains;
+mod hostile;
+mod interrupted;
+mod round_trips;
+mod s3;
+mod stores;
