@@ -96,11 +96,16 @@ impl Window {
 
     /// Whether all of a range of at least a byte was found in the page cache, after so many doubts.
     pub(super) fn is_present(&self, at: usize, length: usize, doubts: u32) -> bool {
-        self.reaches(at + length)
-            && self.since.load(Ordering::Relaxed) == doubts
-            && self
-                .words(at, length)
-                .all(|(word, mask)| word.load(Ordering::Relaxed) & mask == mask)
+        if !self.reaches(at + length) || self.since.load(Ordering::Relaxed) != doubts {
+            return false;
+        }
+        // Most ranges are of one page.
+        let (first, last) = (at >> self.page_bits, (at + length - 1) >> self.page_bits);
+        if first == last {
+            let bits = u64::BITS as usize;
+            return self.present[first / bits].load(Ordering::Relaxed) >> (first % bits) & 1 == 1;
+        }
+        self.words(at, length).all(|(word, mask)| word.load(Ordering::Relaxed) & mask == mask)
     }
 
     /// An immediate read has found a range of at least a byte, after so many doubts.
