@@ -16,11 +16,11 @@ mod window;
 pub(super) use budget::Mappings;
 
 use super::sys;
-use arc_swap::ArcSwap;
+use arc_swap::ArcSwapOption;
 use budget::{Member, Owner};
 use doubts::Doubts;
 use isobath_ring::may_go_on;
-use smallvec::SmallVec;
+use parking_lot::Mutex;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::ptr;
@@ -43,13 +43,18 @@ const COHERENT: [u64; 3] = [
     0x9123_683E, // Btrfs
 ];
 
-/// The windows of a file that are mapped at a time, by their numbers, in ascending order. Most files have one.
-type Windows = SmallVec<[(u64, Arc<Window>); 1]>;
+/// Windows of a file that are mapped at a time, by their numbers, in ascending order.
+type Windows = Vec<(u64, Arc<Window>)>;
 
 /// The mappings of a file.
 pub(super) struct Mapped {
     mappings: Arc<Mappings>,
-    windows: ArcSwap<Windows>,
+    /// The window at the start of the file, the only one of most files: found with one look less than in a list.
+    first: ArcSwapOption<Window>,
+    /// The others, if there are any.
+    others: ArcSwapOption<Windows>,
+    /// Held while `first` and `others` change; they are read without it.
+    changing: Mutex<()>,
     doubts: Doubts,
     /// Immediate reads until the next attempt to map a window.
     until: AtomicU32,
@@ -77,7 +82,8 @@ fn place(offset: u64, length: usize) -> Option<(u64, usize)> {
     fits.then_some((number, at as usize))
 }
 
-fn find(windows: &Windows, number: u64) -> Option<&Arc<Window>> {
+fn find(windows: Option<&Arc<Windows>>, number: u64) -> Option<&Arc<Window>> {
+    let windows = windows?;
     let found = windows.binary_search_by_key(&number, |(number, _)| *number);
     found.ok().map(|found| &windows[found].1)
 }
@@ -87,7 +93,9 @@ impl Mapped {
     pub(super) fn new(mappings: &Arc<Mappings>, grows: bool) -> Arc<Self> {
         Arc::new(Self {
             mappings: mappings.clone(),
-            windows: ArcSwap::default(),
+            first: ArcSwapOption::empty(),
+            others: ArcSwapOption::empty(),
+            changing: Mutex::default(),
             doubts: Doubts::default(),
             until: AtomicU32::new(BEFORE_FIRST),
             ended: AtomicBool::new(false),
@@ -96,25 +104,32 @@ impl Mapped {
         })
     }
 
+    /// Applies `look` to the window with this number, if it is mapped, which it stays meanwhile.
+    fn look<T>(&self, number: u64, look: impl FnOnce(&Arc<Window>) -> T) -> Option<T> {
+        if number == 0 {
+            self.first.load().as_ref().map(look)
+        } else {
+            find(self.others.load().as_ref(), number).map(look)
+        }
+    }
+
     /// Fills the buffer; `false` if the range cannot be read in this way, and then its content is undefined.
     pub(super) fn read(&self, offset: u64, buf: &mut [u8]) -> bool {
-        let windows = self.windows.load();
-        if windows.is_empty() {
-            return false;
-        }
         let Some((number, at)) = place(offset, buf.len()) else { return false };
-        let Some(window) = find(&windows, number) else { return false };
-        if !window.is_present(at, buf.len(), self.doubts.count()) || !may_go_on(buf.len()) {
-            return false;
-        }
-        if !self.doubts.while_looking(|| window.copy(at, buf)) {
-            // Whoever makes the file shorter takes its windows away; readers may still have them.
-            if find(&self.windows.load(), number).is_some_and(|now| Arc::ptr_eq(now, window)) {
-                self.end();
+        let read = |window: &Arc<Window>| {
+            if !window.is_present(at, buf.len(), self.doubts.count()) || !may_go_on(buf.len()) {
+                return false;
             }
-            return false;
-        }
-        true
+            if !self.doubts.while_looking(|| window.copy(at, buf)) {
+                // Whoever makes the file shorter takes its windows away; readers may still have them.
+                if self.look(number, |now| Arc::ptr_eq(now, window)) == Some(true) {
+                    self.end();
+                }
+                return false;
+            }
+            true
+        };
+        self.look(number, read) == Some(true)
     }
 
     /// An immediate read found all of this range in the page cache.
@@ -123,10 +138,14 @@ impl Mapped {
             return;
         }
         let Some((number, at)) = place(offset, length) else { return };
-        if let Some(window) = find(&self.windows.load(), number)
-            && window.reaches(at + length)
-        {
-            window.note(at, length, self.doubts.count());
+        let note = |window: &Arc<Window>| {
+            let reaches = window.reaches(at + length);
+            if reaches {
+                window.note(at, length, self.doubts.count());
+            }
+            reaches
+        };
+        if self.look(number, note) == Some(true) {
             return;
         }
         let until = self.until.load(Ordering::Relaxed);
@@ -169,12 +188,24 @@ impl Mapped {
         if is_others { BEFORE_NEXT } else { BEFORE_FIRST }
     }
 
-    fn change(&self, change: impl Fn(&mut Windows)) {
-        self.windows.rcu(|windows| {
-            let mut windows = Windows::clone(windows);
-            change(&mut windows);
-            windows
-        });
+    /// All that are mapped.
+    fn windows(&self) -> Windows {
+        let first = self.first.load_full().map(|window| (0, window));
+        let others = self.others.load_full();
+        first.into_iter().chain(others.iter().flat_map(|others| others.iter().cloned())).collect()
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Windows)) {
+        let changing = self.changing.lock();
+        let mut windows = self.windows();
+        let before = windows.clone();
+        change(&mut windows);
+        let others = windows.split_off(windows.partition_point(|(number, _)| *number == 0));
+        self.first.store(windows.pop().map(|(_, window)| window));
+        self.others.store((!others.is_empty()).then(|| Arc::new(others)));
+        drop(changing);
+        // The last reference to a window unmaps it, which takes long.
+        drop(before);
     }
 
     /// The file is about to end at `length`, so that what lies behind it is not to be read through windows.
@@ -260,7 +291,7 @@ mod tests {
         }
 
         fn windows(&self) -> usize {
-            self.mapped.windows.load().len()
+            self.mapped.windows().len()
         }
     }
 
@@ -350,10 +381,46 @@ mod tests {
     }
 
     #[test]
+    fn what_is_missing_in_any_window_ends_all_of_them() {
+        let end = (WINDOW as usize) / PAGE;
+        for missing in [3, end + 3] {
+            let fixture = Fixture::new(10, true);
+            fixture.file.write_all_at(&vec![5; 10 * PAGE], WINDOW).unwrap();
+            for page in [0, end] {
+                fixture.map(page);
+                fixture.was_cached(page, 10);
+            }
+            assert_eq!(fixture.windows(), 2);
+            fixture.file.set_len((missing * PAGE) as u64).unwrap();
+            assert!(fixture.read(missing, 1).is_none());
+            assert_eq!(fixture.windows(), 0);
+        }
+    }
+
+    #[test]
+    fn a_cut_takes_away_the_windows_behind_it_and_forgetting_takes_all() {
+        let fixture = Fixture::new(10, true);
+        let end = (WINDOW as usize) / PAGE;
+        fixture.file.write_all_at(&vec![5; 10 * PAGE], 2 * WINDOW).unwrap();
+        for page in [0, end * 2] {
+            fixture.map(page);
+        }
+        assert_eq!(fixture.windows(), 2);
+        drop(fixture.mapped.cut(WINDOW));
+        assert_eq!(fixture.windows(), 1);
+        assert_eq!(fixture.read(0, 1).unwrap(), [0; PAGE]);
+        assert!(fixture.read(end * 2, 1).is_none());
+        fixture.map(end * 2);
+        assert_eq!(fixture.read(end * 2, 1).unwrap(), [5; PAGE]);
+        fixture.mapped.forget();
+        assert_eq!(fixture.windows(), 0);
+    }
+
+    #[test]
     fn a_file_that_its_owner_cuts_short_is_mapped_again() {
         let fixture = Fixture::new(10, true);
         fixture.map(8);
-        let kept = fixture.mapped.windows.load_full();
+        let kept = fixture.mapped.windows();
         fixture.mapped.cut(4 * PAGE as u64);
         fixture.file.set_len(4 * PAGE as u64).unwrap();
         assert!(fixture.read(8, 1).is_none());
@@ -422,7 +489,7 @@ mod tests {
         fixture.file.write_all_at(&[3; PAGE], offset).unwrap();
         fixture.map((offset as usize) / PAGE);
         assert_eq!(fixture.read((offset as usize) / PAGE, 1).unwrap(), [3; PAGE]);
-        let windows = fixture.mapped.windows.load();
+        let windows = fixture.mapped.windows();
         assert_eq!((windows.len(), windows[0].0), (1, 7 << 10));
     }
 
@@ -463,7 +530,7 @@ mod tests {
         for _ in 0..BEFORE_FIRST + 2 {
             mapped.was_cached(&descriptor, 0, PAGE);
         }
-        assert!(mapped.windows.load().is_empty());
+        assert!(mapped.windows().is_empty());
     }
 
     #[test]
@@ -474,7 +541,7 @@ mod tests {
         doubts::look_at_the_next_read();
         assert!(fixture.read(5, 1).is_some());
         let doubts = fixture.mapped.doubts.count();
-        let windows = fixture.mapped.windows.load();
+        let windows = fixture.mapped.windows();
         windows[0].1.remove_from_memory(&fixture.descriptor);
         doubts::look_at_the_next_read();
         let before = sys::waits_for_pages().unwrap();

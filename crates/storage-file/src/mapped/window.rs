@@ -20,14 +20,15 @@ const AROUND: usize = 64 << 10;
 /// Bytes of pages found in a window up to which it is unmapped at once: that takes up to a millisecond for 4 MiB.
 const UNMAPPED_AT_ONCE: usize = 4 << 20;
 
-/// A mapped part of a file.
+/// A mapped part of a file, in one line of the processor's cache but for the bits of its pages.
+#[repr(align(64))]
 pub(super) struct Window {
     start: NonNull<u8>,
     length: usize,
     /// Taken when the mapping ends.
     guard: Option<Guard>,
-    /// Bytes of a page.
-    page: usize,
+    /// log2 of the bytes of a page.
+    page_bits: u8,
     /// A bit for each page: an immediate read has found it in the page cache.
     present: Box<[AtomicU64]>,
     /// The kernel says which pages are in the page cache. To who might not write to the file it says that all are.
@@ -38,6 +39,8 @@ pub(super) struct Window {
     used: AtomicBool,
     share: Arc<Share>,
 }
+
+const _: () = assert!(size_of::<Window>() == 64, "a window has the size of a line");
 
 // SAFETY: the mapping belongs to the whole process and is only read.
 unsafe impl Send for Window {}
@@ -61,7 +64,7 @@ impl Window {
             start,
             length,
             guard: None,
-            page,
+            page_bits: page.trailing_zeros() as u8,
             present: Box::default(),
             tells: sys::may_write(file),
             since: AtomicU32::new(0),
@@ -75,10 +78,15 @@ impl Window {
         Ok(window)
     }
 
+    /// Bytes of a page.
+    fn page(&self) -> usize {
+        1 << self.page_bits
+    }
+
     /// The bits of a range's pages, word by word.
     fn words(&self, at: usize, length: usize) -> impl Iterator<Item = (&AtomicU64, u64)> {
         let bits = u64::BITS as usize;
-        let (first, last) = (at / self.page, (at + length - 1) / self.page);
+        let (first, last) = (at >> self.page_bits, (at + length - 1) >> self.page_bits);
         (first / bits..=last / bits).map(move |word| {
             let from = first.saturating_sub(word * bits);
             let to = (last - word * bits).min(bits - 1);
@@ -88,11 +96,16 @@ impl Window {
 
     /// Whether all of a range of at least a byte was found in the page cache, after so many doubts.
     pub(super) fn is_present(&self, at: usize, length: usize, doubts: u32) -> bool {
-        self.reaches(at + length)
-            && self.since.load(Ordering::Relaxed) == doubts
-            && self
-                .words(at, length)
-                .all(|(word, mask)| word.load(Ordering::Relaxed) & mask == mask)
+        if !self.reaches(at + length) || self.since.load(Ordering::Relaxed) != doubts {
+            return false;
+        }
+        // Most ranges are of one page.
+        let (first, last) = (at >> self.page_bits, (at + length - 1) >> self.page_bits);
+        if first == last {
+            let bits = u64::BITS as usize;
+            return self.present[first / bits].load(Ordering::Relaxed) >> (first % bits) & 1 == 1;
+        }
+        self.words(at, length).all(|(word, mask)| word.load(Ordering::Relaxed) & mask == mask)
     }
 
     /// An immediate read has found a range of at least a byte, after so many doubts.
@@ -142,9 +155,9 @@ impl Window {
         if unsafe { sys::find_in_memory(self.start.add(from), length, &mut found) }.is_err() {
             return;
         }
-        for (page, found) in found.iter().enumerate().take(length.div_ceil(self.page)) {
+        for (page, found) in found.iter().enumerate().take(length.div_ceil(self.page())) {
             if found & 1 == 1 {
-                self.set(from + page * self.page, 1);
+                self.set(from + page * self.page(), 1);
             }
         }
     }
@@ -194,7 +207,7 @@ impl Drop for Window {
             Mapping { start: self.start, length: self.length, _share: self.share.clone() };
         let pages: u32 =
             self.present.iter().map(|word| word.load(Ordering::Relaxed).count_ones()).sum();
-        if pages as usize * self.page <= UNMAPPED_AT_ONCE {
+        if pages as usize * self.page() <= UNMAPPED_AT_ONCE {
             return;
         }
         // If there can be no thread, this one does it.
@@ -224,7 +237,7 @@ impl Window {
     /// Removes the pages of its file from the page cache.
     pub(super) fn remove_from_memory(&self, file: &OwnedFd) {
         sys::fdatasync(file).unwrap();
-        let mut found = vec![1_u8; self.length.div_ceil(self.page)];
+        let mut found = vec![1_u8; self.length.div_ceil(self.page())];
         for _ in 0..1000 {
             // SAFETY: the range is the mapping's, to which nobody has references.
             unsafe {
