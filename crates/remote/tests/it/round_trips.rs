@@ -357,7 +357,8 @@ fn forget_format(image: &Path) {
 fn a_format_that_a_header_does_not_say_is_that_of_the_layer_below_or_refused() {
     let mut chain = Chain::new();
     let middle = chain.path(1);
-    chain.grow_above(&chain.top().to_str().unwrap().to_owned(), "next.qcow2");
+    let above = chain.top();
+    chain.grow_above(above.to_str().unwrap(), "next.qcow2");
     forget_format(&chain.top());
     let (_kept, store) = stores::new();
     send(&store, "vm", &chain).unwrap();
