@@ -186,7 +186,8 @@ async fn check<S: Storage>(change: &Change<S>, amend: &Amend) -> Result<()> {
         let names = FeatureNameTable::known().describe_incompatible(kept.bits());
         return refuse(&format!(
             "Cannot downgrade an image with incompatible features {:#x} set: {names}; 'convert -O qcow2 -o \
-             compat=0.10' makes a copy without them",
+             compat=0.10' makes a copy of what the disk reads now, without encryption, snapshots, bitmaps and \
+             backing file",
             kept.bits()
         ));
     }

@@ -128,9 +128,6 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
             "--backing-file is the present backing file, which unsafe mode (-u) does not open; -b gives the new one",
         ));
     }
-    if args.unsafe_mode {
-        args.naming.instead.check_no_data("rebase -u")?;
-    }
     let image = args.naming.image(&args.image, args.format)?;
     let name = args.backing_file.as_deref().unwrap_or_default();
     let backing = match (name, &args.backing_format) {

@@ -48,9 +48,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         return Err(Failure::new("Cannot mix '-l', '-a', '-c', '-d'"));
     }
     args.naming.instead.check_alone("snapshot")?;
-    args.naming.instead.check_no_data("snapshot")?;
     let image = args.naming.image(&args.image, args.format)?;
     if changes.iter().all(|change| change.is_none()) {
+        args.naming.instead.check_no_data("snapshot -l")?;
         let locking = options::locking(args.force_share);
         for image in info::read(&image, locking, false)? {
             info::snapshot_list(out, &image.snapshots)?;

@@ -262,8 +262,7 @@ fn a_data_file_is_refused_by_commands_that_open_none() {
         ("check", &[]),
         ("check", &["-r", "all"]),
         ("snapshot", &["-l"]),
-        ("snapshot", &["-c", "one"]),
-        ("rebase", &["-u", "-b", "base", "-F", "raw"]),
+        ("snapshot", &[]),
     ] {
         let mut arguments = args![command, "--data-file", "other"];
         arguments.extend(rest.iter().map(Into::into));
@@ -276,6 +275,19 @@ fn a_data_file_is_refused_by_commands_that_open_none() {
     fs::rename(path.join("data"), path.join("moved")).unwrap();
     let add = args!["bitmap", "--data-file", "moved", "--add", "apart", "changed"];
     let _ = isobath(path, add).ok();
+    for trust in [&[][..], &["--untrusted"]] {
+        let mut rebase = args!["rebase", "-u", "-f", "qcow2", "-b", "base", "-F", "raw"];
+        rebase.extend(trust.iter().map(Into::into));
+        let without = [&rebase[..], &args!["apart"]].concat();
+        let _ = isobath(path, without).exits(1);
+        let _ = isobath(path, [&rebase[..], &args!["--data-file", "moved", "apart"]].concat()).ok();
+        let remove = args!["rebase", "-u", "-b", "", "--data-file", "moved", "apart"];
+        let _ = isobath(path, remove).ok();
+    }
+    let mut snapshot = args!["snapshot", "--data-file", "moved", "-c", "one"];
+    snapshot.push("apart".into());
+    let refused = isobath(path, snapshot).exits(1);
+    assert!(!refused.stderr.contains("leave out"), "{}", refused.report());
     fs::rename(path.join("moved"), path.join("data")).unwrap();
     let bitmaps = &qemu::info(&path.join("apart"))["format-specific"]["data"]["bitmaps"];
     assert_eq!(bitmaps[0]["name"], "changed");

@@ -68,6 +68,9 @@ pub struct TooLarge {
 impl fmt::Display for TooLarge {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { size, before, .. } = self;
+        if *before == 0 {
+            return write!(f, "it has {size} bytes, and a disk may have no more than {}", i64::MAX);
+        }
         write!(
             f,
             "its {size} bytes after {before} of the images before it are more than a disk may have ({}); convert \
@@ -271,6 +274,18 @@ mod tests {
         must_violate(known.first(Path::new("disk")), "the status of a byte is known");
         known.runs.push_back((Content::Data, 512));
         assert_eq!(known.first(Path::new("disk")).unwrap(), (Content::Data, 512));
+    }
+
+    #[test]
+    fn disks_together_have_no_more_bytes_than_one_may_have() {
+        let most = i64::MAX as u64;
+        assert_eq!(total_size(&[]), Ok(0));
+        assert_eq!(total_size(&[most - 5, 0, 5]), Ok(most));
+        let too_large = total_size(&[most - 5, 0, 6, 1]).unwrap_err();
+        assert_eq!(too_large, TooLarge { index: 2, size: 6, before: most - 5 });
+        assert!(too_large.to_string().contains("fewer images"), "{too_large}");
+        let alone = total_size(&[u64::MAX, 1]).unwrap_err();
+        assert!(!alone.to_string().contains("before it"), "{alone}");
     }
 
     #[test]
