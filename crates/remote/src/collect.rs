@@ -63,8 +63,10 @@ pub fn collect(store: &dyn Store, how: &Collection, progress: &Progress) -> Resu
         )),
         error => error,
     };
-    // A removal whose outcome is unknown may still take effect: no push must find the object meanwhile.
-    if removals.in_doubt {
+    // A removal whose outcome is unknown may still take effect: no push must find the object meanwhile. The collection
+    // whose lock was broken may have left one.
+    let unfinished = how.break_lock && matches!(collected, Err(Error::Store(_)));
+    if removals.in_doubt || unfinished {
         return collected.map_err(stays);
     }
     match (collected, lock.release()) {
