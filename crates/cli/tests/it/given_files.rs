@@ -276,11 +276,14 @@ fn a_data_file_is_refused_by_commands_that_open_none() {
     let add = args!["bitmap", "--data-file", "moved", "--add", "apart", "changed"];
     let _ = isobath(path, add).ok();
     for trust in [&[][..], &["--untrusted"]] {
-        let mut rebase = args!["rebase", "-u", "-f", "qcow2", "-b", "base", "-F", "raw"];
-        rebase.extend(trust.iter().map(Into::into));
-        let without = [&rebase[..], &args!["apart"]].concat();
-        let _ = isobath(path, without).exits(1);
-        let _ = isobath(path, [&rebase[..], &args!["--data-file", "moved", "apart"]].concat()).ok();
+        let rebase = |more: Vec<OsString>| {
+            let mut rebase = args!["rebase", "-u", "-f", "qcow2", "-b", "base", "-F", "raw"];
+            rebase.extend(trust.iter().map(Into::into));
+            rebase.extend(more);
+            isobath(path, rebase)
+        };
+        let _ = rebase(args!["apart"]).exits(1);
+        let _ = rebase(args!["--data-file", "moved", "apart"]).ok();
         let remove = args!["rebase", "-u", "-b", "", "--data-file", "moved", "apart"];
         let _ = isobath(path, remove).ok();
     }
