@@ -105,8 +105,9 @@ pub fn push(
         )));
     }
     for (number, layer) in layers.iter().enumerate() {
-        describe(layer, below(layers, number))?;
-        progress.expect(length(layer)?);
+        let length = length(layer)?;
+        describe(layer, length, below(layers, number))?;
+        progress.expect(length);
     }
     let key = keys::manifest(name);
     let was = store.get(&key, MAX_MANIFEST);
@@ -122,12 +123,12 @@ pub fn push(
     let mut sent = Pushed { layers: layers.len(), ..Pushed::default() };
     let (mut was, mut done, room) = (was, Manifests::default(), Room::new(IN_FLIGHT));
     for _ in 0..ROUNDS {
-        let note = Note::put(store)?;
+        let note = Note::put(store).map_err(|error| done.told(name, error))?;
         let prepared = match round(store, layers, &note, &room, progress) {
             Ok(prepared) => prepared,
             Err(error) => {
                 note.remove();
-                return Err(error);
+                return Err(done.told(name, error));
             }
         };
         sent.sent += prepared.iter().filter(|layer| layer.sent).count();
@@ -144,13 +145,7 @@ pub fn push(
             Ok(false) => {}
             Err(error) => {
                 note.remove();
-                return Err(match error {
-                    Error::Interrupted if done.begun => Error::Unsettled(format!(
-                        "the manifest of '{name}' was being put, so that the chain there is the old one or the new \
-                         one: push again, or see with 'isobath remote verify'"
-                    )),
-                    error => error,
-                });
+                return Err(done.told(name, error));
             }
         }
     }
@@ -167,6 +162,19 @@ struct Manifests {
     begun: bool,
     /// It was put.
     done: bool,
+}
+
+impl Manifests {
+    /// An error that ends the push, which says so if the chain is perhaps no longer what it was.
+    fn told(&self, name: &str, error: Error) -> Error {
+        match error {
+            Error::Interrupted if self.begun => Error::Unsettled(format!(
+                "the manifest of '{name}' was being put, so that the chain there is the old one or the new one: push \
+                 again, or see with 'isobath remote verify'"
+            )),
+            error => error,
+        }
+    }
 }
 
 /// Puts the heads and the manifest. `was` is the manifest that may be replaced.
@@ -320,7 +328,7 @@ fn put_layer(
     }
     let (digest, table_digest) = (hasher.finish(), Digest::of(table.bytes()));
     let Described { size, backing, backing_format, header, l1 } =
-        describe(local, below(layers, number))?;
+        describe(local, length, below(layers, number))?;
     let file = local.path.file_name().map(|name| name.to_string_lossy().into_owned());
     let file = file.unwrap_or_else(|| format!("layer-{number}"));
     let format = local.format;
@@ -333,7 +341,7 @@ fn put_layer(
     } else {
         let found = store.head(&key)?.is_some_and(|found| found.length == length);
         if !found {
-            send(store, local, &key, &table, note, room, progress)?;
+            send(store, local, (&key, length), &table, note, room, progress)?;
         }
         !found
     };
@@ -344,17 +352,17 @@ fn put_layer(
     Ok(Prepared { layer, header, l1, sent })
 }
 
-/// Sends a layer in parts. Each is compared with the table, so that what arrives is what was hashed.
+/// Sends a layer in parts, to this key, of as many bytes as were hashed. Each part is compared with the table, so that
+/// what arrives is what was hashed.
 fn send(
     store: &dyn Store,
     local: &LocalLayer,
-    key: &str,
+    (key, length): (&str, u64),
     table: &Table,
     note: &Note<'_>,
     room: &Room,
     progress: &Progress,
 ) -> Result<()> {
-    let length = length(local)?;
     let parts = store.begin(key, length)?;
     let size = parts.size();
     let count = length.div_ceil(size) as usize;
@@ -403,12 +411,11 @@ fn below(layers: &[LocalLayer], number: usize) -> Option<Format> {
     number.checked_sub(1).and_then(|below| layers.get(below)).map(|below| below.format)
 }
 
-/// What is recorded of a layer above one of the format `below`.
+/// What is recorded of a layer of so many bytes, above one of the format `below`.
 ///
 /// # Errors
 /// It cannot be pushed as it is.
-fn describe(local: &LocalLayer, below: Option<Format>) -> Result<Described> {
-    let length = length(local)?;
+fn describe(local: &LocalLayer, length: u64, below: Option<Format>) -> Result<Described> {
     let path = shown(&local.path);
     if local.format == Format::Raw {
         if below.is_some() {
@@ -547,7 +554,7 @@ mod tests {
         create.args(["create", "-q", "-f", "qcow2", "-o", "preallocation=full,cluster_size=2M"]);
         let _ = qemu::run(create.arg(&path).arg("4M")).ok();
         let local = LocalLayer { file: File::open(&path).unwrap(), path, format: Format::Qcow2 };
-        let described = describe(&local, None).unwrap();
+        let described = describe(&local, length(&local).unwrap(), None).unwrap();
         assert!(!described.header.is_empty());
         assert!(described.header.capacity() <= MOST_HEADER, "{}", described.header.capacity());
         assert!(described.l1.is_some_and(|place| place.length == 8));

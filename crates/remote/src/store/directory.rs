@@ -258,11 +258,11 @@ impl Store for Directory {
     }
 
     fn settle(&self) -> Result<()> {
-        for kind in crate::keys::KINDS {
+        for kind in crate::keys::KINDS.into_iter().chain([crate::keys::MANIFESTS]) {
             let Some((directory, _)) = self.place(kind, false)? else { continue };
             rustix::fs::fsync(&directory).map_err(|error| self.failed("flush", kind, error))?;
         }
-        Ok(())
+        rustix::fs::fsync(&self.root).map_err(|error| self.failed("flush", ".", error))
     }
 
     fn begin<'a>(&'a self, key: &str, length: u64) -> Result<Box<dyn Parts + 'a>> {

@@ -52,7 +52,8 @@ pub enum Outcome {
     Unsupported,
 }
 
-/// A store of objects. Each method may be called by several threads at once, returns within the time limit, and
+/// A store of objects. Each method may be called by several threads at once, returns within the
+/// time limits as long as the store does not keep it busy with answers, and
 /// repeats what failed for a while. An object appears whole or not at all, and is seen by everybody from then on.
 #[allow(clippy::missing_errors_doc, reason = "errors are those of the store")]
 pub trait Store: Send + Sync {
