@@ -234,6 +234,39 @@ pub async fn create_held_beside<'a, H: Host>(
     new: &NewDisk,
     sources: &[FileId],
 ) -> Result<Created<'a, H>> {
+    let prepared = prepare(host, name, new).await?;
+    let keys = match &prepared.new.encryption {
+        Some(encryption) => {
+            let keys = new_keys(name, encryption.clone()).await?;
+            let planned = encryption.options.area_length();
+            let fits = keys.len() as u64 == planned;
+            invariant(fits, name, "an encryption header has its own length")?;
+            keys
+        }
+        None => Vec::new(),
+    };
+    prepared.write(host, name, sources, &keys, false).await
+}
+
+/// All that new images of one kind have in common. While this is there, no command that looks at locks deletes their
+/// backing file.
+pub(crate) struct Prepared<S> {
+    new: NewDisk,
+    size: u64,
+    index_left: bool,
+    /// The layout of a qcow2 image and the bytes of its index.
+    plan: Option<(Plan, Vec<u8>)>,
+    /// The files of the backing chain.
+    chain: Arc<[FileId]>,
+    _present: Option<S>,
+}
+
+/// Checks the options of an image, opens its backing chain, and plans what the image will hold.
+pub(crate) async fn prepare<H: Host>(
+    host: &H,
+    name: &Path,
+    new: &NewDisk,
+) -> Result<Prepared<H::File>> {
     let refused =
         |reason: &str| DiskError::Refused { image: name.to_owned(), reason: reason.into() };
     let mut new = new.clone();
@@ -291,41 +324,56 @@ pub async fn create_held_beside<'a, H: Host>(
         }
     };
     // Writers are let in again. What an index describes has stamps.
-    let _present = backing.map(|backing| backing.present);
-    let keys = match &new.encryption {
-        Some(encryption) => {
-            let keys = new_keys(name, encryption.clone()).await?;
-            let planned = encryption.options.area_length();
-            let fits = keys.len() as u64 == planned;
-            invariant(fits, name, "an encryption header has its own length")?;
-            keys
-        }
-        None => Vec::new(),
-    };
-    let layout = new.layout;
-    let mut created = Created {
-        host,
-        size,
-        index_left,
-        layout,
-        sources: sources.to_vec(),
-        chain: others,
-        on_device: new.on_device,
-        files: Vec::new(),
-    };
-    let result = match &plan {
-        Some((plan, index)) => {
-            let contents = Contents { plan, index, keys: &keys };
-            write_qcow2(&mut created, name, &new, contents).await
-        }
-        None => write_plain(&mut created, name, size, new.preallocation, &keys).await,
-    };
-    match result {
-        Ok(()) => Ok(created),
-        Err(error) => {
-            created.files.retain(|file| file.is_new);
-            created.remove().await;
-            Err(error)
+    let present = backing.and_then(|backing| backing.present);
+    Ok(Prepared { new, size, index_left, plan, chain: others.into(), _present: present })
+}
+
+impl<S: Storage> Prepared<S> {
+    /// The disk's size in bytes.
+    pub(crate) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// As [`Created::is_index_left`].
+    pub(crate) fn is_index_left(&self) -> bool {
+        self.index_left
+    }
+
+    /// Makes an image with the encryption header `keys`. If it is to be `fresh`, a file of that name is an error.
+    pub(crate) async fn write<'a, H: Host<File = S>>(
+        &self,
+        host: &'a H,
+        name: &Path,
+        sources: &[FileId],
+        keys: &[u8],
+        fresh: bool,
+    ) -> Result<Created<'a, H>> {
+        let new = &self.new;
+        let mut created = Created {
+            host,
+            size: self.size,
+            index_left: self.index_left,
+            layout: new.layout,
+            sources: sources.to_vec(),
+            chain: Arc::clone(&self.chain),
+            on_device: new.on_device,
+            fresh,
+            files: Vec::new(),
+        };
+        let result = match &self.plan {
+            Some((plan, index)) => {
+                let contents = Contents { plan, index, keys };
+                write_qcow2(&mut created, name, new, contents).await
+            }
+            None => write_plain(&mut created, name, self.size, new.preallocation, keys).await,
+        };
+        match result {
+            Ok(()) => Ok(created),
+            Err(error) => {
+                created.files.retain(|file| file.is_new);
+                created.remove().await;
+                Err(error)
+            }
         }
     }
 }
@@ -530,9 +578,11 @@ pub struct Created<'a, H: Host> {
     /// The files of the disks that are copied.
     sources: Vec<FileId>,
     /// The files of the backing chain.
-    chain: Vec<FileId>,
+    chain: Arc<[FileId]>,
     /// The image's own file, the first, is a device.
     on_device: bool,
+    /// None of its files may have been there before.
+    fresh: bool,
     files: Vec<Kept<H::File>>,
 }
 
@@ -599,7 +649,7 @@ impl<H: Host> Created<'_, H> {
         let own = self.files.iter().map(|kept| kept.file.id());
         let others: Vec<FileId> =
             self.chain.iter().chain(&self.sources).copied().chain(own).collect();
-        let spared = |id| others.contains(&id);
+        let spared = |id| self.fresh || others.contains(&id);
         let made = if self.on_device && self.files.is_empty() {
             // Opening creates nothing, and what was opened is judged before it is written to.
             let mode = OpenMode { writable: true, ..OpenMode::default() };
@@ -613,6 +663,7 @@ impl<H: Host> Created<'_, H> {
         };
         let Some(made) = made else {
             return Err(match self.host.find(name) {
+                _ if self.fresh => refused("there is a file of that name already"),
                 Ok(Some(found)) if self.sources.contains(&found) => {
                     refused("it is one of the images to copy, or in their backing chains")
                 }
@@ -856,8 +907,9 @@ mod tests {
                 index_left: false,
                 layout: Layout::default(),
                 sources: Vec::new(),
-                chain: Vec::new(),
+                chain: Arc::default(),
                 on_device: false,
+                fresh: false,
                 files,
             };
             let contents = Contents { plan: &plan, index: &[], keys };
@@ -882,8 +934,9 @@ mod tests {
             index_left: false,
             layout: Layout::default(),
             sources: Vec::new(),
-            chain: Vec::new(),
+            chain: Arc::default(),
             on_device: false,
+            fresh: false,
             files: Vec::new(),
         };
         block_on(created.file(Path::new("data"))).unwrap();

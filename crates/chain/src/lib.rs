@@ -13,6 +13,7 @@
 pub mod chain;
 pub mod chain_index;
 pub mod create;
+pub mod fork;
 pub mod index;
 pub mod info;
 pub mod map;

@@ -21,7 +21,7 @@ const GROUPS: [(&str, &[&str]); 6] = [
     (
         "Images",
         &[
-            "create", "info", "check", "convert", "resize", "snapshot", "commit", "rebase",
+            "create", "fork", "info", "check", "convert", "resize", "snapshot", "commit", "rebase",
             "measure", "amend", "bitmap", "seal",
         ],
     ),

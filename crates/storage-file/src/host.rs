@@ -253,7 +253,8 @@ async fn emptied(
             is_there?;
             continue;
         }
-        let emptied = empty(&opened, spared)?;
+        // What is new is nobody's yet.
+        let emptied = empty(&opened, &|id| !is_new && spared(id))?;
         return Ok(emptied.then_some((opened, durability, is_new)));
     }
     Err(replaced().into())

@@ -96,6 +96,13 @@ async fn opening<H: Host>(host: &H, name: &Path, writable: OpenMode, read_only: 
     let spared = host.create_unlike(name, writable, &|other| other == id).await.unwrap();
     assert!(spared.is_none(), "what is not to be replaced stays");
     assert_eq!(read(&host.open(name, read_only).await.unwrap(), 0, 4).await, b"kept");
+    let spared = host.create_unlike(name, writable, &|_| true).await.unwrap();
+    assert!(spared.is_none(), "what is there stays");
+    let fresh = name.with_file_name("fresh");
+    let made = host.create_unlike(&fresh, writable, &|_| true).await.unwrap().unwrap();
+    assert!(made.is_new);
+    assert!(host.remove_file(&fresh, &made.file).await.unwrap());
+    drop(made);
     let made = host.create_unlike(name, writable, &|_| false).await.unwrap().unwrap();
     assert!(!made.is_new);
     assert_eq!(made.file.len().await.unwrap(), 0, "creating truncates");

@@ -13,6 +13,7 @@ mod create;
 pub(crate) mod ctl;
 mod dd;
 mod foreign;
+mod fork;
 mod index;
 mod info;
 mod install_links;
@@ -56,6 +57,7 @@ macro_rules! commands {
 // In the order of the help: images, chains and their upkeep, servers, contents, and the rest; the common ones first.
 commands! {
     Create = create;
+    Fork = fork;
     Info = info;
     Check = check;
     Convert = convert;

@@ -21,6 +21,7 @@ mod documented_commands;
 mod encrypted;
 mod fewer_layers;
 mod foreign;
+mod fork;
 mod frontends;
 mod given_files;
 mod handed_in;

@@ -61,6 +61,12 @@ const IMAGES: &[(&str, &str, &[&str])] = &[
         ],
     ),
     (
+        "docs/commands/fork.md",
+        "",
+        // The second for its directory.
+        &["create -f qcow2 base.qcow2 1M", "create -f raw /var/lib/vm/other 1M"],
+    ),
+    (
         "docs/commands/index.md",
         "",
         &["create -f qcow2 a.qcow2 1M", "create -f qcow2 -b a.qcow2 -F qcow2 vm.qcow2"],
