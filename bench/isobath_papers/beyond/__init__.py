@@ -1,6 +1,6 @@
 """What the papers do not measure: power loss below an image, sizes that no machine here holds, fleets."""
 
-from . import fleet, power_loss, scale
+from . import fleet, power_loss, scale, together
 
 TITLE = "Beyond the papers"
 ABOUT = (
@@ -9,4 +9,4 @@ ABOUT = (
     " depends on the speed of the machine."
 )
 # In the order of the page.
-EXPERIMENTS = [power_loss, scale, fleet]
+EXPERIMENTS = [power_loss, scale, together, fleet]
