@@ -30,14 +30,17 @@ RAW, THIN, FILLED, INTERNAL, OVERLAY, LAZY, SUBCLUSTERS = LAYOUTS = [
 OPTIONS = {LAZY: "lazy_refcounts=on", SUBCLUSTERS: "extended_l2=on,cluster_size=128k"}
 ISOBATH = ["isobath ordered", "isobath journal", "isobath embedded"]
 IN_FLIGHT = 4
+# What a QEMU is called that ignores flushes, as with `cache=unsafe`: there the method must find what is lost.
+CONTROL = ", unsafe"
 # `qemu-img check`: exit codes of an image that is consistent, is corrupt, has leaked clusters.
 CLEAN, CORRUPT, LEAKS = 0, 2, 3
 
 
 def points(profile):
     """By system and layout. A layout that is QEMU's alone is not measured with others, nor a raw disk with modes."""
-    systems = profile.of(["QEMU 7.2", ISOBATH[1]], [*servers.qemus(), *ISOBATH])
-    return [
+    first = next(iter(servers.qemus()))
+    systems = profile.of([first, ISOBATH[1]], [*servers.qemus(), *ISOBATH])
+    return [Point((first + CONTROL, OVERLAY), profile.of(5, 60), once=True)] + [
         Point((who, layout), profile.of(5, 60), once=True)
         for who in systems
         for layout in profile.of([RAW, OVERLAY], LAYOUTS)
@@ -80,7 +83,7 @@ def measure(setting, point, number):
 
 def directory(system):
     """Where a QEMU's programs are."""
-    return servers.qemus().get(system, "")
+    return servers.qemus().get(system.removesuffix(CONTROL), "")
 
 
 def before(layout):
@@ -128,12 +131,13 @@ def command(system, layout, uri, below, socket):
             f"unix:{socket}",
         ]
     size = f",size={DISK}" if layout == RAW else ""
+    cache = f"cache.direct=on,cache.no-flush={'on' if system.endswith(CONTROL) else 'off'}"
     return [
         f"{directory(system)}qemu-storage-daemon",
         "--blockdev",
-        f"driver=nbd,node-name=device,server.type=unix,server.path={below},cache.direct=on",
+        f"driver=nbd,node-name=device,server.type=unix,server.path={below},{cache}",
         "--blockdev",
-        f"driver={form},node-name=disk,file=device,cache.direct=on{size}",
+        f"driver={form},node-name=disk,file=device,{cache}{size}",
         "--nbd-server",
         f"addr.type=unix,addr.path={socket}",
         "--export",
@@ -299,7 +303,8 @@ def section(results):
             " The device then has all that it was sent before its last flush, and of the writes since: "
             + "; ".join(states.KINDS.values())
             + ". Each state is read by the program that wrote it, an Isobath image after its recovery, and by the other"
-            " one; each sector is compared with what it may hold."
+            " one; each sector is compared with what it may hold. *Unsafe* is a QEMU that ignores flushes, to see that"
+            " what is lost is found."
         ),
         parts=[
             after,
@@ -326,6 +331,10 @@ def told(results, keys, of):
 def verdicts(results, keys, of):
     """Of Isobath: nothing may be wrong."""
     found = []
+    for key in keys:
+        if key[0].endswith(CONTROL):
+            missed = float(not of(key, "wrong"))
+            found.append(Verdict("unsafe: whether nothing was found", 0, missed, None, "equal", "", "{:.0f}"))
     for who in ISOBATH:
         own = [key for key in keys if key[0] == who]
         if not own:
