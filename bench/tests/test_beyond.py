@@ -93,6 +93,12 @@ class States(unittest.TestCase):
                 if kind == ALL:
                     self.assertEqual(found, states.Found())
 
+    def test_whole_clusters_are_written_side_by_side_with_a_flush_after_some(self):
+        batches = states.whole_clusters(2, 3, 128)
+        self.assertEqual([[each.number for each in batch] for batch in batches], [[at] for at in range(1, 9)])
+        self.assertEqual([each.sector for [each] in batches if not each.flush], [at * 128 for at in range(6)])
+        self.assertEqual([each.number for [each] in batches if each.flush], [4, 8])
+
 
 class Judgement(unittest.TestCase):
     def test_what_was_flushed_must_be_there(self):

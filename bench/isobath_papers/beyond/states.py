@@ -204,3 +204,14 @@ def workload(random, sectors, count, in_flight):
                 batch.append(Request(number, first, len(place), random.random() < 0.06))
         batches.append(batch)
     return batches
+
+
+def whole_clusters(flushes, between, sectors):
+    """Batches of one request each: writes of whole clusters, one after the other, and a flush after some."""
+    batches, cluster = [], 0
+    for _ in range(flushes):
+        for _ in range(between):
+            batches.append([Request(len(batches) + 1, cluster * sectors, sectors)])
+            cluster += 1
+        batches.append([Request(len(batches) + 1)])
+    return batches
