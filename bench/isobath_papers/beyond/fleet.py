@@ -39,7 +39,7 @@ OFTEN_LONG = [(DAY / 2, 0.3), (DAY, 0.4), (7 * DAY, 0.3)]
 SIZE = 50 << 30
 # The survey's own charts, by their ids on its page.
 CHARTS = {
-    "lengths": "Chain length (SVD, figure 5)",
+    "lengths": "Chain length (SVD, figure 5): of chains blue, of files orange",
     "longest": "Longest chain over time (SVD, figure 4)",
     "intervals": "Time between layers",
 }
