@@ -149,10 +149,12 @@ class Beyond(Run):
         for each in self.experiments:
             points = {point.key for point in each.points(self.profile)}
             measured = {tuple(one["key"]) for one in self.records(each) if "failed" not in one["sample"]}
+            path, machine = machine_of(self.directory, each), about(self.profile)
             if fresh or points <= measured:
                 self.forget(each)
-            machine = about(self.profile)
-            machine_of(self.directory, each).write_text(json.dumps(machine, indent=1) + "\n")
+            elif path.exists():
+                machine["began"] = json.loads(path.read_text())["began"]
+            path.write_text(json.dumps(machine, indent=1) + "\n")
 
     def end(self):
         """Keeps what a full run has counted."""

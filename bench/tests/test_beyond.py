@@ -3,6 +3,7 @@ fleet. No image is served."""
 
 import contextlib
 import io
+import json
 import socket as sockets
 import struct
 import sys
@@ -262,7 +263,8 @@ class Kept(unittest.TestCase):
         directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
         self.enterContext(mock.patch.object(record, "RUNS", directory / "runs"))
         self.enterContext(mock.patch.object(record, "KEPT", directory / "kept"))
-        self.enterContext(mock.patch.object(record, "about", lambda profile: {"profile": profile.name}))
+        began = iter(range(9))
+        self.enterContext(mock.patch.object(record, "about", lambda profile: {"began": next(began)}))
         self.enterContext(mock.patch.object(record, "program", lambda: "a build"))
         record.KEPT.mkdir()
         self.module = mock.Mock(NAME="one", points=lambda profile: [plan.Point(("a",)), plan.Point(("b",))])
@@ -271,6 +273,9 @@ class Kept(unittest.TestCase):
 
     def add(self, key, sample):
         self.run_of.add(self.experiment, plan.Point((key,)), 0, 1.0, sample)
+
+    def began(self):
+        return json.loads(record.machine_of(self.run_of.directory, self.experiment).read_text())["began"]
 
     def test_a_run_goes_on_where_it_ended_and_one_that_was_through_begins_anew(self):
         self.run_of.begin(False)
@@ -281,8 +286,10 @@ class Kept(unittest.TestCase):
         self.run_of.begin(False)
         self.assertEqual(len(self.run_of.records(self.experiment)), 2)
         self.add("b", {"wrong": 0})
+        self.assertEqual(self.began(), 0)
         self.run_of.begin(False)
         self.assertEqual(self.run_of.records(self.experiment), [])
+        self.assertEqual(self.began(), 3)
 
     def test_only_its_own_lines_are_replaced(self):
         for name in ("svd.dd.jsonl", "machine.json", "beyond.other.jsonl", "beyond.one.jsonl"):
