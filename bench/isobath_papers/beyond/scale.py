@@ -253,8 +253,8 @@ def section(results):
                 "Extrapolated.",
                 ["system", "quantity", "by", "", "", ""],
                 far,
-                "What is larger than the sizes above was not measured. QEMU's figures are what it would take, not that it"
-                " opens such chains.",
+                "What is larger than the sizes above was not measured. QEMU's figures are what it would take, not that"
+                " it opens such chains.",
             ),
         ],
         verdicts=verdicts,
