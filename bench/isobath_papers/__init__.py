@@ -6,3 +6,5 @@ paper is a package of experiments, a module for each.
 """
 
 PAPERS = ["svd", "fast16", "selfie", "streaming"]
+# What no paper measures. It is counted, on a machine however busy, and each experiment is measured and kept by itself.
+BEYOND = ["beyond"]

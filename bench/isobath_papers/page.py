@@ -6,7 +6,9 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import PAPERS, figures, plan, record
+from isobath_bench import tools
+
+from . import BEYOND, PAPERS, figures, plan, record
 from .stats import Results
 from .verdict import Unclassified, counted, require_reasons, told_of_baselines
 
@@ -50,7 +52,8 @@ def verdicts_of(experiment, profile, records):
 
 
 def write(directory, papers, profile, records_of, machine):
-    """Writes a page for each of some papers, and the index. `records_of(experiment)` gives what is on record.
+    """Writes a page for each of some papers, and the index. `records_of(experiment)` gives what is on record,
+    `machine(experiment)` what that was made on, of the papers' experiments all the same.
 
     Raises `Unclassified`, and changes no page, if a goal is missed without a class or a reason."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -66,11 +69,13 @@ def write(directory, papers, profile, records_of, machine):
 
 def texts(papers, profile, records_of, machine):
     """The pages' texts by name; draws their figures."""
-    about = about_text(machine)
+    about = about_text(machine(None)) if machine(None) else ""
     pages, index, everything, wrong = {}, [], [], []
     for name in papers:
         package = plan.paper(name)
-        lines, sections = [HEAD, f"# {package.TITLE}", "", package.ABOUT.strip(), "", about, ""], []
+        beyond = name in BEYOND
+        lines, sections = [HEAD, f"# {package.TITLE}", "", package.ABOUT.strip(), ""], []
+        lines += [] if beyond else [about, ""]
         for module in package.EXPERIMENTS:
             experiment = plan.Experiment(name, module)
             records = records_of(experiment)
@@ -86,14 +91,15 @@ def texts(papers, profile, records_of, machine):
                 wrong.append(str(error))
                 continue
             sections.append((module, section))
-            lines += text_of(module, section, results)
-        summary = ["| figure | what | better is | paper | here | spread | verdict |", "|---|---|---|---|---|---|---|"]
+            lines += text_of(module, section, results, about_text(machine(experiment)) if beyond else "")
+        goal = "goal" if beyond else "paper"
+        summary = [f"| figure | what | better is | {goal} | here | spread | verdict |", "|---|---|---|---|---|---|---|"]
         for module, section in sections:
             summary += [f"| {module.SOURCE} | {' | '.join(cells(verdict))} |" for verdict in section.verdicts]
         if sections:
             pages[name] = "\n".join(lines) + "\n"
             verdicts = [verdict for _, section in sections for verdict in section.verdicts]
-            everything += verdicts
+            everything += [] if beyond else verdicts
             index += ["", f"## [{package.TITLE}]({name}.md)", "", counted(verdicts), "", *summary]
     if wrong:
         raise Unclassified("\n".join(wrong))
@@ -119,7 +125,7 @@ def texts(papers, profile, records_of, machine):
             " are checks, nobody's goals: *as in the paper* or *baseline moved*."
         ),
         "",
-        f"In all {counted(everything)}",
+        f"Of the papers' figures in all {counted(everything)}",
         "",
         about,
         *index,
@@ -132,18 +138,20 @@ def cells(verdict):
     return [verdict.what, verdict.better, *verdict.texts(), verdict.word]
 
 
-def text_of(module, section, results):
-    """A section in Markdown."""
+def text_of(module, section, results, about=""):
+    """A section in Markdown; `about` is what it was made on, where that is not said for the whole page."""
+    asked, goal = ("The question", "goal") if results.paper in BEYOND else ("The paper", "paper")
     lines = [
         "",
         f"## {module.TITLE}",
         "",
         f"*{module.SOURCE}.*",
         "",
-        f"**The paper:** {section.paper}",
+        f"**{asked}:** {section.paper}",
         "",
         f"**Here:** {section.ours}",
         "",
+        *([about, ""] if about else []),
     ]
     for part in section.parts:
         if isinstance(part, Table):
@@ -156,7 +164,7 @@ def text_of(module, section, results):
         elif part:
             lines += [str(part), ""]
     if section.verdicts:
-        lines += ["| ratio | better is | paper | here | spread | verdict | why |", "|---|---|---|---|---|---|---|"]
+        lines += [f"| ratio | better is | {goal} | here | spread | verdict | why |", "|---|---|---|---|---|---|---|"]
         # Where the paper is not reached, or there is nothing to compare, it has to be said why.
         lines += [
             f"| {' | '.join(cells(each))} | {each.why if each.reached is not True else ''} |"
@@ -186,15 +194,26 @@ def about_text(machine):
 
 def from_directory(raw, directory):
     """Makes the pages of the records in a directory."""
-    machine = json.loads((raw / "machine.json").read_text())
-    profile = plan.Profile(machine["profile"] == "quick", machine["rounds"])
+    measured = {path.name.split(".")[0] for path in raw.glob("*.jsonl")}
+    machines = {}
+    for experiment in [None, *plan.experiments([name for name in BEYOND if name in measured])]:
+        path = record.machine_of(raw, experiment)
+        if path.exists():
+            machines[experiment and experiment.name] = machine = json.loads(path.read_text())
+            files = sorted(raw.glob(f"{experiment.name if experiment else '*'}.jsonl"))
+            if experiment is None:
+                files = [each for each in files if each.name.split(".")[0] in PAPERS]
+            machine["rounds"] = 1 + max((each["round"] for path in files for each in record.last(path)), default=0)
+            machine["discarded"] = sum(len(record.discarded(path)) for path in files)
+
+    if not machines:
+        raise tools.Failed(f"{raw} has no machine.json: nothing was measured")
 
     def records_of(experiment):
         return record.last(raw / f"{experiment.name}.jsonl")
 
-    machine["rounds"] = 1 + max(
-        (each["round"] for path in raw.glob("*.jsonl") for each in record.last(path)), default=0
-    )
-    machine["discarded"] = sum(len(record.discarded(path)) for path in raw.glob("*.jsonl"))
-    measured = {path.name.split(".")[0] for path in raw.glob("*.jsonl")}
-    write(directory, [name for name in PAPERS if name in measured], profile, records_of, machine)
+    def machine_of(experiment):
+        return machines.get(experiment and experiment.name)
+
+    profile = next(plan.Profile(each["profile"] == "quick", each["rounds"]) for each in machines.values())
+    write(directory, [name for name in PAPERS + BEYOND if name in measured], profile, records_of, machine_of)

@@ -13,7 +13,7 @@ import contextlib
 import importlib
 from dataclasses import dataclass
 
-from . import PAPERS
+from . import BEYOND, PAPERS
 
 # Rounds at least; those of what is within a part of the paper's ratio.
 ROUNDS, CLOSE_ROUNDS, CLOSE = 3, 5, 0.1
@@ -59,6 +59,11 @@ class Experiment:
     @property
     def name(self):
         return f"{self.paper}.{self.module.NAME}"
+
+    @property
+    def beyond(self):
+        """Whether it is of no paper."""
+        return self.paper in BEYOND
 
     def points(self, profile):
         return self.module.points(profile)

@@ -12,6 +12,8 @@ from functools import cache
 
 from isobath_bench import report, tools
 
+from . import PAPERS
+
 # Runs under way, and quick ones; what a full run found goes to `KEPT` when it is through.
 RUNS = tools.WORK / "papers"
 RESULTS = tools.ROOT / "docs" / "results"
@@ -53,6 +55,12 @@ def discarded(path):
     return [each for each in read(path) if "discarded" in each]
 
 
+def machine_of(directory, experiment=None):
+    """The file that says what the records in a directory were made on: the papers' all together, or those of one
+    experiment that is of no paper."""
+    return directory / (f"{experiment.name}.machine.json" if experiment else "machine.json")
+
+
 class Run:
     """The records of a run of a profile, in a directory of their own."""
 
@@ -72,7 +80,7 @@ class Run:
             shutil.rmtree(self.directory, ignore_errors=True)
             self.done.unlink(missing_ok=True)
         self.directory.mkdir(parents=True, exist_ok=True)
-        path, machine = self.directory / "machine.json", about(self.profile)
+        path, machine = machine_of(self.directory), about(self.profile)
         if path.exists():
             machine["began"] = json.loads(path.read_text())["began"]
         path.write_text(json.dumps(machine, indent=1) + "\n")
@@ -81,8 +89,10 @@ class Run:
         """Marks the run as through; a full one is kept."""
         self.done.touch()
         if not self.profile.quick:
-            shutil.rmtree(KEPT, ignore_errors=True)
-            shutil.copytree(self.directory, KEPT)
+            for name in PAPERS:
+                for path in KEPT.glob(f"{name}.*"):
+                    path.unlink()
+            shutil.copytree(self.directory, KEPT, dirs_exist_ok=True)
 
     def path(self, experiment):
         return self.directory / f"{experiment.name}.jsonl"
@@ -118,6 +128,40 @@ class Run:
             file.write("\n" * cut + json.dumps(record) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+class Beyond(Run):
+    """The records of experiments that are of no paper: each is through by itself, and begins anew when it is run."""
+
+    def __init__(self, profile, experiments):
+        super().__init__(profile)
+        self.directory = RUNS / profile.name / "beyond"
+        self.experiments = experiments
+
+    @property
+    def through(self):
+        """It is never corrected: all that is asked for is counted again."""
+        return False
+
+    def begin(self, fresh):
+        """Goes on with those experiments of which something is missing; a fresh run with none."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for each in self.experiments:
+            points = {point.key for point in each.points(self.profile)}
+            measured = {tuple(one["key"]) for one in self.records(each) if "failed" not in one["sample"]}
+            path, machine = machine_of(self.directory, each), about(self.profile)
+            if fresh or points <= measured:
+                self.forget(each)
+            elif path.exists():
+                machine["began"] = json.loads(path.read_text())["began"]
+            path.write_text(json.dumps(machine, indent=1) + "\n")
+
+    def end(self):
+        """Keeps what a full run has counted."""
+        if not self.profile.quick:
+            for each in self.experiments:
+                for path in (self.path(each), machine_of(self.directory, each)):
+                    shutil.copy(path, KEPT)
 
 
 def about(profile):
