@@ -1,10 +1,13 @@
 //! Character devices that deliver messages, such as `/dev/fuse`.
 
 use crate::runtime::ops;
-use crate::runtime::required;
+use crate::runtime::{Op, required};
+use std::fmt;
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 
 /// A device on which each read or write transfers one whole message.
 ///
@@ -13,6 +16,39 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct Device {
     file: Arc<OwnedFd>,
+}
+
+/// A wait for a message; see [`Device::listen`].
+pub struct Listening {
+    file: Arc<OwnedFd>,
+    poll: Op,
+}
+
+fn start(file: &Arc<OwnedFd>) -> Op {
+    const EVENTS: u32 = (libc::EPOLLIN | libc::EPOLLEXCLUSIVE) as u32;
+    ops::start_poll(&required(), file, EVENTS)
+}
+
+impl Future for Listening {
+    /// An error if the device cannot be polled.
+    type Output = io::Result<()>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        loop {
+            match ready!(Pin::new(&mut self.poll).poll(cx)).0 {
+                Err(error) if error.raw_os_error() == Some(libc::EINTR) => {
+                    self.poll = start(&self.file);
+                }
+                result => return Poll::Ready(result.map(drop)),
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Listening {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Listening").field("file", &self.file).finish_non_exhaustive()
+    }
 }
 
 impl From<OwnedFd> for Device {
@@ -29,24 +65,22 @@ impl AsFd for Device {
 }
 
 impl Device {
-    /// Waits until there is something to read, or the device has failed. If several tasks wait for one source of
-    /// messages, on any threads and descriptors, each message wakes one of them, which must then read it. If its future
-    /// is dropped instead, the others may miss the message.
-    ///
-    /// # Errors
-    /// The device cannot be polled.
+    /// Begins to wait until there is something to read, or the device has failed. If several wait for one source of
+    /// messages, on any threads and descriptors, each message wakes one of them, which must then read until there is no
+    /// more (`WouldBlock`), or wait anew: until its executor's thread has noticed the wake-up, it may take those of
+    /// further messages as well. Whoever is woken and does not read, or drops the wait, leaves messages to nobody.
     ///
     /// # Panics
-    /// Outside [`Executor::block_on`](crate::Executor::block_on).
-    pub async fn readable(&self) -> io::Result<()> {
-        const EVENTS: u32 = (libc::EPOLLIN | libc::EPOLLEXCLUSIVE) as u32;
-        let local = required();
-        loop {
-            match ops::poll(&local, &self.file, EVENTS).await {
-                Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
-                result => return result.map(drop),
-            }
-        }
+    /// Outside [`Executor::block_on`](crate::Executor::block_on), here and when it is polled.
+    pub fn listen(&self) -> Listening {
+        Listening { file: self.file.clone(), poll: start(&self.file) }
+    }
+
+    /// Whether there is something to read now, or the device has failed.
+    pub fn is_readable(&self) -> bool {
+        let mut poll = libc::pollfd { fd: self.file.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: the call reads and writes one valid `pollfd`. An error is for the read to report.
+        unsafe { libc::poll(&raw mut poll, 1, 0) != 0 }
     }
 
     /// Reads one message into `buf`, and returns its length.
@@ -93,7 +127,7 @@ mod tests {
                 .map(|_| {
                     let (device, read) = (device.clone(), read.clone());
                     spawn(async move {
-                        device.readable().await.unwrap();
+                        device.listen().await.unwrap();
                         read.set(read.get() + device.read(&mut [0; 1]).unwrap());
                     })
                 })
@@ -106,6 +140,9 @@ mod tests {
                 }
                 assert_eq!(read.get(), round, "somebody was woken in vain");
             }
+            assert!(!device.is_readable());
+            ours.write_all(b"x").unwrap();
+            assert!(device.is_readable());
             assert_eq!(device.write(&[IoSlice::new(b"on"), IoSlice::new(b"ce")]).unwrap(), 4);
         });
     }

@@ -34,7 +34,7 @@ mod runtime;
 mod signal;
 
 pub use attempts::Attempts;
-pub use device::Device;
+pub use device::{Device, Listening};
 pub use event::Event;
 pub use first::first;
 pub use net::Readiness;

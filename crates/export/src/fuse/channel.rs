@@ -1,9 +1,10 @@
 //! A `/dev/fuse` descriptor: receives messages and sends replies.
 
+use super::intake::Source;
 use super::memory::Memory;
 use super::request::{Malformed, Message, Request, WRITE_HEAD};
 use super::wire::{IOCTL_CLONE, OutHeader};
-use isobath_ring::Device;
+use isobath_ring::{Device, Listening};
 use isobath_storage::IoBuf;
 use std::fs::File;
 use std::io::{self, IoSlice};
@@ -72,17 +73,34 @@ pub(super) enum NoMessage {
     #[error(transparent)]
     Malformed(#[from] Malformed),
     #[error("cannot read {DEVICE}: {0}")]
-    Io(io::Error),
+    Io(#[from] io::Error),
+}
+
+impl Source for Channel {
+    type Message = (Message, Option<Payload>);
+    type Error = NoMessage;
+    type Listening = Listening;
+
+    fn listen(&self) -> Listening {
+        self.device.listen()
+    }
+
+    fn receive(&self) -> Result<Option<Self::Message>, NoMessage> {
+        match self.receive() {
+            Ok(message) => Ok(Some(message)),
+            Err(NoMessage::Empty) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn is_waiting(&self) -> bool {
+        self.device.is_readable()
+    }
 }
 
 impl Channel {
     pub(super) fn new(device: OwnedFd) -> Self {
         Self { device: Device::from(device), memory: Memory::new(PAYLOAD + MAX_WRITE) }
-    }
-
-    /// Waits until a message may be available, or the connection has ended.
-    pub(super) async fn readable(&self) -> io::Result<()> {
-        self.device.readable().await
     }
 
     /// Receives a message; a write comes with its payload.

@@ -49,6 +49,7 @@ mod file;
 mod frontend;
 mod handshake;
 mod helper;
+mod intake;
 mod memory;
 mod mount;
 mod options;
@@ -56,6 +57,7 @@ mod place;
 mod request;
 mod serve;
 mod trial;
+mod turns;
 mod wire;
 mod worker;
 

@@ -7,6 +7,7 @@ use super::options::Options;
 use super::place::{self, MountError, Place};
 use super::request::{Message, Request};
 use super::serve::Export;
+use super::turns::Turns;
 use super::worker::work;
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
@@ -77,11 +78,12 @@ impl<D: BlockDevice> Mount<D> {
             channels.push(Channel::new(clone_device(&connection)?));
         }
         channels.push(Channel::new(connection));
+        let turns = Arc::new(Turns::new(channels.len()));
         let mut here = Vec::new();
         let mut there = Vec::new();
         for (number, channel) in channels.into_iter().enumerate() {
-            let mount = self.clone();
-            let part = move || async move { mount.work(&channel).await };
+            let (mount, turns) = (self.clone(), turns.clone());
+            let part = move || async move { mount.work(&channel, (&turns, number)).await };
             match workers.get(number) {
                 Some(worker) => there.push(worker.spawn_with(part)),
                 None => here.push(spawn(part())),
@@ -130,9 +132,9 @@ impl<D: BlockDevice> Mount<D> {
     }
 
     /// Serves one channel, and stops the others when this one ends.
-    async fn work(&self, channel: &Channel) -> io::Result<()> {
+    async fn work(&self, channel: &Channel, place: (&Turns, usize)) -> io::Result<()> {
         let _ending = Ending(&self.stop);
-        match work(&self.export, channel, &self.stop).await {
+        match work(&self.export, channel, place, &self.stop).await {
             Ok(true) => {
                 tracing::debug!("the disk was unmounted");
                 Ok(())

@@ -4,7 +4,7 @@
 use isobath_disk::{BlockDevice, LiveDisk, OpenOptions};
 use isobath_export::fuse::{Mount, Options};
 use isobath_ring::block_on;
-use isobath_ring::{Config, Executor, Worker};
+use isobath_ring::{Config, Executor, Io, Worker};
 use isobath_storage_file::FileHost;
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions as Open};
@@ -47,16 +47,22 @@ impl<D: BlockDevice> Mounted<D> {
 
     /// Serves on `workers` threads of their own, or on that of the server if there are none.
     pub fn with(device: Arc<D>, options: Options, workers: usize) -> Self {
+        Self::with_io(device, options, workers, Io::Any)
+    }
+
+    /// As [`with`](Self::with), and says what does the threads' I/O.
+    pub fn with_io(device: Arc<D>, options: Options, workers: usize, io: Io) -> Self {
+        let config = Config { io, ..Config::default() };
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("disk");
         File::create(&path).unwrap();
         let mount = Mount::new(device.clone(), &path, options).unwrap();
-        let start = |_| Worker::start("fuse", &Config::default()).unwrap();
+        let start = |_| Worker::start("fuse", &config).unwrap();
         let workers: Vec<Worker> = (0..workers).map(start).collect();
         let handles: Vec<_> = workers.iter().map(|worker| worker.handle().clone()).collect();
         let serving = mount.clone();
         let thread = Some(std::thread::spawn(move || {
-            let executor = Executor::new(&Config::default()).unwrap();
+            let executor = Executor::new(&config).unwrap();
             executor.block_on(serving.serve(&handles))
         }));
         Self { mount, device, path, directory, thread, workers }

@@ -13,6 +13,7 @@ mod fuse_mount;
 mod fuse_mounting;
 mod fuse_pauses;
 mod fuse_random;
+mod fuse_turns;
 #[path = "../common/memory_disk.rs"]
 mod memory_disk;
 mod memory_limit;
