@@ -82,3 +82,128 @@ impl Victims {
         self.census.blocks() == 0
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::usage::per_tick;
+    use super::super::word::State;
+    use super::*;
+    use std::collections::BTreeMap;
+
+    /// A cache of blocks that are told apart by numbers, as `tidy` keeps it.
+    struct Simulated {
+        limit: u64,
+        now: u64,
+        filled: u64,
+        words: BTreeMap<u64, Word>,
+        fetched: u64,
+        present: u64,
+    }
+
+    impl Simulated {
+        fn new(limit: u64) -> Self {
+            Self { limit, now: 0, filled: 0, words: BTreeMap::new(), fetched: 0, present: 0 }
+        }
+
+        fn use_block(&mut self, block: u64) {
+            let word = self.words.entry(block).or_insert(Word::from_bits(0));
+            if word.state() == State::Verified {
+                *word = word.used(self.now).unwrap_or(*word);
+                return;
+            }
+            *word = word.filled(self.now, 1);
+            self.fetched += 1;
+            self.filled += 1;
+            self.present += 1;
+            self.now += u64::from(self.filled.is_multiple_of(per_tick(self.limit)));
+            if self.present > self.limit - self.limit / 16 {
+                self.evict();
+            }
+        }
+
+        fn evict(&mut self) {
+            let need = self.present - (self.limit - self.limit / 8);
+            let mut census = Census::new(self.now);
+            let present = |word: &&mut Word| word.state() == State::Verified;
+            for word in self.words.values_mut().filter(present) {
+                census.add(*word);
+            }
+            let (now, before) = (self.now, self.present);
+            let mut victims = census.victims(need, self.limit);
+            for word in self.words.values_mut().filter(present) {
+                if victims.take(*word) {
+                    *word = word.changed(State::Evicting, 1).evicted(now, 1);
+                    self.present -= 1;
+                }
+            }
+            assert!(victims.is_done());
+            assert_eq!(before - self.present, need);
+        }
+
+        /// How many of these are not fetched when they are used.
+        fn hits(&mut self, blocks: impl Iterator<Item = u64>) -> u64 {
+            let before = self.fetched;
+            let mut used = 0;
+            for block in blocks {
+                self.use_block(block);
+                used += 1;
+            }
+            used - (self.fetched - before)
+        }
+    }
+
+    #[test]
+    fn a_scan_does_not_push_out_what_is_read_repeatedly() {
+        let mut cache = Simulated::new(1024);
+        let used = || 0..512;
+        cache.hits(used());
+        cache.now += 2;
+        cache.hits(used());
+        for block in 10_000..20_000 {
+            cache.use_block(block);
+        }
+        assert_eq!(cache.hits(used()), 512);
+        // Nor does a second one of the same blocks, which is more than fits.
+        for block in 10_000..20_000 {
+            cache.use_block(block);
+        }
+        assert!(cache.hits(used()) >= 500, "{}", cache.fetched);
+    }
+
+    #[test]
+    fn what_is_read_repeatedly_during_a_scan_stays_although_it_was_new() {
+        let mut cache = Simulated::new(1024);
+        for block in 0..10_000 {
+            cache.use_block(1_000_000 + block);
+            cache.use_block(block % 256);
+        }
+        assert_eq!(cache.hits(0..256), 256);
+    }
+
+    #[test]
+    fn what_is_in_use_now_replaces_what_was() {
+        let mut cache = Simulated::new(1024);
+        for round in 0..20 {
+            cache.hits(0..800);
+            cache.now += round % 2;
+        }
+        for _ in 0..20 {
+            cache.hits(10_000..10_800);
+        }
+        assert_eq!(cache.hits(10_000..10_800), 800);
+    }
+
+    #[test]
+    fn everything_goes_if_everything_must() {
+        let mut cache = Simulated::new(64);
+        cache.hits(0..50);
+        cache.now += 2;
+        cache.hits(0..20);
+        let mut census = Census::new(cache.now);
+        for word in cache.words.values() {
+            census.add(*word);
+        }
+        let mut victims = census.victims(1000, 64);
+        assert!(cache.words.values().all(|word| victims.take(*word)) && victims.is_done());
+    }
+}

@@ -60,6 +60,11 @@ impl Common {
         self.limit - self.limit / 16
     }
 
+    /// Whether blocks are to be evicted.
+    pub(super) fn is_high(&self) -> bool {
+        self.usage.bytes().is_none_or(|used| used > self.high())
+    }
+
     /// Down to how many bytes blocks are evicted.
     pub(super) fn low(&self) -> u64 {
         self.limit - self.limit / 8
@@ -87,8 +92,7 @@ impl Common {
         self.pause.store(0, Ordering::Relaxed);
         self.usage.filled(bytes);
         let uncounted = self.uncounted.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        let is_high = self.usage.bytes().is_none_or(|used| used > self.high());
-        if is_high || uncounted > (self.limit / 8).max(BLOCK) {
+        if self.is_high() || uncounted > (self.limit / 8).max(BLOCK) {
             self.wake();
         }
     }

@@ -145,7 +145,8 @@ impl Directory {
         for _ in 0..ATTEMPTS {
             let file = rustix::fs::openat(&self.opened, name, flags, Mode::RUSR | Mode::WUSR)?;
             let file = File::from(file);
-            if sys::try_lock(&file, Part::Use, Lock::Shared)? && is_linked(&file)? {
+            sys::lock(&file, Part::Use, Lock::Shared)?;
+            if is_linked(&file)? {
                 return Ok(file);
             }
             // Somebody who tidies up took it for a file that was left.
@@ -289,7 +290,7 @@ impl Temporary<'_> {
     pub(super) fn replace(self, name: &str) -> io::Result<File> {
         let opened = &self.directory.opened;
         rustix::fs::renameat(opened, &*self.name, opened, name)?;
-        Ok(self.file.try_clone()?)
+        self.file.try_clone()
     }
 
     /// Gives it this name, unless there is a file of that name; whether it has it.

@@ -45,6 +45,9 @@ pub const LEAST_LIMIT: u64 = 64 * BLOCK;
 /// How often it is looked whether anything is to be done.
 const LOOK: Duration = Duration::from_secs(5);
 
+/// How long it is not looked whether something can be evicted after nothing could.
+const PAUSE: Duration = Duration::from_secs(1);
+
 /// A cache in use.
 #[derive(Debug)]
 pub struct Cache {
@@ -187,6 +190,11 @@ impl Cache {
     /// # Errors
     /// The directory cannot be read.
     pub fn tidy(&self) -> Result<bool> {
+        self.evict().map(|evicted| evicted.is_some())
+    }
+
+    /// As [`tidy`](Self::tidy); how much was evicted.
+    fn evict(&self) -> Result<Option<u64>> {
         let find = |key: &LayerKey| self.pair(key, |layers| Pair::find(layers, key));
         let tidied = tidy::run(&self.rooms, &self.common, find);
         tidied
@@ -198,7 +206,9 @@ impl Cache {
         let pairs = self.pairs.lock().unwrap_or_else(PoisonError::into_inner);
         let used: Vec<Arc<Pair>> = pairs.values().filter_map(Weak::upgrade).collect();
         drop(pairs);
-        used.iter().for_each(|pair| pair.look_for_losses());
+        for pair in used {
+            pair.look_for_losses();
+        }
     }
 }
 
@@ -207,16 +217,22 @@ fn attend(cache: &Weak<Cache>, woken: &Receiver<()>) {
     loop {
         let woken = woken.recv_timeout(LOOK);
         let Some(cache) = cache.upgrade() else { return };
+        cache.common.usage.advance_with_time();
+        cache.look_for_losses();
         match woken {
             Ok(()) => {
-                if let Err(error) = cache.tidy() {
-                    cache.common.warn(&io::Error::other(error));
+                let evicted = cache.evict();
+                if let Err(error) = &evicted {
+                    cache.common.warn(&io::Error::other(error.to_string()));
+                }
+                let is_in_vain = !matches!(evicted, Ok(None | Some(1..)));
+                let is_full = cache.common.is_high() && is_in_vain;
+                drop(cache);
+                if is_full {
+                    thread::sleep(PAUSE);
                 }
             }
-            Err(RecvTimeoutError::Timeout) => {
-                cache.common.usage.advance_with_time();
-                cache.look_for_losses();
-            }
+            Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,
         }
     }

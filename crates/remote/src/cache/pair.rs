@@ -6,7 +6,7 @@
 //! blocks unverified, before anybody else can open them.
 
 use super::directory::{ATTEMPTS, Directory, is_linked};
-use super::protocol::Shared;
+use super::protocol::{self, Shared};
 use super::sys::{self, Lock, PAGE, Part, Words};
 use super::word::{State, Word};
 use crate::digest::{BLOCK, Digest};
@@ -16,7 +16,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 /// Which layer it is, and by what its blocks are checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -100,6 +100,9 @@ fn header(key: &LayerKey, id: &Id) -> [u8; HEADER] {
     whole
 }
 
+/// The distance of two first generations: that of the golden ratio.
+const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+
 /// Bytes of the map of a layer.
 fn map_length(key: &LayerKey) -> io::Result<usize> {
     let words = key.blocks().checked_mul(8).and_then(|bytes| bytes.checked_add(PAGE as u64));
@@ -134,8 +137,8 @@ pub(super) struct Pair {
     map: File,
     data: Arc<File>,
     path: PathBuf,
-    /// The generation of a word that is changed for the first time.
-    first: u64,
+    /// The generation of the next word that is changed for the first time.
+    first: AtomicU64,
 }
 
 impl Drop for Pair {
@@ -144,6 +147,9 @@ impl Drop for Pair {
         sys::unlock(&self.data);
     }
 }
+
+/// How a lock is taken.
+type Locking = fn(&File, Part, Lock) -> io::Result<()>;
 
 /// What was found where the files of a layer may be.
 enum Found {
@@ -154,13 +160,13 @@ enum Found {
 }
 
 impl Pair {
-    /// The files of a layer; `None` if there are none.
+    /// The files of a layer; `None` if there are none. Waits for nobody.
     ///
     /// # Errors
-    /// They cannot be opened.
+    /// They cannot be opened, or somebody else is just opening them.
     pub(super) fn find(directory: &Directory, key: &LayerKey) -> io::Result<Option<Self>> {
         for _ in 0..ATTEMPTS {
-            match Self::look(directory, key)? {
+            match Self::look(directory, key, sys::lock_at_once)? {
                 Found::Pair(pair) => return Ok(Some(pair)),
                 Found::None => return Ok(None),
                 Found::Removed => {}
@@ -175,7 +181,7 @@ impl Pair {
     /// They can be neither opened nor created.
     pub(super) fn open(directory: &Directory, key: &LayerKey) -> io::Result<Self> {
         for _ in 0..ATTEMPTS {
-            match Self::look(directory, key)? {
+            match Self::look(directory, key, sys::lock)? {
                 Found::Pair(pair) => return Ok(pair),
                 Found::None => create(directory, key)?,
                 Found::Removed => {}
@@ -184,7 +190,7 @@ impl Pair {
         Err(restless())
     }
 
-    fn look(directory: &Directory, key: &LayerKey) -> io::Result<Found> {
+    fn look(directory: &Directory, key: &LayerKey, lock: Locking) -> io::Result<Found> {
         let name = key.map();
         let map = match directory.file(&name) {
             Ok(Some(map)) => map,
@@ -195,7 +201,7 @@ impl Pair {
             Err(error) => return Err(error),
         };
         // It ends with the file if it is not given up before.
-        sys::lock(&map, Part::Opening, Lock::Alone)?;
+        lock(&map, Part::Opening, Lock::Alone)?;
         if !is_linked(&map)? {
             return Ok(Found::Removed);
         }
@@ -226,10 +232,10 @@ impl Pair {
         let words = Words::map(Some(&map), map_length(key)?)?;
         let mut first = [0; 8];
         getrandom::fill(&mut first).map_err(io::Error::other)?;
-        let (first, path) = (u64::from_ne_bytes(first), directory.path(&name));
+        let (first, path) = (AtomicU64::new(u64::from_ne_bytes(first)), directory.path(&name));
         let pair = Self { key: *key, words, map, data: Arc::new(data), path, first };
         if sys::try_lock(&pair.map, Part::Use, Lock::Alone)? {
-            pair.doubt_all();
+            (0..key.blocks()).for_each(|block| protocol::renew(&pair, block));
             sys::try_lock(&pair.map, Part::Use, Lock::Shared)?;
         }
         sys::try_lock(&pair.map, Part::Opening, Lock::Free)?;
@@ -288,8 +294,8 @@ impl Pair {
     }
 
     /// Makes all verified blocks such that are checked again.
-    pub(super) fn doubt_all(&self) {
-        (0..self.key.blocks()).for_each(|block| super::protocol::doubt(self, block));
+    fn doubt_all(&self) {
+        (0..self.key.blocks()).for_each(|block| protocol::doubt(self, block));
     }
 
     /// Makes all blocks such that are checked again if the kernel has lost what was written to the file.
@@ -318,7 +324,7 @@ impl Pair {
         blocks.filter(|(_, word)| word.state() != State::Absent)
     }
 
-    fn word(&self, block: u64) -> &std::sync::atomic::AtomicU64 {
+    fn word(&self, block: u64) -> &AtomicU64 {
         assert!(block < self.key.blocks(), "the layer has no block {block}");
         self.words.get(PAGE / 8 + block as usize)
     }
@@ -349,7 +355,8 @@ impl Shared for Pair {
     }
 
     fn first(&self) -> u64 {
-        self.first
+        // All bits change, so that none of these is near another one's successors.
+        self.first.fetch_add(STEP, Ordering::Relaxed)
     }
 
     fn write(&self, block: u64, bytes: &[u8]) -> io::Result<()> {

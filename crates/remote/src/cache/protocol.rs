@@ -124,6 +124,19 @@ pub(super) fn doubt(shared: &impl Shared, block: u64) {
     }
 }
 
+/// Begins the use of a block that nobody uses, and nobody is evicting: it counts as unverified, or as absent if somebody
+/// was killed who was evicting it.
+pub(super) fn renew(shared: &impl Shared, block: u64) {
+    let word = shared.load(block);
+    let state = match word.state() {
+        State::Absent | State::Unverified => return,
+        State::Verified => State::Unverified,
+        State::Evicting => State::Absent,
+    };
+    // If the map is not ours any more, nobody looks at it.
+    shared.replace(block, word, word.changed(state, shared.first()));
+}
+
 /// Takes a block out of the file if its word is still this one; whether it was. Whoever calls it has the lock of
 /// evictions. An absent block may have bytes in the file, too, which a filler has left that was killed.
 ///
@@ -156,4 +169,283 @@ pub(super) fn finish(shared: &impl Shared, block: u64, now: u64) -> io::Result<(
     let punched = shared.punch(block);
     shared.replace(block, word, word.evicted(now, shared.first()));
     punched
+}
+
+#[cfg(test)]
+mod tests {
+    //! Every order of the steps of several users of one block, with a death before each of them.
+    //!
+    //! A user is run again from its beginning for each of its steps, with the answers that it got before, until it asks
+    //! for one more. So what is known of it is the list of its answers, and a moment of all users that occurred before
+    //! need not be looked at again.
+
+    use super::*;
+    use std::cell::RefCell;
+    use std::collections::HashSet;
+    use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+    /// The layer's block; a step concerns half of it.
+    const RIGHT: [u8; 2] = [3, 4];
+    const NOW: u64 = 5;
+
+    #[derive(Clone, Copy)]
+    enum Step {
+        Load,
+        Replace(u64, u64),
+        Write(usize, u8),
+        Read(usize),
+        Punch(usize),
+    }
+
+    /// The word and the file.
+    #[derive(Clone, PartialEq, Eq, Hash, Debug)]
+    struct World {
+        word: u64,
+        file: [u8; 2],
+    }
+
+    impl World {
+        fn new(state: State, file: [u8; 2]) -> Self {
+            Self { word: Word::from_bits(0).changed(state, 100).bits(), file }
+        }
+
+        fn take(&mut self, step: Step) -> u64 {
+            match step {
+                Step::Load => self.word,
+                Step::Replace(from, to) => {
+                    let is_it = self.word == from;
+                    if is_it {
+                        self.word = to;
+                    }
+                    u64::from(is_it)
+                }
+                Step::Write(half, byte) => {
+                    self.file[half] = byte;
+                    0
+                }
+                Step::Read(half) => self.file[half].into(),
+                Step::Punch(half) => {
+                    self.file[half] = 0;
+                    0
+                }
+            }
+        }
+
+        fn check(&self) -> Result<(), String> {
+            let is_verified = Word::from_bits(self.word).state() == State::Verified;
+            if is_verified && self.file != RIGHT {
+                return Err(format!("verified, and wrong: {self:?}"));
+            }
+            Ok(())
+        }
+    }
+
+    /// What a user of the block sees: the answers that it got, and the step that it takes next.
+    struct Seen<'a> {
+        answers: &'a [u64],
+        next: RefCell<(usize, Option<Step>)>,
+    }
+
+    impl Seen<'_> {
+        fn ask(&self, step: Step) -> u64 {
+            let mut next = self.next.borrow_mut();
+            let Some(answer) = self.answers.get(next.0) else {
+                next.1 = Some(step);
+                drop(next);
+                resume_unwind(Box::new(()));
+            };
+            next.0 += 1;
+            *answer
+        }
+    }
+
+    impl Shared for Seen<'_> {
+        fn load(&self, _: u64) -> Word {
+            Word::from_bits(self.ask(Step::Load))
+        }
+
+        fn load_after_reads(&self, block: u64) -> Word {
+            self.load(block)
+        }
+
+        fn replace(&self, _: u64, from: Word, to: Word) -> bool {
+            self.ask(Step::Replace(from.bits(), to.bits())) != 0
+        }
+
+        fn first(&self) -> u64 {
+            1
+        }
+
+        fn write(&self, _: u64, bytes: &[u8]) -> io::Result<()> {
+            for (half, byte) in bytes.iter().enumerate() {
+                self.ask(Step::Write(half, *byte));
+            }
+            Ok(())
+        }
+
+        fn read(&self, _: u64) -> io::Result<Vec<u8>> {
+            Ok((0..2).map(|half| self.ask(Step::Read(half)) as u8).collect())
+        }
+
+        fn punch(&self, _: u64) -> io::Result<()> {
+            for half in 0..2 {
+                self.ask(Step::Punch(half));
+            }
+            Ok(())
+        }
+    }
+
+    /// Does something with the block, and says what was wrong with what it saw.
+    type User = fn(&Seen<'_>) -> Result<(), String>;
+
+    fn filler(seen: &Seen<'_>) -> Result<(), String> {
+        fill(seen, 0, &RIGHT, NOW).map(drop).map_err(|error| error.to_string())
+    }
+
+    fn verifier(seen: &Seen<'_>) -> Result<(), String> {
+        verify(seen, 0, |bytes| bytes == RIGHT);
+        Ok(())
+    }
+
+    fn doubter(seen: &Seen<'_>) -> Result<(), String> {
+        doubt(seen, 0);
+        Ok(())
+    }
+
+    /// Ends what was left, and evicts what is there or was left in the file.
+    fn evictor(seen: &Seen<'_>) -> Result<(), String> {
+        finish(seen, 0, NOW).map_err(|error| error.to_string())?;
+        let word = seen.load(0);
+        evict(seen, 0, word, NOW).map(drop).map_err(|error| error.to_string())
+    }
+
+    fn reader(seen: &Seen<'_>) -> Result<(), String> {
+        let Look::Verified(stamp) = Look::at(seen.load(0)) else { return Ok(()) };
+        let bytes = seen.read(0).map_err(|error| error.to_string())?;
+        if still(seen, 0, stamp) && bytes != RIGHT {
+            return Err(format!("a reader takes {bytes:?} for the layer's"));
+        }
+        Ok(())
+    }
+
+    /// Evicts as if it were enough to say that the block is absent before it is taken out.
+    fn hasty_evictor(seen: &Seen<'_>) -> Result<(), String> {
+        let word = seen.load(0);
+        if seen.replace(0, word, word.evicted(NOW, 1)) {
+            seen.punch(0).map_err(|error| error.to_string())?;
+        }
+        Ok(())
+    }
+
+    /// Takes the block out before it says so.
+    fn late_evictor(seen: &Seen<'_>) -> Result<(), String> {
+        let word = seen.load(0);
+        seen.punch(0).map_err(|error| error.to_string())?;
+        seen.replace(0, word, word.evicted(NOW, 1));
+        Ok(())
+    }
+
+    fn early_filler(seen: &Seen<'_>) -> Result<(), String> {
+        let word = seen.load(0);
+        if word.state() == State::Absent && seen.replace(0, word, word.filled(NOW, 1)) {
+            seen.write(0, &RIGHT).map_err(|error| error.to_string())?;
+        }
+        Ok(())
+    }
+
+    /// Reads without looking whether the block still is what it was.
+    fn trusting_reader(seen: &Seen<'_>) -> Result<(), String> {
+        let Look::Verified(_) = Look::at(seen.load(0)) else { return Ok(()) };
+        let bytes = seen.read(0).map_err(|error| error.to_string())?;
+        if bytes == RIGHT { Ok(()) } else { Err(format!("a reader sees {bytes:?}")) }
+    }
+
+    #[derive(Clone, PartialEq, Eq, Hash)]
+    struct Moment {
+        world: World,
+        answers: Vec<Vec<u64>>,
+        /// Who was killed.
+        dead: Vec<bool>,
+    }
+
+    /// Runs all orders from `world` on, in which evictors follow one another: they have a lock.
+    fn explore(world: World, users: &[User]) -> Result<usize, String> {
+        let count = users.len();
+        let start = Moment { world, answers: vec![Vec::new(); count], dead: vec![false; count] };
+        let (mut seen, mut left) = (HashSet::new(), vec![start]);
+        while let Some(moment) = left.pop() {
+            if seen.contains(&moment) {
+                continue;
+            }
+            moment.world.check()?;
+            let mut evicts = false;
+            for (number, user) in users.iter().enumerate() {
+                let is_evictor = std::ptr::fn_addr_eq(*user, evictor as User);
+                if moment.dead[number] || is_evictor && evicts {
+                    continue;
+                }
+                let one = Seen { answers: &moment.answers[number], next: RefCell::default() };
+                match catch_unwind(AssertUnwindSafe(|| user(&one))) {
+                    Ok(result) => result?,
+                    Err(_) => {
+                        let Some(step) = one.next.into_inner().1 else {
+                            return Err("a user panics".to_owned());
+                        };
+                        evicts |= is_evictor;
+                        let mut next = moment.clone();
+                        next.answers[number].push(next.world.take(step));
+                        left.push(next);
+                        let mut killed = moment.clone();
+                        killed.dead[number] = true;
+                        left.push(killed);
+                    }
+                }
+            }
+            seen.insert(moment);
+        }
+        Ok(seen.len())
+    }
+
+    fn worlds() -> [World; 5] {
+        [
+            World::new(State::Absent, [9, 0]),
+            World::new(State::Unverified, RIGHT),
+            World::new(State::Unverified, [RIGHT[0], 9]),
+            World::new(State::Verified, RIGHT),
+            World::new(State::Evicting, [0, RIGHT[1]]),
+        ]
+    }
+
+    #[test]
+    fn in_no_order_of_steps_and_deaths_is_a_wrong_block_verified_or_read() {
+        let casts: [&[User]; 6] = [
+            &[filler, evictor, reader],
+            &[filler, filler, evictor],
+            &[filler, verifier, evictor],
+            &[verifier, doubter, evictor],
+            &[reader, doubter, filler],
+            &[evictor, evictor, filler],
+        ];
+        let mut moments = 0;
+        for users in casts {
+            for world in worlds() {
+                moments += explore(world, users).unwrap();
+            }
+        }
+        assert!(moments > 10_000, "only {moments} moments");
+    }
+
+    #[test]
+    fn a_step_out_of_order_is_found() {
+        let wrong: [&[User]; 4] = [
+            &[hasty_evictor, filler],
+            &[late_evictor, reader],
+            &[early_filler, reader],
+            &[evictor, trusting_reader],
+        ];
+        for users in wrong {
+            let found = worlds().into_iter().any(|world| explore(world, users).is_err());
+            assert!(found);
+        }
+    }
 }

@@ -71,14 +71,23 @@ pub(super) fn lock(file: &File, part: Part, lock: Lock) -> io::Result<()> {
     let begin = Instant::now();
     while !try_lock(file, part, lock)? {
         if begin.elapsed() >= PATIENCE {
-            return Err(io::Error::new(
-                io::ErrorKind::ResourceBusy,
-                "another process keeps it locked",
-            ));
+            return Err(locked());
         }
         thread::sleep(LOOK);
     }
     Ok(())
+}
+
+/// As [`try_lock`].
+///
+/// # Errors
+/// Another process or thread holds it, or the file system has no locks.
+pub(super) fn lock_at_once(file: &File, part: Part, lock: Lock) -> io::Result<()> {
+    if try_lock(file, part, lock)? { Ok(()) } else { Err(locked()) }
+}
+
+fn locked() -> io::Error {
+    io::Error::new(io::ErrorKind::ResourceBusy, "another process keeps it locked")
 }
 
 /// Gives all locks up: a mapping of the file, or a child that was just forked, would keep them.
@@ -104,7 +113,7 @@ pub(super) fn has_lost_writes(file: &File, length: u64) -> bool {
 /// Memory that is unmapped when it is dropped.
 #[derive(Debug)]
 struct Region {
-    start: NonNull<u8>,
+    start: NonNull<u64>,
     length: usize,
 }
 
@@ -145,7 +154,7 @@ impl Words {
             return Err(io::Error::last_os_error());
         };
         let region = Region { start, length };
-        Ok(Self { guard: Guard::new(start, length, PAGE, Access::Write)?, region })
+        Ok(Self { guard: Guard::new(start.cast(), length, PAGE, Access::Write)?, region })
     }
 
     /// A word.
@@ -155,7 +164,7 @@ impl Words {
     pub(super) fn get(&self, number: usize) -> &AtomicU64 {
         assert!(number < self.region.length / 8, "word {number} is beyond the mapping");
         // SAFETY: it is within the mapping, aligned, and only accessed so.
-        unsafe { AtomicU64::from_ptr(self.region.start.as_ptr().cast::<u64>().add(number)) }
+        unsafe { AtomicU64::from_ptr(self.region.start.as_ptr().add(number)) }
     }
 
     /// Whether a part of the file was gone when it was accessed. Words are then no longer shared, and what was loaded

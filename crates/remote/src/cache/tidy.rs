@@ -66,7 +66,8 @@ fn count(rooms: &Rooms) -> io::Result<u64> {
     })
 }
 
-/// Counts the files, removes what was left, and evicts what is too much; whether nobody else was doing that.
+/// Counts the files, removes what was left, and evicts what is too much. How many blocks and objects were evicted;
+/// `None` if somebody else is doing that.
 ///
 /// # Errors
 /// The directories cannot be read.
@@ -74,8 +75,8 @@ pub(super) fn run(
     rooms: &Rooms,
     common: &Common,
     find: impl Fn(&LayerKey) -> io::Result<Option<Arc<Pair>>>,
-) -> io::Result<bool> {
-    let Some(_alone) = rooms.layers.try_alone()? else { return Ok(false) };
+) -> io::Result<Option<u64>> {
+    let Some(_alone) = rooms.layers.try_alone()? else { return Ok(None) };
     remove_left(rooms)?;
     let keys: Vec<LayerKey> =
         rooms.layers.names()?.iter().filter_map(|name| LayerKey::of_map(name)).collect();
@@ -85,10 +86,13 @@ pub(super) fn run(
     let mut census = Census::new(now);
     for pair in pairs() {
         restore(&pair, now);
-        pair.present().for_each(|(_, word)| census.add(word));
+        for (_, word) in pair.present() {
+            census.add(word);
+        }
     }
     let used = count(rooms)?;
     common.counted(used);
+    let mut evicted = 0;
     if used > common.high() {
         let need = (used - common.low()).div_ceil(BLOCK);
         let mut victims = census.victims(need, common.limit() / BLOCK);
@@ -97,9 +101,11 @@ pub(super) fn run(
                 break;
             }
             for (block, word) in pair.present() {
-                if victims.take(word) {
-                    // Whether it could be taken out is seen when the files are counted.
-                    let _ = protocol::evict(&*pair, block, word, now);
+                // One that cannot be taken out is seen when the files are counted.
+                if victims.take(word)
+                    && matches!(protocol::evict(&*pair, block, word, now), Ok(true))
+                {
+                    evicted += 1;
                 }
             }
         }
@@ -111,9 +117,9 @@ pub(super) fn run(
             let _ = Pair::remove(&rooms.layers, key);
         }
     }
-    remove_objects(rooms, common)?;
+    evicted += remove_objects(rooms, common)?;
     common.counted(count(rooms)?);
-    Ok(true)
+    Ok(Some(evicted))
 }
 
 /// Ends what an evictor left, and takes out what fillers left, who were killed.
@@ -162,8 +168,8 @@ fn remove_left(rooms: &Rooms) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes the objects that were not used for longest, if they are too many or there is no other way.
-fn remove_objects(rooms: &Rooms, common: &Common) -> io::Result<()> {
+/// Removes the objects that were not used for longest, if they are too many or there is no other way; how many.
+fn remove_objects(rooms: &Rooms, common: &Common) -> io::Result<u64> {
     let mut objects = entries(&rooms.objects)?;
     objects.extend(entries(&rooms.manifests)?);
     objects.sort_unstable_by_key(|entry| entry.used);
@@ -171,6 +177,7 @@ fn remove_objects(rooms: &Rooms, common: &Common) -> io::Result<()> {
     let sum: u64 = objects.iter().map(|entry| entry.bytes).sum();
     let over = if used > common.high() { used - common.low() } else { 0 };
     let mut need = over.max(sum.saturating_sub(common.limit() / OBJECTS));
+    let mut removed = 0;
     for entry in objects {
         if need == 0 {
             break;
@@ -178,7 +185,8 @@ fn remove_objects(rooms: &Rooms, common: &Common) -> io::Result<()> {
         // One that is in use stays.
         if matches!(entry.directory.remove_unused(&entry.name), Ok(true)) {
             need = need.saturating_sub(entry.bytes);
+            removed += 1;
         }
     }
-    Ok(())
+    Ok(removed)
 }

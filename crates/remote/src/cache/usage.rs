@@ -18,8 +18,14 @@ const SINCE: usize = 2;
 const BYTES: usize = 3;
 const MINUTE: usize = 4;
 
-/// Ticks while as many blocks are filled as the cache may hold.
+/// Ticks while as many blocks are filled as the cache may hold, and the fewest blocks of a tick.
 const PER_ROUND: u64 = 64;
+const LEAST_TICK: u64 = 4;
+
+/// Blocks that are filled in a tick, by a cache that holds up to `limit` blocks.
+pub(super) fn per_tick(limit: u64) -> u64 {
+    (limit / PER_ROUND).max(LEAST_TICK)
+}
 
 /// The shared counts.
 #[derive(Debug)]
@@ -37,7 +43,7 @@ impl Usage {
     pub(super) fn open(directory: &Directory, limit: u64) -> io::Result<Self> {
         let shared = shared(directory).and_then(|file| Words::map(Some(&file), PAGE));
         let words = shared.or_else(|_| Words::map(None, PAGE))?;
-        Ok(Self { words, tick: (limit / BLOCK / PER_ROUND).max(1) })
+        Ok(Self { words, tick: per_tick(limit / BLOCK) })
     }
 
     fn word(&self, number: usize) -> &AtomicU64 {

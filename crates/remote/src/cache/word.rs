@@ -20,6 +20,9 @@ pub(super) const GENERATIONS: u64 = 1 << (64 - GENERATION);
 /// How many ticks an evicted block is remembered.
 const MEMORY: u64 = 128;
 
+/// How many ticks after a use another one counts as another: what is read in many small pieces is used once.
+const APART: u64 = 2;
+
 /// What is known of a block in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
@@ -108,9 +111,9 @@ impl Word {
         self.changed(State::Absent, first).with(1, now)
     }
 
-    /// The block, used at a tick; `None` if that is noted already. Uses at one tick are one.
+    /// The block, used at a tick; `None` if there is nothing to note.
     pub(super) fn used(self, now: u64) -> Option<Self> {
-        (self.age(now) != 0).then(|| self.with(self.uses() + 1, now))
+        (self.age(now) >= APART).then(|| self.with(self.uses() + 1, now))
     }
 }
 
@@ -124,13 +127,13 @@ mod tests {
         let filled = Word::from_bits(0).filled(TICKS + 5, first);
         assert_eq!((filled.state(), filled.generation()), (State::Verified, 77));
         assert_eq!((filled.tick(), filled.uses(), filled.age(TICKS + 7)), (5, 0, 2));
-        assert_eq!(filled.used(5), None);
-        let used = filled.used(6).unwrap();
-        assert_eq!((used.uses(), used.tick(), used.generation()), (1, 6, 77));
-        let many = (7..20).fold(used, |word, tick| word.used(tick).unwrap());
+        assert_eq!((filled.used(5), filled.used(6)), (None, None));
+        let used = filled.used(7).unwrap();
+        assert_eq!((used.uses(), used.tick(), used.generation()), (1, 7, 77));
+        let many = (4..20).fold(used, |word, tick| word.used(2 * tick + 1).unwrap());
         assert_eq!((many.uses(), many.state()), (MOST_USES, State::Verified));
         let doubted = many.changed(State::Unverified, first);
-        assert_eq!((doubted.generation(), doubted.uses(), doubted.tick()), (78, MOST_USES, 19));
+        assert_eq!((doubted.generation(), doubted.uses(), doubted.tick()), (78, MOST_USES, 39));
         let last = Word::from_bits(!0).changed(State::Absent, first);
         assert_eq!(last.generation(), 1, "0 is a word that was never changed");
     }

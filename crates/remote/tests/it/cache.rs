@@ -72,6 +72,12 @@ pub(crate) fn files(directory: &Path, suffix: &str) -> Vec<PathBuf> {
     entries.filter(|path| path.to_str().unwrap().ends_with(suffix)).collect()
 }
 
+/// The names in a directory.
+pub(crate) fn names(directory: &Path) -> Vec<String> {
+    let entries = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name());
+    entries.map(|name| name.into_string().unwrap()).collect()
+}
+
 #[test]
 fn what_is_filled_is_read_from_the_file_also_by_others_and_later() {
     let directory = tempfile::tempdir().unwrap();

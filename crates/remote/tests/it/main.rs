@@ -4,6 +4,9 @@
 
 mod buckets;
 mod cache;
+mod cache_damage;
+mod cache_kills;
+mod cache_limits;
 mod chains;
 mod hostile;
 mod interrupted;
