@@ -134,7 +134,7 @@ fn restore(pair: &Pair, now: u64) {
     }
     let Ok(metadata) = pair.data().metadata() else { return };
     // What the file system needs for itself is not looked for.
-    let expected = present * BLOCK + present * BLOCK / 64 + 4 * BLOCK;
+    let expected = present * BLOCK + present * BLOCK / 64 + BLOCK / 2;
     if metadata.blocks() * 512 <= expected {
         return;
     }

@@ -19,7 +19,7 @@ impl Layer {
     pub(crate) fn new(number: u64, length: u64) -> Self {
         let byte = |at: u64| ((at / 7 + at / BLOCK * 31 + number * 97) % 255) as u8 + 1;
         let bytes: Vec<u8> = (0..length).map(byte).collect();
-        let table = bytes.chunks(BLOCK as usize).map(|block| blake3::hash(block));
+        let table = bytes.chunks(BLOCK as usize).map(blake3::hash);
         let table: Arc<[u8]> = table.flat_map(|hash| hash.as_bytes()[..16].to_vec()).collect();
         let key = LayerKey { digest: Digest::of(&bytes), length, table: Digest::of(&table) };
         Self { bytes, table, key }

@@ -48,7 +48,7 @@ fn after_a_power_failure_each_block_is_right_or_absent() {
     // The map was written back, blocks of the data were not, or in part.
     let directory = filled(&of_store);
     let data = writable(&the_file(directory.path(), ".data"));
-    data.write_all_at(&[0; BLOCK as usize], 0).unwrap();
+    data.write_all_at(&vec![0; BLOCK as usize], 0).unwrap();
     data.write_all_at(&[0; 4096], 2 * BLOCK + 8192).unwrap();
     data.set_len(6 * BLOCK).unwrap();
     data.set_len(6 * BLOCK + 100).unwrap();
