@@ -40,6 +40,11 @@ impl Digest {
         }
         Some(Self(bytes))
     }
+
+    /// Its bytes.
+    pub(crate) fn bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
 }
 
 impl fmt::Display for Digest {
@@ -113,13 +118,15 @@ impl Table {
 
     /// The first block of `bytes` that does not match, by its number from `first` on, the number of the first of them.
     pub(crate) fn mismatch(&self, first: u64, bytes: &[u8]) -> Option<u64> {
-        let numbered = (first..).zip(bytes.chunks(BLOCK as usize));
-        let matches = |number: u64, block: &[u8]| {
-            let at = usize::try_from(number).ok().and_then(|number| number.checked_mul(CHECKSUM));
-            let recorded = at.and_then(|at| self.0.get(at..at + CHECKSUM));
-            recorded == Some(&checksum(block)[..])
-        };
-        numbered.into_iter().find(|(number, block)| !matches(*number, block)).map(|(n, _)| n)
+        let mut numbered = (first..).zip(bytes.chunks(BLOCK as usize));
+        numbered.find(|(number, block)| !Self::matches(&self.0, *number, block)).map(|(n, _)| n)
+    }
+
+    /// Whether a block is the one that a table's bytes have at this number.
+    pub(crate) fn matches(table: &[u8], number: u64, block: &[u8]) -> bool {
+        let at = usize::try_from(number).ok().and_then(|number| number.checked_mul(CHECKSUM));
+        let recorded = at.and_then(|at| table.get(at..at.checked_add(CHECKSUM)?));
+        recorded == Some(&checksum(block)[..])
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {

@@ -11,6 +11,7 @@
 //! bounded even then.
 
 mod address;
+pub mod cache;
 mod check;
 mod collect;
 mod digest;

@@ -3,6 +3,10 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by a panic")]
 
 mod buckets;
+mod cache;
+mod cache_damage;
+mod cache_kills;
+mod cache_limits;
 mod chains;
 mod hostile;
 mod interrupted;

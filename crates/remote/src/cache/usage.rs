@@ -1,0 +1,123 @@
+//! What users of a cache count together: a file of a page, mapped by all. Nothing in it must be right; what is wrong
+//! only makes the cache hold less, or other blocks, until its files are counted again.
+
+use super::directory::Directory;
+use super::sys::{PAGE, Words};
+use crate::digest::BLOCK;
+use std::fs::File;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+const NAME: &str = "usage";
+const MAGIC: u64 = u64::from_be_bytes(*b"IBUSAGE1");
+
+/// The numbers of words.
+const TICK: usize = 1;
+const SINCE: usize = 2;
+const BYTES: usize = 3;
+const MINUTE: usize = 4;
+
+/// Ticks while as many blocks are filled as the cache may hold, and the fewest blocks of a tick.
+const PER_ROUND: u64 = 64;
+const LEAST_TICK: u64 = 4;
+
+/// Blocks that are filled in a tick, by a cache that holds up to `limit` blocks.
+pub(super) fn per_tick(limit: u64) -> u64 {
+    (limit / PER_ROUND).max(LEAST_TICK)
+}
+
+/// The shared counts.
+#[derive(Debug)]
+pub(super) struct Usage {
+    words: Words,
+    /// Blocks that are filled in a tick.
+    tick: u64,
+}
+
+impl Usage {
+    /// The counts of a cache of so many bytes: shared, or if that is impossible those of this process.
+    ///
+    /// # Errors
+    /// There is no memory.
+    pub(super) fn open(directory: &Directory, limit: u64) -> io::Result<Self> {
+        let shared = shared(directory).and_then(|file| Words::map(Some(&file), PAGE));
+        let words = shared.or_else(|_| Words::map(None, PAGE))?;
+        Ok(Self { words, tick: per_tick(limit / BLOCK) })
+    }
+
+    fn word(&self, number: usize) -> &AtomicU64 {
+        self.words.get(number)
+    }
+
+    /// The current tick.
+    pub(super) fn now(&self) -> u64 {
+        self.word(TICK).load(Ordering::Relaxed)
+    }
+
+    /// Begins a new tick.
+    pub(super) fn advance(&self) {
+        self.word(TICK).fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Begins a new tick if it is the first time that this is called in a minute by any process.
+    pub(super) fn advance_with_time(&self) {
+        let minute = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs() / 60);
+        if self.word(MINUTE).swap(minute, Ordering::Relaxed) != minute {
+            self.advance();
+        }
+    }
+
+    /// Bytes of all files, as far as is known; `None` if it is not.
+    pub(super) fn bytes(&self) -> Option<u64> {
+        let bytes = self.word(BYTES).load(Ordering::Relaxed);
+        (!self.words.is_lost()).then_some(bytes)
+    }
+
+    /// Sets what was counted.
+    pub(super) fn counted(&self, bytes: u64) {
+        self.word(BYTES).store(bytes, Ordering::Relaxed);
+    }
+
+    /// Adds bytes that were written.
+    pub(super) fn add(&self, bytes: u64) {
+        self.word(BYTES).fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Adds a block that was filled.
+    pub(super) fn filled(&self, bytes: u64) {
+        self.add(bytes);
+        if self.word(SINCE).fetch_add(1, Ordering::Relaxed) + 1 >= self.tick {
+            self.word(SINCE).store(0, Ordering::Relaxed);
+            self.advance();
+        }
+    }
+}
+
+/// The file with the counts.
+fn shared(directory: &Directory) -> io::Result<File> {
+    match directory.file(NAME) {
+        Ok(Some(file)) if is_whole(&file)? => return Ok(file),
+        Ok(None) => {}
+        Ok(Some(_)) => directory.unlink(NAME)?,
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => directory.put_aside(NAME)?,
+        Err(error) => return Err(error),
+    }
+    let new = directory.temporary()?;
+    let mut page = [0; PAGE];
+    for (to, from) in page.iter_mut().zip(MAGIC.to_ne_bytes()) {
+        *to = from;
+    }
+    std::os::unix::fs::FileExt::write_all_at(new.file(), &page, 0)?;
+    new.add(NAME)?;
+    let file = directory.file(NAME)?;
+    file.ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "it was removed"))
+}
+
+fn is_whole(file: &File) -> io::Result<bool> {
+    let mut magic = [0; 8];
+    let length = file.metadata()?.len();
+    Ok(length == PAGE as u64
+        && std::os::unix::fs::FileExt::read_at(file, &mut magic, 0)? == 8
+        && u64::from_ne_bytes(magic) == MAGIC)
+}
