@@ -1,5 +1,5 @@
-//! Backing chains in directories and object stores: `push`, `pull`, what keeps such a store in order, and layers that are
-//! read from there.
+//! Backing chains in directories and object stores: `push`, `pull`, what keeps such a store in order, and layers that
+//! are read from there.
 //!
 //! A chain is a *manifest*, which lists its layers, and objects named by the SHA-256 of what they hold: each layer's
 //! file as it is, a table of checksums of each layer's blocks, and the heads of all layers in one piece. Overwriting an

@@ -62,8 +62,8 @@ impl FileHost {
 }
 
 impl FileHost {
-    /// The regular file of an open descriptor, for reading, under a name for messages. It keeps this descriptor, so that
-    /// its contents may change while it is read, and takes no locks.
+    /// The regular file of an open descriptor, for reading, under a name for messages. It keeps this descriptor, so
+    /// that its contents may change while it is read, and takes no locks.
     ///
     /// # Errors
     /// It is no regular file, or it cannot be queried.

@@ -130,8 +130,8 @@ impl Chain {
         format!("{}#{number}", self.address).into()
     }
 
-    /// The name that an overlay gives to the chain as it is now: the SHA-256 of the digests of its layers, from the base
-    /// on, each with a newline. It names the same layers when others have been pushed on top.
+    /// The name that an overlay gives to the chain as it is now: the SHA-256 of the digests of its layers, from the
+    /// base on, each with a newline. It names the same layers when others have been pushed on top.
     pub fn pinned_name(&self) -> PathBuf {
         let whole = self.prefixes.iter().find(|(_, depth)| **depth == self.layers.len());
         let Some((digest, _)) = whole else { unreachable!("a chain has a digest") };
