@@ -1,4 +1,5 @@
-//! The host of images: files and block devices, exports of NBD servers, disks without contents, and parts of all.
+//! The host of images: files and block devices, exports of NBD servers, layers in stores, disks without contents, and
+//! parts of all.
 //!
 //! The program uses one type of host, so that the engine is compiled once.
 
@@ -6,6 +7,7 @@ use crate::failure::Failure;
 use crate::null::{self, NullHost};
 use isobath_nbd_client::name::ExportName;
 use isobath_nbd_client::{Encryption, NbdHost, OtherEncryption, is_name};
+use isobath_remote::served::{self, RemoteHost};
 use isobath_storage::either::{EitherHost, Side};
 use isobath_storage::window::{Part, WindowHost};
 use isobath_storage::{FileId, Host, Locking, OpenMode, StorageExt};
@@ -17,11 +19,12 @@ use std::sync::LazyLock;
 pub(crate) type ImageHost = WindowHost<WholeHost>;
 
 type WholeHost = EitherHost<FileHost, OtherHost>;
-type OtherHost = EitherHost<NbdHost, NullHost>;
+type OtherHost = EitherHost<NbdHost, NeitherHost>;
+type NeitherHost = EitherHost<NullHost, RemoteHost>;
 
 /// A file, or something else.
 type WholeFile = <WholeHost as Host>::File;
-/// An export, or a disk without contents.
+/// An export, a layer in a store, or a disk without contents.
 type OtherFile = <OtherHost as Host>::File;
 
 /// An open file of an image.
@@ -29,10 +32,16 @@ pub(crate) type ImageFile = <ImageHost as Host>::File;
 
 static EXPORTS: LazyLock<NbdHost> = LazyLock::new(NbdHost::default);
 
+static REMOTES: LazyLock<RemoteHost> = LazyLock::new(RemoteHost::default);
+
 static IMAGES: LazyLock<ImageHost> = LazyLock::new(|| {
     let side = |second| if second { Side::Second } else { Side::First };
-    let is_other = |name: &Path| null::is_name(name) || name.to_str().is_some_and(is_name);
-    let others = EitherHost::new(EXPORTS.clone(), NullHost, move |name| side(null::is_name(name)));
+    let is_other =
+        |name: &Path| null::is_name(name) || name.to_str().is_some_and(is_name) || is_stored(name);
+    let neither = EitherHost::new(NullHost, REMOTES.clone(), move |name| side(is_stored(name)));
+    let others = EitherHost::new(EXPORTS.clone(), neither, move |name| {
+        side(null::is_name(name) || is_stored(name))
+    });
     WindowHost::new(EitherHost::new(FileHost, others, move |name| side(is_other(name))))
 });
 
@@ -56,6 +65,11 @@ fn memory() -> u64 {
 /// The host of all images.
 pub(crate) fn images() -> &'static ImageHost {
     &IMAGES
+}
+
+/// The chains in stores whose layers can be opened.
+pub(crate) fn remotes() -> &'static RemoteHost {
+    &REMOTES
 }
 
 /// Encrypts all later connections to an export.
@@ -82,14 +96,20 @@ pub(crate) fn is_export(name: &Path) -> bool {
     }
 }
 
+/// Whether a name is that of a layer in a store.
+pub(crate) fn is_stored(name: &Path) -> bool {
+    name.to_str().is_some_and(served::is_name)
+}
+
 /// Whether a name is that of a file or a device, and not of anything else.
 pub(crate) fn is_file_name(name: &Path) -> bool {
-    Part::of_name(name).is_none() && !is_export(name) && !null::is_name(name)
+    Part::of_name(name).is_none() && !is_export(name) && !null::is_name(name) && !is_stored(name)
 }
 
 /// The path that opens the file of this name, even if the name looks like that of anything else.
 pub(crate) fn path_of_file(name: &str) -> PathBuf {
-    let other = |name: &str| is_name(name) || null::is_name(Path::new(name));
+    let other =
+        |name: &str| is_name(name) || null::is_name(Path::new(name)) || served::is_name(name);
     isobath_storage::window::path_of_file(name, other)
 }
 
@@ -98,7 +118,7 @@ pub(crate) fn path_of_file(name: &str) -> PathBuf {
 /// # Errors
 /// The name is that of an export or a part.
 pub(crate) fn only_files(name: &Path, what: &str) -> Result<(), Failure> {
-    if Part::of_name(name).is_some() || null::is_name(name) {
+    if Part::of_name(name).is_some() || null::is_name(name) || is_stored(name) {
         return Err(Failure::new(format_args!("{what} works on whole files and devices only")));
     }
     if !is_export(name) {

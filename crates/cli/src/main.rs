@@ -27,6 +27,7 @@ mod screen;
 mod server;
 mod size;
 mod store;
+mod stored;
 mod temporary;
 mod tls_objects;
 mod trust;

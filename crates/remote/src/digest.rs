@@ -67,7 +67,7 @@ impl<'de> Deserialize<'de> for Digest {
 }
 
 /// Computes a digest piece by piece.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(crate) struct Hasher(Sha256);
 
 impl Hasher {

@@ -57,6 +57,11 @@ impl Heads {
         &self.0
     }
 
+    /// The head of each layer, in its place.
+    pub(crate) fn into_layers(self) -> Vec<Head> {
+        self.0
+    }
+
     /// The bytes of the object.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();

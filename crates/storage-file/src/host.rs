@@ -17,7 +17,9 @@ use super::sys;
 use arc_swap::ArcSwap;
 use isobath_ring::place::{self, Identity, Place};
 use isobath_storage::error::{Operation, StorageError};
-use isobath_storage::{FileId, Host, Made, OpenMode, Result, StorageExt, is_descriptor_set};
+use isobath_storage::{
+    FileId, Host, Locking, Made, OpenMode, Result, StorageExt, is_descriptor_set,
+};
 use rustix::fs::{FileType, Mode, OFlags, fstat, openat, readlinkat};
 use rustix::io::Errno;
 use std::ffi::OsString;
@@ -56,6 +58,28 @@ impl FileHost {
     /// all its future memory (`mlockall`).
     pub fn map_reads(self, bytes: u64) {
         Pool::of_process().mappings().allow(bytes);
+    }
+}
+
+impl FileHost {
+    /// The regular file of an open descriptor, for reading, under a name for messages. It keeps this descriptor, so
+    /// that its contents may change while it is read, and takes no locks.
+    ///
+    /// # Errors
+    /// It is no regular file, or it cannot be queried.
+    pub async fn adopt(self, name: &Path, file: File) -> Result<FileStorage> {
+        let pool = Pool::of_process();
+        let mode = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
+        let adopted = async {
+            let permit = pool.admit().await;
+            let opened = attach(file, None, name, mode, Taking::Alone, permit, pool).await?;
+            if opened.kind != Kind::Regular {
+                let text = "it is a device, and not a regular file";
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, text).into());
+            }
+            storage_of(opened, name, mode, OnceLock::new(), pool, true)
+        };
+        adopted.await.map_err(|error: Failure| error.named(Operation::Open, name))
     }
 }
 
@@ -350,11 +374,23 @@ fn storage(
     durability: OnceLock<Arc<Durability>>,
     pool: &Arc<Pool>,
 ) -> Attempt<FileStorage> {
+    storage_of(opened, name, mode, durability, pool, false)
+}
+
+/// As [`storage`]; a file whose descriptor is `kept` is not opened again by its name.
+fn storage_of(
+    opened: Opened,
+    name: &Path,
+    mode: OpenMode,
+    durability: OnceLock<Arc<Durability>>,
+    pool: &Arc<Pool>,
+    kept: bool,
+) -> Attempt<FileStorage> {
     let Opened { target, id, kind } = opened;
     let direct = if mode.direct { Some(Box::new(direct(&target.file, kind)?)) } else { None };
     let file = Named::new(name, mode, id, pool.clone())?;
     let target = Arc::new(target);
-    let nameless = is_descriptor_set(&file.path);
+    let nameless = kept || is_descriptor_set(&file.path);
     let source = if mode.writable || kind != Kind::Regular || nameless {
         Source::Kept(target, None)
     } else {

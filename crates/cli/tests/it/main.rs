@@ -55,10 +55,14 @@ mod qemu_img_options;
 mod qemu_nbd;
 mod qemu_storage_daemon;
 mod refused_as_by_qemu;
+#[allow(dead_code, reason = "these tests need less of it")]
+#[path = "../../../remote/tests/it/s3.rs"]
+mod s3;
 #[cfg(target_arch = "x86_64")]
 mod sandbox;
 mod serve_clients;
 mod serve_ends;
+mod served_from_stores;
 mod serving;
 mod sockets;
 mod stores;

@@ -12,4 +12,5 @@ mod hostile;
 mod interrupted;
 mod round_trips;
 mod s3;
+mod served;
 mod stores;

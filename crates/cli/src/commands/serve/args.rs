@@ -14,6 +14,7 @@ use crate::server::group;
 use crate::server::handed_in::HandedIn;
 use crate::server::sandbox::SandboxArgs;
 use crate::server::tls::{SecuredEndpoint, TlsArgs};
+use crate::stored::CacheOptions;
 use crate::trust::Trusting;
 use crate::{options, size};
 use isobath_disk::pausing::OnFailure;
@@ -26,7 +27,7 @@ use isobath_ring::net::Access;
 use isobath_storage_test::slow::SlowDisk;
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// The least memory limit in bytes.
 const LEAST_MEMORY: u64 = 256 << 20;
@@ -147,6 +148,12 @@ pub(crate) struct Args {
     /// Read the images without their backing files: what is not in them reads as zeroes; requires --read-only
     #[arg(long)]
     no_backing: bool,
+    /// A local image above a chain in a store, for what is written; it is made if it does not exist. With several
+    /// images, repeat the option, one per image in order; an empty value stands for none
+    #[arg(long, value_name = "FILE")]
+    overlay: Vec<OsString>,
+    #[command(flatten)]
+    pub(super) stored: CacheOptions,
     #[command(flatten)]
     pub(super) sandbox: SandboxArgs,
     /// Add a descriptor of an image, by its number or the name that a service manager gives it, to a set: the image is
@@ -171,7 +178,8 @@ pub(crate) struct Args {
     #[cfg(feature = "slow-disk")]
     #[arg(long, hide = true, value_name = "hdd|ssd|BANDWIDTH,LATENCY,DEPTH,FLUSH", value_parser = slow::parse)]
     pub(super) slow_disk: Option<SlowDisk>,
-    /// The images; each becomes an export
+    /// The images; each becomes an export. A chain in a store (file:///DIRECTORY/NAME, s3://BUCKET/PREFIX/NAME,
+    /// gs://... or az://...) is served read-only unless --overlay is given
     #[arg(required = true, value_name = "IMAGE")]
     pub(super) images: Vec<PathBuf>,
 }
@@ -254,6 +262,36 @@ impl Args {
             .backing(!self.no_backing))
     }
 
+    /// The overlay of a chain in a store, the image with this number.
+    pub(super) fn overlay_of(&self, image: usize) -> Option<&Path> {
+        self.overlay.get(image).filter(|file| !file.is_empty()).map(Path::new)
+    }
+
+    /// Refuses what a chain in a store, the image with this number, cannot have.
+    pub(super) fn check_stored(&self, image: usize) -> Result<(), Failure> {
+        let given = |files: &[OsString]| files.get(image).is_some_and(|file| !file.is_empty());
+        let other = given(&self.data_file)
+            || self.backing_file.get(image).is_some_and(|file| !file.is_empty())
+            || self.no_backing;
+        if other {
+            return Err(Failure::new(
+                "the layers of a chain in a store are those of its manifest: leave out --data-file, --backing-file and \
+                 --no-backing",
+            ));
+        }
+        if self.format.is_some() {
+            return Err(Failure::new(
+                "the formats of a chain in a store are those of its manifest: leave out --format",
+            ));
+        }
+        if self.cache == Cache::None {
+            return Err(Failure::new(
+                "a chain in a store is read through the page cache: leave out --cache none",
+            ));
+        }
+        Ok(())
+    }
+
     /// Refuses files for more images than there are, formats without files, and writes to images without backing files.
     pub(super) fn check_files(&self) -> Result<(), Failure> {
         let images = self.images.len();
@@ -261,6 +299,7 @@ impl Args {
             ("--data-file", self.data_file.len()),
             ("--backing-file", self.backing_file.len()),
             ("--backing-file-format", self.backing_file_format.len()),
+            ("--overlay", self.overlay.len()),
         ] {
             if given > images {
                 return Err(Failure::new(format_args!(

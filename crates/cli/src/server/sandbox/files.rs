@@ -141,6 +141,27 @@ fn rules(
         let rights = if needs.writes { written() } else { read() };
         restart.others.iter().for_each(|other| rules.allow_directory(other, rights));
     }
+    for path in &needs.read {
+        let found = Held::directory(path).ok().flatten();
+        match found {
+            Some(directory) => rules.0.push((directory, read())),
+            None => rules.allow(path, AccessFs::ReadFile.into()),
+        }
+    }
+    if let Some(cache) = &needs.cache {
+        let made = AccessFs::MakeDir | AccessFs::Refer;
+        match Held::directory(cache) {
+            Ok(Some(directory)) => rules.0.push((directory, written() | made)),
+            found => {
+                let cause = match found {
+                    Err(error) => isobath_storage::cause(&error),
+                    Ok(_) => "it is the root directory".to_owned(),
+                };
+                let text = format!("cannot use the cache directory '{}'", cache.display());
+                return Err(Failure::new(cause).context(text));
+            }
+        }
+    }
     if needs.connects {
         for path in RESOLVER {
             rules.allow(Path::new(path), AccessFs::ReadFile.into());

@@ -61,6 +61,10 @@ pub(crate) struct Needs {
     pub(crate) pid_file: Option<PathBuf>,
     /// Whether it makes connections, or listens at further addresses.
     pub(crate) connects: bool,
+    /// The directories and files from which chains in stores are read.
+    pub(crate) read: Vec<PathBuf>,
+    /// The directory of their cache.
+    pub(crate) cache: Option<PathBuf>,
 }
 
 impl SandboxArgs {

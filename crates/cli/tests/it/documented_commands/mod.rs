@@ -106,7 +106,7 @@ const LAYERS: &[&str] = &[
 const SERVERS: [&str; 3] = ["serve", "qemu-nbd", "qemu-storage-daemon"];
 
 /// Commands that are not run, by a word of theirs, and why.
-const NOT_RUN: [(&str, &str); 14] = [
+const NOT_RUN: [(&str, &str); 16] = [
     ("ctl", "needs a server"),
     ("--tls-creds", "needs certificates; `tls` tests it"),
     ("driver=nbd,host=disks.example.org,port=10809,export=vm,tls-creds=tls0", "needs a server"),
@@ -121,6 +121,8 @@ const NOT_RUN: [(&str, &str); 14] = [
     ("push", "needs a store; `stores` tests it"),
     ("pull", "needs a store; `stores` tests it"),
     ("remote", "needs a store; `stores` tests it"),
+    ("file:///mnt/backup/images/vm", "needs a store; `served_from_stores` tests it"),
+    ("s3://images/production/vm", "needs a store; `served_from_stores` tests it"),
 ];
 
 impl CommandLine {

@@ -1,0 +1,226 @@
+//! Disks in stores: chains that are read from where `push` has put them, through a cache of this machine.
+
+use crate::failure::Failure;
+use crate::host::remotes;
+use crate::messages;
+use crate::size;
+use isobath_disk::{BackingFile, Below, ImageFormat, NewDisk, OpenOptions, create};
+use isobath_remote::cache::Cache;
+use isobath_remote::served::{self, Chain};
+use isobath_remote::{Address, Format};
+use isobath_ring::unblock;
+use isobath_storage::Host;
+use std::env;
+use std::fs;
+use std::io::ErrorKind;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// Where root's cache is.
+const OF_ROOT: &str = "/var/cache/isobath";
+
+/// How chains in stores are read.
+#[derive(clap::Args, Clone, Debug)]
+pub(crate) struct CacheOptions {
+    /// The directory in which what is read from stores is kept; several servers may share it [default:
+    /// /var/cache/isobath for root, otherwise $XDG_CACHE_HOME/isobath or ~/.cache/isobath]
+    #[arg(long, value_name = "DIR")]
+    cache_dir: Option<PathBuf>,
+    /// Limit the bytes of that directory
+    #[arg(long, value_name = "SIZE", default_value = "16G", value_parser = size::parse)]
+    cache_size: u64,
+    /// Time limit in seconds for reads from a store; then they fail. With 0 they wait until the store answers
+    #[arg(long, value_name = "SECONDS", default_value = "30")]
+    #[arg(value_parser = clap::value_parser!(u64).range(0..=1800))]
+    remote_timeout: u64,
+}
+
+/// The caches in use, by their directories: one of a process shares its files.
+static CACHES: Mutex<Vec<(PathBuf, Arc<Cache>)>> = Mutex::new(Vec::new());
+
+impl CacheOptions {
+    /// The directory of the cache.
+    ///
+    /// # Errors
+    /// The user has none.
+    pub(crate) fn directory(&self) -> Result<PathBuf, Failure> {
+        if let Some(directory) = &self.cache_dir {
+            return Ok(directory.clone());
+        }
+        if rustix::process::geteuid().is_root() {
+            return Ok(OF_ROOT.into());
+        }
+        let of =
+            |name: &str| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        let of_user = of("XDG_CACHE_HOME").or_else(|| of("HOME").map(|home| home.join(".cache")));
+        of_user.map(|path| path.join("isobath")).ok_or_else(|| {
+            Failure::new(
+                "neither XDG_CACHE_HOME nor HOME is set: name a directory with --cache-dir",
+            )
+        })
+    }
+
+    /// Makes the directory of the cache, if it does not exist.
+    ///
+    /// # Errors
+    /// It cannot be made.
+    pub(crate) fn make_directory(&self) -> Result<PathBuf, Failure> {
+        let directory = self.directory()?;
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&directory).map_err(|error| {
+            let text = format!(
+                "cannot create the cache directory '{}'; name another with --cache-dir",
+                isobath_storage::shown(&directory)
+            );
+            Failure::new(isobath_storage::cause(&error)).context(text)
+        })?;
+        Ok(directory)
+    }
+
+    fn limit(&self) -> Option<Duration> {
+        (self.remote_timeout > 0).then(|| Duration::from_secs(self.remote_timeout))
+    }
+
+    /// Reads the manifest and the heads of a chain, whose layers can be opened from then on.
+    ///
+    /// # Errors
+    /// There is no such chain, it is damaged, the store does not answer, or the cache cannot be used.
+    pub(crate) async fn open(&self, address: &Address) -> Result<Arc<Chain>, Failure> {
+        if let Some(chain) = remotes().chain(&address.to_string()) {
+            return Ok(chain);
+        }
+        let (directory, size, limit) = (self.make_directory()?, self.cache_size, self.limit());
+        let own = address.clone();
+        let opened = unblock(move || {
+            let cache = cache(&directory, size);
+            Ok(cache.and_then(|cache| Chain::open(&own, &cache, limit)))
+        });
+        let opened = opened.await?.map_err(|error| Failure::new(error).context(address))?;
+        if let Some(reason) = opened.last_known() {
+            messages::complain(format_args!(
+                "'{address}' is served as it was when it was last read: {reason}"
+            ));
+        }
+        Ok(remotes().add(&opened))
+    }
+}
+
+/// The cache in a directory.
+fn cache(directory: &Path, size: u64) -> isobath_remote::Result<Arc<Cache>> {
+    let mut caches = CACHES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, cache)) = caches.iter().find(|(known, _)| known == directory) {
+        return Ok(Arc::clone(cache));
+    }
+    let cache = Cache::open(directory, size)?;
+    caches.push((directory.to_owned(), Arc::clone(&cache)));
+    Ok(cache)
+}
+
+/// The chain in a store that a name on the command line stands for. If there is a file of the name `file:///PATH`, it
+/// is that.
+///
+/// # Errors
+/// The name begins like that of a chain, and is none.
+pub(crate) fn address(name: &Path) -> Result<Option<Address>, Failure> {
+    let Some(text) = name.to_str().filter(|text| served::is_name(text)) else { return Ok(None) };
+    match text.strip_prefix("file://") {
+        Some(path) if Path::new(path).exists() => Ok(None),
+        _ => Ok(Some(Address::parse(text)?)),
+    }
+}
+
+/// The options for opening a chain in a store: nothing is written, and what is below each layer is what the manifest
+/// says.
+pub(crate) fn options_of(chain: &Chain, options: OpenOptions) -> OpenOptions {
+    let format = |format| match format {
+        Format::Qcow2 => ImageFormat::Qcow2,
+        Format::Raw => ImageFormat::Raw,
+    };
+    let mut layers = chain.layers();
+    let top = layers.next().map(|(_, of)| format(of));
+    let below =
+        layers.map(|(name, of)| Below::Given(BackingFile { name, format: Some(format(of)) }));
+    let below = below.chain([Below::Nothing]).collect();
+    options.writable(false).format(top).backing_files(below)
+}
+
+/// The options for opening an overlay of a chain in a store: images name what is below them, down to the chain.
+pub(crate) fn options_of_overlay(options: OpenOptions) -> OpenOptions {
+    options.format(ImageFormat::Qcow2).index(false)
+}
+
+/// Makes an overlay of a chain in a store, unless there is a file of this name that holds something.
+///
+/// # Errors
+/// It cannot be made.
+pub(crate) async fn make_overlay<H: Host>(
+    host: &H,
+    file: &Path,
+    chain: &Chain,
+) -> Result<(), Failure> {
+    let failed = |error: std::io::Error| {
+        let text = format!("cannot create the overlay '{}'", isobath_storage::shown(file));
+        Failure::new(isobath_storage::cause(&error)).context(text)
+    };
+    // Nobody else's image is replaced: only a file that is empty, or that this has just made.
+    match fs::OpenOptions::new().write(true).create_new(true).mode(0o644).open(file) {
+        Ok(_) => {}
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+            if fs::metadata(file).map_err(failed)?.len() > 0 {
+                return Ok(());
+            }
+        }
+        Err(error) => return Err(failed(error)),
+    }
+    let Some((_, format)) = chain.layers().next() else { unreachable!("a chain has a layer") };
+    let pinned = chain.pinned_name().to_string_lossy().into_owned();
+    let mut new = NewDisk::overlay(pinned, format.name());
+    new.index = false;
+    create(host, file, &new).await?;
+    Ok(())
+}
+
+/// Refuses a disk that is not over a chain in a store.
+///
+/// # Errors
+/// It is over something else.
+pub(crate) fn check_overlay<'a>(
+    file: &Path,
+    address: &Address,
+    layers: impl IntoIterator<Item = &'a Path>,
+) -> Result<(), Failure> {
+    let address = address.to_string();
+    let is_of = |layer: &Path| {
+        let rest = layer.to_str().and_then(|layer| layer.strip_prefix(&address));
+        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('#'))
+    };
+    if layers.into_iter().any(is_of) {
+        return Ok(());
+    }
+    Err(Failure::new(format_args!(
+        "'{}' is no overlay of {address}; a new one is made under a name that is free",
+        isobath_storage::shown(file)
+    )))
+}
+
+/// The files that clients of object stores read: the certificates of authorities, and credentials.
+pub(crate) fn files_of_clients() -> Vec<PathBuf> {
+    const CERTIFICATES: [&str; 5] = [
+        "/etc/ssl",
+        "/etc/pki",
+        "/etc/ca-certificates",
+        "/usr/share/ca-certificates",
+        "/usr/local/share/ca-certificates",
+    ];
+    const VARIABLES: [&str; 6] = [
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+        "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
+        "AZURE_FEDERATED_TOKEN_FILE",
+    ];
+    let named = VARIABLES.into_iter().filter_map(env::var_os).map(PathBuf::from);
+    CERTIFICATES.into_iter().map(PathBuf::from).chain(named).collect()
+}

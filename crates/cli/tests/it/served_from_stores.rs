@@ -1,0 +1,332 @@
+//! Disks are served from stores: they are what was pushed, whatever the depth, and nothing else names a store.
+
+use crate::programs::{isobath, qemu_img};
+use crate::s3;
+use crate::serving::{ISOBATH, Served, assert_same_bytes};
+use isobath_testkit::process::{Ready, Server, run};
+use isobath_testkit::{args, qemu};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use tempfile::TempDir;
+
+/// A chain in a store, whose files are gone, and what the disk holds.
+struct Place {
+    directory: TempDir,
+}
+
+impl Place {
+    /// A chain of this depth, each layer of which has something, in clusters of 64 KiB or as `options` say.
+    fn new(depth: usize, options: &str) -> Self {
+        let place = Self { directory: tempfile::tempdir().unwrap() };
+        let path = place.path();
+        for name in ["store", "cache", "images"] {
+            fs::create_dir(path.join(name)).unwrap();
+        }
+        let size = "8M";
+        let mut seed = 20_261_128_u64 + depth as u64;
+        let mut random = move |below: u64| {
+            seed = seed
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            (seed >> 33) % below
+        };
+        for number in 0..depth {
+            let name = format!("images/{number}.qcow2");
+            let mut create = args!["create", "-q", "-f", "qcow2"].to_vec();
+            let below = format!("{}.qcow2", number.wrapping_sub(1));
+            if number > 0 {
+                create.extend(args!["-b", &below, "-F", "qcow2"]);
+            }
+            if !options.is_empty() {
+                create.extend(args!["-o", options]);
+            }
+            create.extend(args![&name, size]);
+            // Of deep chains, this program's images are made faster.
+            let _ = isobath(path, create).ok();
+            let (at, length) = (random(8 << 11) * 512, (random(60) + 1) * 512);
+            let what = match random(4) {
+                0 => format!("write -q -z {at} {length}"),
+                _ => format!("write -q -P {} {at} {length}", number % 255 + 1),
+            };
+            if depth < 50 || number % 50 == 0 {
+                let mut command = Command::new(qemu::program("qemu-io"));
+                let _ = qemu::run(command.current_dir(path).args(["-c", &what, &name])).ok();
+            }
+        }
+        let top = format!("images/{}.qcow2", depth - 1);
+        let _ = qemu_img(path, args!["convert", "-O", "raw", &top, "expected.raw"]).ok();
+        let _ = isobath(path, args!["push", "-q", &top, &place.vm()]).ok();
+        fs::remove_dir_all(path.join("images")).unwrap();
+        place
+    }
+
+    fn path(&self) -> &Path {
+        self.directory.path()
+    }
+
+    fn vm(&self) -> String {
+        format!("file://{}/store/vm", self.path().display())
+    }
+
+    fn serve(&self, options: &[&str]) -> Served {
+        let cache = self.path().join("cache");
+        let cache = ["--cache-dir", cache.to_str().unwrap()];
+        Served::start(&[self.vm()], &[&cache, options].concat())
+    }
+
+    fn expected(&self) -> PathBuf {
+        self.path().join("expected.raw")
+    }
+
+    /// The files of layers in the store.
+    fn layers(&self) -> Vec<PathBuf> {
+        let layers = fs::read_dir(self.path().join("store/layers")).unwrap();
+        layers.map(|entry| entry.unwrap().path()).collect()
+    }
+}
+
+#[test]
+fn a_chain_that_is_served_from_a_store_is_what_was_pushed() {
+    for (depth, options) in [
+        (1, ""),
+        (2, "cluster_size=4k"),
+        (5, "cluster_size=512"),
+        (12, "extended_l2=on,cluster_size=64k"),
+        (30, "cluster_size=2M"),
+    ] {
+        let place = Place::new(depth, options);
+        // The second time from the cache.
+        for _ in 0..2 {
+            let served = place.serve(&["--sandbox", "strict"]);
+            assert_same_bytes(&served.uri("vm"), &place.expected());
+            served.stop();
+        }
+    }
+}
+
+#[test]
+fn a_deep_chain_is_served_from_a_store() {
+    let place = Place::new(100, "");
+    let served = place.serve(&[]);
+    assert_same_bytes(&served.uri("vm"), &place.expected());
+    served.stop();
+}
+
+#[test]
+fn a_disk_in_a_store_is_read_only() {
+    let place = Place::new(2, "");
+    let served = place.serve(&[]);
+    let shown = served.server.output();
+    assert!(shown.contains("vm: 8 MiB, 2 layers, read-only"), "{shown}");
+    let uri = served.uri("vm");
+    let write =
+        run(Command::new(qemu::program("qemu-io")).args(["-f", "raw", "-c", "write 0 512", &uri]));
+    assert!(!write.status.success());
+    assert_same_bytes(&uri, &place.expected());
+    served.stop();
+}
+
+#[test]
+fn a_damaged_layer_is_an_error_and_never_other_data() {
+    let place = Place::new(3, "");
+    for layer in place.layers() {
+        let mut bytes = fs::read(&layer).unwrap();
+        let last = bytes.len() - 1;
+        bytes[last] ^= 1;
+        fs::write(&layer, bytes).unwrap();
+    }
+    let served = place.serve(&[]);
+    let uri = served.uri("vm");
+    let copy = place.path().join("copy.raw");
+    let converted =
+        run(Command::new(qemu::program("qemu-img"))
+            .args(args!["convert", "-O", "raw", &uri, &copy]));
+    if converted.status.success() {
+        assert!(fs::read(&copy).unwrap() == fs::read(place.expected()).unwrap());
+    }
+    let done = served.server.stop();
+    assert!(!done.stderr.contains("panicked"), "{}", done.report());
+}
+
+#[test]
+fn what_is_cached_is_served_while_the_store_is_away() {
+    let place = Place::new(4, "");
+    let served = place.serve(&[]);
+    assert_same_bytes(&served.uri("vm"), &place.expected());
+    served.stop();
+    fs::rename(place.path().join("store"), place.path().join("away")).unwrap();
+    let served = place.serve(&[]);
+    assert_same_bytes(&served.uri("vm"), &place.expected());
+    let done = served.server.stop().ok();
+    assert!(done.stderr.contains("as it was when it was last read"), "{}", done.report());
+}
+
+#[test]
+fn an_image_that_names_a_store_is_refused() {
+    let place = Place::new(2, "");
+    let path = place.path();
+    for name in [place.vm(), "s3://bucket/vm".to_owned(), format!("{}#0", place.vm())] {
+        let _ = qemu_img(
+            path,
+            args!["create", "-q", "-u", "-f", "qcow2", "-b", &name, "-F", "qcow2", "x.qcow2", "8M"],
+        )
+        .ok();
+        for command in [&["info", "--backing-chain", "x.qcow2"][..], &["map", "x.qcow2"]] {
+            let refused = isobath(path, command).exits(1);
+            assert!(!refused.stderr.contains("panicked"), "{}", refused.report());
+        }
+        let mut command = Command::new(ISOBATH);
+        command.current_dir(path).args(["serve", "x.qcow2", "--nbd", "unix:n"]);
+        let refused = run(&mut command);
+        assert!(!refused.status.success(), "{name}");
+        let also = place.vm();
+        command.args([&also, "--cache-dir", "cache"]);
+        assert!(!run(&mut command).status.success(), "{name}, beside the chain itself");
+    }
+    assert!(fs::read_dir(path.join("cache")).unwrap().count() < 10);
+}
+
+#[test]
+fn what_is_not_in_a_store_is_said_with_the_way_out() {
+    let place = Place::new(1, "");
+    let path = place.path();
+    let serve = |name: &str, more: &[&str]| {
+        let mut command = Command::new(ISOBATH);
+        command.current_dir(path).args(["serve", name, "--nbd", "unix:n", "--cache-dir", "cache"]);
+        run(command.args(more)).exits(1).stderr
+    };
+    let other = format!("{}2", place.vm());
+    let said = serve(&other, &[]);
+    assert!(said.contains("has no chain 'vm2'"), "{said}");
+    for more in [["--format", "raw"], ["--cache", "none"], ["--data-file", "x"]] {
+        let said = serve(&place.vm(), &more);
+        assert!(said.contains("leave out"), "{said}");
+    }
+}
+
+#[test]
+fn a_confined_server_reads_the_store_and_writes_to_the_cache_alone() {
+    let place = Place::new(2, "");
+    let mut command = Command::new(ISOBATH);
+    command.current_dir(place.path()).args(["serve", &place.vm(), "--nbd", "unix:n"]);
+    command.args(["--cache-dir", "cache", "--sandbox", "strict", "--qmp", "unix:q"]);
+    let server = Server::start(&mut command, Ready::Line("-blockdev"));
+    let uri = format!("nbd+unix:///vm?socket={}", place.path().join("n").display());
+    assert_same_bytes(&uri, &place.expected());
+    let done = server.stop().ok();
+    assert!(done.stderr.is_empty(), "{}", done.report());
+}
+
+/// Writes to the disk, and the same to what it must hold.
+fn write(place: &Place, uri: &str, what: &str) {
+    for disk in [uri, place.expected().to_str().unwrap()] {
+        let mut command = Command::new(qemu::program("qemu-io"));
+        let _ = qemu::run(command.args(["-f", "raw", "-c", what, disk])).ok();
+    }
+}
+
+#[test]
+fn what_is_written_to_an_overlay_of_a_chain_in_a_store_stays_there() {
+    let place = Place::new(3, "");
+    let overlay = place.path().join("top.qcow2");
+    let next = place.path().join("next.qcow2");
+    let options = |file: &Path| ["--overlay".to_owned(), file.to_str().unwrap().to_owned()];
+    let serve = |file: &Path, more: &[&str]| {
+        let options = options(file);
+        let options: Vec<&str> =
+            options.iter().map(String::as_str).chain(more.iter().copied()).collect();
+        place.serve(&options)
+    };
+    let qmp = format!("unix:{}", place.path().join("q").display());
+    for (number, sandbox) in ["strict", "off"].into_iter().enumerate() {
+        let served = serve(&overlay, &["--sandbox", sandbox, "--qmp", &qmp]);
+        let what = format!("write -P {} {}k 100k", 77 + number, 300 * number);
+        write(&place, &served.uri("vm"), &what);
+        assert_same_bytes(&served.uri("vm"), &place.expected());
+        if number == 1 {
+            let _ = isobath(place.path(), args!["ctl", "q", "snapshot", &next]).ok();
+            write(&place, &served.uri("vm"), "write -P 99 5M 70000");
+            assert_same_bytes(&served.uri("vm"), &place.expected());
+        }
+        served.stop();
+    }
+    let served = serve(&next, &[]);
+    assert_same_bytes(&served.uri("vm"), &place.expected());
+    served.stop();
+    // The chain grows at its top.
+    fs::create_dir_all(place.path().join("images")).unwrap();
+    let _ = isobath(place.path(), args!["pull", "-q", &place.vm(), "images"]).ok();
+    let create =
+        args!["create", "-q", "-f", "qcow2", "-b", "2.qcow2", "-F", "qcow2", "images/3.qcow2"];
+    let _ = qemu_img(place.path(), create).ok();
+    let _ = isobath(place.path(), args!["push", "-q", "images/3.qcow2", &place.vm()]).ok();
+    let served = serve(&next, &[]);
+    assert_same_bytes(&served.uri("vm"), &place.expected());
+    served.stop();
+    // Another chain takes its place.
+    let _ =
+        isobath(place.path(), args!["push", "-q", "--overwrite", "images/1.qcow2", &place.vm()])
+            .ok();
+    let mut command = Command::new(ISOBATH);
+    command.current_dir(place.path()).args(["serve", &place.vm(), "--nbd", "unix:n"]);
+    command.args(["--cache-dir", "cache", "--overlay", "next.qcow2"]);
+    let refused = run(&mut command).exits(1);
+    assert!(refused.stderr.contains("does not have these layers any more"), "{}", refused.report());
+    // Alone, the images name what nobody opens.
+    for command in [["map", "next.qcow2"], ["check", "next.qcow2"]] {
+        let done = isobath(place.path(), command);
+        assert!(!done.stderr.contains("panicked"), "{}", done.report());
+    }
+    let other = place.path().join("other.qcow2");
+    let _ = qemu_img(place.path(), args!["create", "-q", "-f", "qcow2", &other, "8M"]).ok();
+    let mut command = Command::new(ISOBATH);
+    command.current_dir(place.path()).args(["serve", &place.vm(), "--nbd", "unix:n"]);
+    command.args(["--cache-dir", "cache", "--overlay", "other.qcow2"]);
+    let refused = run(&mut command).exits(1);
+    assert!(refused.stderr.contains("is no overlay of"), "{}", refused.report());
+}
+
+/// The environment in which a bucket of this server is used.
+fn in_bucket<'c>(command: &'c mut Command, server: &s3::Server) -> &'c mut Command {
+    command
+        .env("AWS_ACCESS_KEY_ID", "key")
+        .env("AWS_SECRET_ACCESS_KEY", "secret")
+        .env("AWS_REGION", "nowhere")
+        .env("AWS_ENDPOINT_URL", &server.endpoint)
+        .env("AWS_ALLOW_HTTP", "true")
+}
+
+#[test]
+fn a_confined_server_reads_a_bucket_and_bears_its_failures() {
+    let (place, store) = (Place::new(6, ""), s3::Server::start());
+    let _ = isobath(place.path(), args!["pull", "-q", &place.vm(), "."]).ok();
+    let mut push = Command::new(ISOBATH);
+    push.current_dir(place.path()).args(["push", "-q", "5.qcow2", "s3://bucket/some/vm"]);
+    let _ = run(in_bucket(&mut push, &store)).ok();
+    for number in 0..6 {
+        fs::remove_file(place.path().join(format!("{number}.qcow2"))).unwrap();
+    }
+    let faults = [
+        s3::Fault::Status(503),
+        s3::Fault::Reset,
+        s3::Fault::Truncated,
+        s3::Fault::WrongByte,
+        s3::Fault::Status(429),
+    ];
+    for (round, cache) in ["first", "second", "second"].into_iter().enumerate() {
+        // Setting them begins to count anew. Requests that fail are followed by ones that do not.
+        let failing = (0..40).map(|number| (4 + number * 3, faults[number % faults.len()]));
+        store.fail(if round == 2 { Vec::new() } else { failing.collect() });
+        let mut serve = Command::new(ISOBATH);
+        serve.current_dir(place.path()).args(["serve", "s3://bucket/some/vm", "--nbd", "unix:n"]);
+        serve.args(["--cache-dir", cache, "--sandbox", "strict"]);
+        let server = Server::start(in_bucket(&mut serve, &store), Ready::Line("-blockdev"));
+        let uri = format!("nbd+unix:///vm?socket={}", place.path().join("n").display());
+        assert_same_bytes(&uri, &place.expected());
+        let done = server.stop().ok();
+        assert!(done.stderr.is_empty(), "{}", done.report());
+    }
+    let requests = store.requests();
+    assert_eq!(requests.len(), 1, "only the manifest: {requests:?}");
+}

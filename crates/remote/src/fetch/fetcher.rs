@@ -1,0 +1,412 @@
+//! The threads that fetch.
+
+use super::flight::{Flight, Pilot};
+use super::queue::{Job, Next, Queue, Run};
+use super::source::Source;
+use super::wanted::{Block, Fetched, Wanted};
+use crate::digest::{BLOCK, Digest};
+use crate::error::{Error, Result};
+use crate::progress::Progress;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Threads that wait for the store, and how many of them may read ahead.
+const THREADS: usize = 12;
+const READING_AHEAD: usize = 6;
+
+/// Threads that look into the cache.
+const LOOKING: usize = 4;
+
+/// The longest pause before a request is repeated that may be repeated for ever.
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// Pieces of it, after each of which it is looked whether it is still wanted.
+const PIECE_OF_PAUSE: Duration = Duration::from_millis(50);
+
+type Look = Box<dyn FnOnce() + Send>;
+
+/// Fetches from one store.
+pub(crate) struct Fetcher {
+    shared: Arc<Inner>,
+}
+
+pub(super) struct Inner {
+    source: Source,
+    /// After this time whoever waits for the store gets an error; `None`: never.
+    limit: Option<Duration>,
+    progress: Arc<Progress>,
+    queue: Mutex<Queue<Self>>,
+    /// There is something to fetch.
+    queued: Condvar,
+    looks: Mutex<(VecDeque<Look>, bool)>,
+    looking: Condvar,
+    /// What ends at a certain time, in order.
+    ends: Mutex<(VecDeque<(Instant, Overdue)>, bool)>,
+    ending: Condvar,
+}
+
+/// What ends when its time is over.
+enum Overdue {
+    /// A block of a layer.
+    Block(u64, u64, Weak<Flight<Fetched>>),
+    /// Something else, which is told why.
+    Other(Box<dyn FnOnce(&dyn Fn(&str) -> Arc<Error>) + Send>),
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Fetcher {
+    /// Starts the threads for a store, which is opened with the same limit.
+    ///
+    /// # Errors
+    /// They cannot be started.
+    pub(crate) fn start(
+        source: Source,
+        limit: Option<Duration>,
+        progress: Arc<Progress>,
+    ) -> Result<Self> {
+        let shared = Arc::new(Inner {
+            source,
+            limit,
+            progress,
+            queue: Mutex::default(),
+            queued: Condvar::new(),
+            looks: Mutex::default(),
+            looking: Condvar::new(),
+            ends: Mutex::default(),
+            ending: Condvar::new(),
+        });
+        let this = Self { shared: Arc::clone(&shared) };
+        let start = |name: &str, work: fn(&Arc<Inner>)| {
+            let shared = Arc::clone(&shared);
+            let started = thread::Builder::new().name(name.to_owned()).spawn(move || work(&shared));
+            let started = started.map(drop);
+            started.map_err(|error| Error::Local(format!("cannot start a thread: {error}")))
+        };
+        for _ in 0..THREADS {
+            start("fetch", Inner::fetch)?;
+        }
+        for _ in 0..LOOKING {
+            start("fetch-look", Inner::look)?;
+        }
+        if limit.is_some() {
+            start("fetch-time", Inner::watch)?;
+        }
+        Ok(this)
+    }
+
+    /// The flights of these blocks of a layer, for a request that waits for them; none for those that have landed.
+    pub(super) fn want(
+        &self,
+        layer: &Arc<dyn Wanted>,
+        blocks: &[u64],
+    ) -> Vec<(u64, Arc<Flight<Fetched>>)> {
+        let shared = &self.shared;
+        let mut queue = lock(&shared.queue);
+        let mut flights = Vec::with_capacity(blocks.len());
+        let mut new = Vec::new();
+        for block in blocks {
+            let Some((flight, is_new)) = queue.want(layer, *block) else { continue };
+            if queue.closed {
+                flight.end(Err(Arc::new(Error::Interrupted)));
+            } else if is_new {
+                new.push(Overdue::Block(layer.number(), *block, Arc::downgrade(&flight)));
+            }
+            flights.push((*block, flight));
+        }
+        drop(queue);
+        if !new.is_empty() {
+            shared.limit_time(new);
+            shared.queued.notify_all();
+        }
+        flights
+    }
+
+    /// Reads ahead, and gives up what was read ahead for another.
+    pub(super) fn read_ahead(
+        &self,
+        layer: &Arc<dyn Wanted>,
+        ahead: impl Iterator<Item = u64>,
+        left: Range<u64>,
+    ) {
+        let mut queue = lock(&self.shared.queue);
+        queue.leave(layer.number(), left);
+        if !queue.closed {
+            ahead.for_each(|block| queue.read_ahead(layer, block));
+        }
+        drop(queue);
+        self.shared.queued.notify_all();
+    }
+
+    /// Gives up everything that is read ahead of a layer.
+    pub(super) fn leave(&self, layer: u64) {
+        lock(&self.shared.queue).leave(layer, 0..u64::MAX);
+    }
+
+    /// Does `work`, which may wait for a disk, on a thread.
+    pub(super) fn look_up(&self, work: impl FnOnce() + Send + 'static) {
+        let mut looks = lock(&self.shared.looks);
+        if !looks.1 {
+            looks.0.push_back(Box::new(work));
+        }
+        drop(looks);
+        self.shared.looking.notify_one();
+    }
+
+    /// Does other work that waits for the store. It is told if nobody does it any more.
+    pub(super) fn begin(&self, job: Job<Inner>) {
+        let mut queue = lock(&self.shared.queue);
+        if queue.closed {
+            drop(queue);
+            job(None);
+            return;
+        }
+        queue.job(job);
+        drop(queue);
+        self.shared.queued.notify_one();
+    }
+
+    /// Ends a flight when the time that anybody waits for the store is over.
+    pub(super) fn limit<T: Clone + Send + 'static>(
+        &self,
+        flight: &Arc<Flight<std::result::Result<T, Arc<Error>>>>,
+        key: String,
+    ) {
+        let flight = Arc::downgrade(flight);
+        let end = move |late: &dyn Fn(&str) -> Arc<Error>| {
+            if let Some(flight) = flight.upgrade() {
+                flight.end(Err(late(&key)));
+            }
+        };
+        self.shared.limit_time(vec![Overdue::Other(Box::new(end))]);
+    }
+}
+
+impl Drop for Fetcher {
+    fn drop(&mut self) {
+        let shared = &self.shared;
+        shared.progress.cancel();
+        let (flights, jobs) = lock(&shared.queue).close();
+        let interrupted = || Arc::new(Error::Interrupted);
+        for flight in flights {
+            flight.end(Err(interrupted()));
+        }
+        for job in jobs {
+            job(None);
+        }
+        lock(&shared.looks).1 = true;
+        lock(&shared.ends).1 = true;
+        shared.queued.notify_all();
+        shared.looking.notify_all();
+        shared.ending.notify_all();
+    }
+}
+
+impl Inner {
+    /// A thread that waits for the store.
+    fn fetch(self: &Arc<Self>) {
+        loop {
+            let next = {
+                let mut queue = lock(&self.queue);
+                loop {
+                    if queue.closed {
+                        return;
+                    }
+                    if let Some(next) = queue.next(READING_AHEAD) {
+                        break next;
+                    }
+                    queue = self.queued.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                }
+            };
+            match next {
+                Next::Job(job) => job(Some(self)),
+                Next::Blocks(run) => self.blocks(&run),
+            }
+        }
+    }
+
+    /// A thread that looks into the cache.
+    fn look(self: &Arc<Self>) {
+        loop {
+            let work = {
+                let mut looks = lock(&self.looks);
+                loop {
+                    if let Some(work) = looks.0.pop_front() {
+                        break work;
+                    }
+                    if looks.1 {
+                        return;
+                    }
+                    looks = self.looking.wait(looks).unwrap_or_else(PoisonError::into_inner);
+                }
+            };
+            work();
+        }
+    }
+
+    /// The thread that ends what has taken too long.
+    fn watch(self: &Arc<Self>) {
+        let mut ends = lock(&self.ends);
+        while !ends.1 {
+            let now = Instant::now();
+            let Some((end, _)) = ends.0.front() else {
+                ends = self.ending.wait(ends).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            if let Some(left) = end.checked_duration_since(now).filter(|left| !left.is_zero()) {
+                let waited = self.ending.wait_timeout(ends, left);
+                ends = waited.unwrap_or_else(PoisonError::into_inner).0;
+                continue;
+            }
+            let Some((_, overdue)) = ends.0.pop_front() else { continue };
+            drop(ends);
+            self.overdue(overdue);
+            ends = lock(&self.ends);
+        }
+    }
+
+    fn overdue(&self, overdue: Overdue) {
+        let limit = self.limit.unwrap_or_default();
+        let late = |key: &str| {
+            Arc::new(Error::Store(format!(
+                "cannot read '{key}' in the store: no answer within {limit:?} (--remote-timeout)"
+            )))
+        };
+        match overdue {
+            Overdue::Block(number, block, flight) => {
+                let Some(flight) = flight.upgrade() else { return };
+                let layer = {
+                    let mut queue = lock(&self.queue);
+                    let layer = queue.layer_of(number, block, &flight);
+                    queue.ended(number, block, &flight);
+                    layer
+                };
+                flight.end(Err(late(layer.as_ref().map_or("a layer", |layer| layer.key()))));
+            }
+            Overdue::Other(end) => end(&late),
+        }
+    }
+
+    /// Ends these flights when their time is over.
+    fn limit_time(&self, flights: Vec<Overdue>) {
+        let Some(limit) = self.limit else { return };
+        let mut ends = lock(&self.ends);
+        let was_empty = ends.0.is_empty();
+        // Under the lock, so that they are in order. Flights that have ended are dropped in front only, when their time
+        // comes: there are as many as were begun in that time.
+        let end = Instant::now() + limit;
+        ends.0.extend(flights.into_iter().map(|flight| (end, flight)));
+        drop(ends);
+        if was_empty {
+            self.ending.notify_one();
+        }
+    }
+
+    /// Reads from the store; without a limit, until it answers.
+    fn read(&self, key: &str, offset: u64, length: usize) -> Result<Vec<u8>> {
+        self.patiently(|| self.source.read(key, offset, length))
+    }
+
+    /// An object in one request, which must have this length and digest.
+    pub(super) fn object(&self, key: &str, length: u64, digest: &Digest) -> Result<Vec<u8>> {
+        self.patiently(|| object(&self.source, key, length, digest))
+    }
+
+    fn patiently<T>(&self, read: impl Fn() -> Result<T>) -> Result<T> {
+        let mut pause = Duration::from_millis(200);
+        loop {
+            match read() {
+                Err(Error::Store(_) | Error::Local(_))
+                    if self.limit.is_none() && !self.progress.is_cancelled() =>
+                {
+                    let begin = Instant::now();
+                    while begin.elapsed() < pause && !self.progress.is_cancelled() {
+                        thread::sleep(PIECE_OF_PAUSE);
+                    }
+                    pause = (pause * 2).min(LONGEST_PAUSE);
+                }
+                read => return read,
+            }
+        }
+    }
+
+    /// Fetches neighbouring blocks.
+    fn blocks(self: &Arc<Self>, run: &Run) {
+        let _pilots: Vec<_> = run.flights.iter().map(|flight| Pilot(flight)).collect();
+        let (layer, key) = (&run.layer, run.layer.key());
+        let done = |block: u64, flight: &Arc<Flight<Fetched>>, fetched: Fetched| {
+            lock(&self.queue).ended(layer.number(), block, flight);
+            flight.end(fetched);
+        };
+        let numbered = || (run.first..).zip(&run.flights);
+        // All of them may have ended for lack of time while they were queued.
+        if run.flights.iter().any(|flight| !flight.has_ended()) {
+            let offset = run.first * BLOCK;
+            let length = numbered().map(|(block, _)| layer.range(block).1).sum();
+            match self.read(key, offset, length).map(Arc::new) {
+                Ok(bytes) => {
+                    for (block, flight) in numbered() {
+                        let begin = ((block - run.first) * BLOCK) as usize;
+                        let end = (begin + BLOCK as usize).min(bytes.len());
+                        let found = Block::new(&bytes, begin..end);
+                        done(block, flight, self.accept(layer, block, found).map_err(Arc::new));
+                    }
+                }
+                Err(error) => {
+                    let error = Arc::new(error);
+                    for (block, flight) in numbered() {
+                        done(block, flight, Err(Arc::clone(&error)));
+                    }
+                }
+            }
+        }
+        if run.ahead {
+            lock(&self.queue).ended_ahead();
+            self.queued.notify_one();
+        }
+    }
+
+    /// Verifies a block and puts it into the cache. A wrong one is fetched once more.
+    fn accept(
+        self: &Arc<Self>,
+        layer: &Arc<dyn Wanted>,
+        block: u64,
+        found: Block,
+    ) -> Result<Block> {
+        if layer.accept(block, found.bytes())? {
+            return Ok(found);
+        }
+        let (offset, length) = layer.range(block);
+        let bytes = Arc::new(self.read(layer.key(), offset, length)?);
+        let found = Block::new(&bytes, 0..length);
+        if layer.accept(block, found.bytes())? {
+            return Ok(found);
+        }
+        Err(Error::damaged(format_args!(
+            "'{}' in the store does not match its checksum at byte {offset} ({length} bytes), twice; 'isobath remote \
+             verify' examines the whole chain",
+            layer.key()
+        )))
+    }
+}
+
+/// An object in one request, which must have this length and digest. A wrong one is fetched once more.
+pub(crate) fn object(source: &Source, key: &str, length: u64, digest: &Digest) -> Result<Vec<u8>> {
+    for _ in 0..2 {
+        let Some((bytes, _)) = source.get(key, length)? else {
+            return Err(Error::damaged(format_args!(
+                "'{key}' is missing in the store; push the chain again from where it is whole"
+            )));
+        };
+        if bytes.len() as u64 == length && Digest::of(&bytes) == *digest {
+            return Ok(bytes);
+        }
+    }
+    Err(Error::damaged(format_args!(
+        "'{key}' in the store does not match its digest; push the chain again from where it is whole"
+    )))
+}

@@ -1,0 +1,352 @@
+//! A layer in a store, as it is read.
+
+use super::fetcher::{Fetcher, lock};
+use super::flight::{Flight, Outcome, Pilot};
+use super::streams::Streams;
+use super::wanted::{Fetched, Shared, Wanted};
+use crate::cache::{Cache, CachedLayer, Filled, Held, LayerKey, Look, ObjectKind};
+use crate::digest::{BLOCK, Table};
+use crate::error::{Error, Result};
+use crate::head::KnownHead;
+use crate::keys;
+use crate::manifest::Layer;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+
+/// Most bytes of a table: that of a layer of 16 TiB.
+const MOST_TABLE: u64 = 1 << 30;
+
+/// No block is marked.
+const NO_MARK: u64 = u64::MAX;
+
+/// What numbers layers.
+static NUMBERS: AtomicU64 = AtomicU64::new(0);
+
+/// What became of a table: the layer can be read.
+type Tabled = Shared<()>;
+
+/// What the layers of a chain share.
+pub(crate) struct Common {
+    fetcher: Fetcher,
+    cache: Arc<Cache>,
+}
+
+impl Common {
+    pub(crate) fn new(fetcher: Fetcher, cache: Arc<Cache>) -> Self {
+        Self { fetcher, cache }
+    }
+}
+
+/// A layer of a chain in a store.
+pub(crate) struct RemoteLayer {
+    number: u64,
+    /// The name of its object.
+    key: String,
+    described: Layer,
+    head: KnownHead,
+    common: Arc<Common>,
+    attached: OnceLock<Attached>,
+    attaching: Mutex<Option<Arc<Flight<Tabled>>>>,
+    streams: Mutex<Streams>,
+    /// A read of this block is one that goes on.
+    mark: AtomicU64,
+}
+
+/// What is needed to read a layer.
+struct Attached {
+    /// The checksums of its blocks.
+    table: Arc<[u8]>,
+    /// Its file in the cache.
+    cached: Arc<CachedLayer>,
+}
+
+impl RemoteLayer {
+    pub(crate) fn new(described: Layer, head: KnownHead, common: Arc<Common>) -> Self {
+        Self {
+            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
+            key: keys::layer(&described.digest),
+            described,
+            head,
+            common,
+            attached: OnceLock::new(),
+            attaching: Mutex::default(),
+            streams: Mutex::default(),
+            mark: AtomicU64::new(NO_MARK),
+        }
+    }
+
+    /// What distinguishes it from all others of this process.
+    pub(crate) fn id(&self) -> u64 {
+        self.number
+    }
+
+    /// Bytes of its file.
+    pub(crate) fn length(&self) -> u64 {
+        self.described.length
+    }
+
+    /// Whether its file has bytes at `offset`, so many and at least one.
+    pub(crate) fn has(&self, offset: u64, length: u64) -> bool {
+        length > 0 && offset.checked_add(length).is_some_and(|end| end <= self.described.length)
+    }
+
+    /// What the manifest says of it.
+    pub(crate) fn described(&self) -> &Layer {
+        &self.described
+    }
+
+    /// What is known of it without a request.
+    pub(crate) fn head(&self) -> &KnownHead {
+        &self.head
+    }
+
+    /// Its file in the cache, once its table is known.
+    pub(crate) async fn cached(self: &Arc<Self>) -> Shared<&Arc<CachedLayer>> {
+        loop {
+            if let Some(attached) = self.attached.get() {
+                return Ok(&attached.cached);
+            }
+            let flight = {
+                let mut attaching = lock(&self.attaching);
+                match &*attaching {
+                    Some(flight) if !flight.has_ended() => Arc::clone(flight),
+                    _ if self.attached.get().is_some() => continue,
+                    _ => {
+                        let flight = Arc::<Flight<Tabled>>::default();
+                        *attaching = Some(Arc::clone(&flight));
+                        self.begin_to_attach(&flight);
+                        flight
+                    }
+                }
+            };
+            flight.outcome().await?;
+        }
+    }
+
+    /// Finds the table, in the cache or in the store, and ends the flight when the layer can be read.
+    fn begin_to_attach(self: &Arc<Self>, flight: &Arc<Flight<Tabled>>) {
+        let key = keys::table(&self.described.table);
+        self.common.fetcher.limit(flight, key.clone());
+        let (layer, flight) = (Arc::clone(self), Arc::clone(flight));
+        self.common.fetcher.look_up(move || {
+            let landing = Landing { layer, flight };
+            let layer = &landing.layer;
+            match layer.cached_table() {
+                Ok(Some(table)) => {
+                    let attached = layer.attach(&table);
+                    landing.end(attached);
+                }
+                Err(error) => landing.end(Err(error)),
+                Ok(None) => {
+                    let common = Arc::clone(&layer.common);
+                    common.fetcher.begin(Box::new(move |inner| {
+                        let Some(inner) = inner else {
+                            return landing.end(Err(Error::Interrupted));
+                        };
+                        if landing.flight.has_ended() {
+                            return;
+                        }
+                        let layer = &landing.layer;
+                        let Layer { table: digest, length, .. } = &layer.described;
+                        let fetched = inner.object(&key, Table::length(*length), digest);
+                        let kept = fetched.and_then(|bytes| {
+                            layer.common.cache.keep(ObjectKind::Table, digest, &bytes)
+                        });
+                        let attached = kept.and_then(|table| layer.attach(&table));
+                        landing.end(attached);
+                    }));
+                }
+            }
+        });
+    }
+
+    /// The table, if the cache has it.
+    ///
+    /// # Errors
+    /// It would be too long.
+    fn cached_table(&self) -> Result<Option<Held>> {
+        let Layer { table: digest, length, .. } = &self.described;
+        if Table::length(*length) > MOST_TABLE {
+            return Err(Error::refused(format_args!(
+                "'{}' has {length} bytes: layers of more than 16 TiB cannot be read from a store; pull the chain",
+                self.key
+            )));
+        }
+        Ok(self.common.cache.object(ObjectKind::Table, digest))
+    }
+
+    /// Takes the table into use.
+    ///
+    /// # Errors
+    /// What is in the cache of the layer is another thing than what its head says.
+    fn attach(&self, table: &Held) -> Result<()> {
+        let Layer { digest, length, table: digest_of_table, .. } = self.described;
+        let key = LayerKey { digest, length, table: digest_of_table };
+        let table = Arc::clone(table.bytes());
+        let cached = self.common.cache.layer(&key, Arc::clone(&table))?;
+        self.compare_with(&cached)?;
+        // Whoever else did it found the same.
+        let _ = self.attached.set(Attached { table, cached });
+        Ok(())
+    }
+
+    /// Compares what is cached with the head.
+    fn compare_with(&self, cached: &CachedLayer) -> Result<()> {
+        for block in self.head.blocks() {
+            loop {
+                let look = match cached.look(block) {
+                    Look::Unverified => cached.verify(block),
+                    look => look,
+                };
+                let Look::Verified(stamp) = look else { break };
+                let (offset, length) = self.range(block);
+                let mut bytes = vec![0; length];
+                // What cannot be read now will say so when it is read.
+                if cached.file().read_exact_at(&mut bytes, offset).is_err() {
+                    break;
+                }
+                if cached.still(block, stamp) {
+                    self.agrees(block, &bytes)?;
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares a block with the head.
+    fn agrees(&self, block: u64, bytes: &[u8]) -> Result<()> {
+        self.head.agrees(&self.described, block * BLOCK, bytes).map_err(|what| {
+            Error::damaged(format_args!(
+                "'{}' in the store has another {what} than the heads or the manifest of the chain say; push the chain \
+                 again from where it is whole",
+                self.key
+            ))
+        })
+    }
+
+    /// Fetches these blocks; each of the flights gives one of them. Those that have landed by now have none.
+    pub(crate) fn want(self: &Arc<Self>, blocks: &[u64]) -> Vec<(u64, Arc<Flight<Fetched>>)> {
+        let this: Arc<dyn Wanted> = Arc::<Self>::clone(self);
+        self.common.fetcher.want(&this, blocks)
+    }
+
+    /// Verifies a block that is in the cache from before the machine was started.
+    pub(crate) fn verify(self: &Arc<Self>, block: u64) -> Outcome<()> {
+        let flight = Arc::<Flight<()>>::default();
+        let (layer, looked) = (Arc::clone(self), Looked(Arc::clone(&flight)));
+        self.common.fetcher.look_up(move || {
+            if let Some(attached) = layer.attached.get() {
+                attached.cached.verify(block);
+            }
+            drop(looked);
+        });
+        flight.outcome()
+    }
+
+    /// Whether a read of this block is one that goes on, of which [`reads`](Self::reads) wants to know.
+    pub(crate) fn is_marked(&self, block: u64) -> bool {
+        self.mark.load(Ordering::Relaxed) == block
+    }
+
+    /// Notes a read of these blocks, of which some are missing or the first was marked, and reads ahead.
+    pub(crate) fn reads(self: &Arc<Self>, blocks: &Range<u64>) {
+        let Some(Attached { cached, .. }) = self.attached.get() else { return };
+        if !cached.is_attached() {
+            return;
+        }
+        let count = self.length().div_ceil(BLOCK);
+        let advice = {
+            let mut streams = lock(&self.streams);
+            let advice = streams.read(blocks, count);
+            if advice.mark.is_some() || self.is_marked(blocks.start) {
+                self.mark.store(advice.mark.unwrap_or(NO_MARK), Ordering::Relaxed);
+            }
+            advice
+        };
+        if advice.ahead.is_empty() && advice.left.is_empty() {
+            return;
+        }
+        let this: Arc<dyn Wanted> = Arc::<Self>::clone(self);
+        self.common.fetcher.read_ahead(&this, advice.ahead, advice.left);
+    }
+
+    /// Nobody has it open any more: nothing is read ahead.
+    pub(crate) fn leave(&self) {
+        self.common.fetcher.leave(self.number);
+    }
+}
+
+impl Wanted for RemoteLayer {
+    fn number(&self) -> u64 {
+        self.number
+    }
+
+    fn key(&self) -> &str {
+        &self.key
+    }
+
+    fn range(&self, block: u64) -> (u64, usize) {
+        let offset = block * BLOCK;
+        (offset, self.length().saturating_sub(offset).min(BLOCK) as usize)
+    }
+
+    fn is_missing(&self, block: u64) -> bool {
+        let look = self.attached.get().map(|attached| attached.cached.look(block));
+        !matches!(look, Some(Look::Verified(_)))
+    }
+
+    fn is_absent(&self, block: u64) -> bool {
+        let look = self.attached.get().map(|attached| attached.cached.look(block));
+        !matches!(look, Some(Look::Verified(_) | Look::Unverified))
+    }
+
+    fn accept(&self, block: u64, bytes: &[u8]) -> Result<bool> {
+        let Some(Attached { table, cached }) = self.attached.get() else {
+            unreachable!("blocks are wanted of layers that can be read")
+        };
+        // Before anybody can see it in the cache.
+        if self.head.is_in(block) {
+            if !Table::matches(table, block, bytes) {
+                return Ok(false);
+            }
+            self.agrees(block, bytes)?;
+        }
+        Ok(cached.fill(block, bytes) != Filled::Wrong)
+    }
+}
+
+/// An attempt to find a layer's table, which ends even if its thread panics.
+struct Landing {
+    layer: Arc<RemoteLayer>,
+    flight: Arc<Flight<Tabled>>,
+}
+
+impl Landing {
+    fn end(self, attached: Result<()>) {
+        {
+            let mut attaching = lock(&self.layer.attaching);
+            if attaching.as_ref().is_some_and(|now| Arc::ptr_eq(now, &self.flight)) {
+                *attaching = None;
+            }
+        }
+        self.flight.end(attached.map_err(Arc::new));
+    }
+}
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        drop(Pilot(&self.flight));
+    }
+}
+
+/// Ends a flight when it is dropped.
+struct Looked(Arc<Flight<()>>);
+
+impl Drop for Looked {
+    fn drop(&mut self) {
+        self.0.end(());
+    }
+}

@@ -1,0 +1,236 @@
+//! What is to be fetched, and in which order.
+//!
+//! A block is here once, whoever wants it, until it has been fetched. What a request waits for comes first; blocks that
+//! are read ahead come only when no other waits, and then not on all threads. A request for a block that is to be read
+//! ahead promotes it.
+
+use super::flight::Flight;
+use super::wanted::{Fetched, Wanted};
+use std::collections::{BTreeMap, VecDeque, btree_map};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Most blocks of one request to the store.
+pub(super) const MOST_AT_ONCE: usize = 8;
+
+/// A layer's number, and a block of it.
+type Place = (u64, u64);
+
+/// How far a block is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// A request waits for it.
+    Wanted,
+    /// It is to be read ahead.
+    Ahead,
+    /// It is being fetched.
+    Flying,
+}
+
+struct Entry {
+    layer: Arc<dyn Wanted>,
+    flight: Arc<Flight<Fetched>>,
+    stage: Stage,
+    /// Somebody waits for it, and is not to wait for ever.
+    limited: bool,
+}
+
+/// Neighbouring blocks that are fetched together.
+pub(super) struct Run {
+    pub(super) layer: Arc<dyn Wanted>,
+    /// The first of them.
+    pub(super) first: u64,
+    pub(super) flights: Vec<Arc<Flight<Fetched>>>,
+    /// No request waited for them.
+    pub(super) ahead: bool,
+}
+
+/// Other work that waits for the store; it is told if nobody does it any more.
+pub(super) type Job<S> = Box<dyn FnOnce(Option<&S>) + Send>;
+
+/// What a thread does next.
+pub(super) enum Next<S> {
+    Job(Job<S>),
+    Blocks(Run),
+}
+
+/// What is to be fetched; other work gets an `S`.
+pub(super) struct Queue<S> {
+    blocks: BTreeMap<Place, Entry>,
+    /// The blocks that are wanted, and those that are read ahead, in order. A block that is no longer in that stage is
+    /// passed over.
+    wanted: VecDeque<Place>,
+    ahead: VecDeque<Place>,
+    jobs: VecDeque<Job<S>>,
+    /// Threads that read ahead now.
+    reading_ahead: usize,
+    /// Nobody fetches any more.
+    pub(super) closed: bool,
+}
+
+impl<S> Default for Queue<S> {
+    fn default() -> Self {
+        Self {
+            blocks: BTreeMap::new(),
+            wanted: VecDeque::new(),
+            ahead: VecDeque::new(),
+            jobs: VecDeque::new(),
+            reading_ahead: 0,
+            closed: false,
+        }
+    }
+}
+
+impl<S> Queue<S> {
+    /// The flight of a block that a request waits for, and whether it is the first to do so. `None` if the block has
+    /// landed by now.
+    pub(super) fn want(
+        &mut self,
+        layer: &Arc<dyn Wanted>,
+        block: u64,
+    ) -> Option<(Arc<Flight<Fetched>>, bool)> {
+        let place = (layer.number(), block);
+        let known = self.blocks.get_mut(&place).filter(|entry| !entry.flight.has_ended());
+        if let Some(entry) = known {
+            if entry.stage == Stage::Ahead {
+                entry.stage = Stage::Wanted;
+                self.wanted.push_back(place);
+            }
+            let first = !std::mem::replace(&mut entry.limited, true);
+            return Some((Arc::clone(&entry.flight), first));
+        }
+        // A block is in the cache before its flight is forgotten, which takes the lock of this queue.
+        if !layer.is_missing(block) {
+            return None;
+        }
+        let flight = Arc::<Flight<Fetched>>::default();
+        let (layer, stage) = (Arc::clone(layer), Stage::Wanted);
+        let entry = Entry { layer, flight: Arc::clone(&flight), stage, limited: true };
+        self.blocks.insert(place, entry);
+        self.wanted.push_back(place);
+        Some((flight, true))
+    }
+
+    /// Reads a block ahead, unless it is here or on its way already.
+    pub(super) fn read_ahead(&mut self, layer: &Arc<dyn Wanted>, block: u64) {
+        let place = (layer.number(), block);
+        if let btree_map::Entry::Vacant(vacant) = self.blocks.entry(place)
+            && layer.is_absent(block)
+        {
+            let (layer, flight) = (Arc::clone(layer), Arc::default());
+            vacant.insert(Entry { layer, flight, stage: Stage::Ahead, limited: false });
+            self.ahead.push_back(place);
+        }
+    }
+
+    /// Gives up reading these blocks ahead, as far as nobody has begun.
+    pub(super) fn leave(&mut self, layer: u64, blocks: Range<u64>) {
+        let places: Vec<Place> = self
+            .blocks
+            .range((layer, blocks.start)..(layer, blocks.end))
+            .filter(|(_, entry)| entry.stage == Stage::Ahead)
+            .map(|(place, _)| *place)
+            .collect();
+        if places.is_empty() {
+            return;
+        }
+        for place in places {
+            self.blocks.remove(&place);
+        }
+        let blocks = &self.blocks;
+        self.ahead
+            .retain(|place| blocks.get(place).is_some_and(|entry| entry.stage == Stage::Ahead));
+    }
+
+    /// Adds other work, which comes first.
+    pub(super) fn job(&mut self, job: Job<S>) {
+        self.jobs.push_back(job);
+    }
+
+    /// What is to be done next, if anything. No more than `most_ahead` threads read ahead.
+    pub(super) fn next(&mut self, most_ahead: usize) -> Option<Next<S>> {
+        if let Some(job) = self.jobs.pop_front() {
+            return Some(Next::Job(job));
+        }
+        if let Some(run) = self.run(Stage::Wanted) {
+            return Some(Next::Blocks(run));
+        }
+        if self.reading_ahead < most_ahead
+            && let Some(run) = self.run(Stage::Ahead)
+        {
+            self.reading_ahead += 1;
+            return Some(Next::Blocks(run));
+        }
+        None
+    }
+
+    /// The first block in this stage, with its neighbours.
+    fn run(&mut self, stage: Stage) -> Option<Run> {
+        let is_in = |blocks: &BTreeMap<Place, Entry>, place: &Place| {
+            blocks.get(place).is_some_and(|entry| entry.stage == stage)
+        };
+        let (layer, block) = loop {
+            let order = if stage == Stage::Ahead { &mut self.ahead } else { &mut self.wanted };
+            let place = order.pop_front()?;
+            if is_in(&self.blocks, &place) {
+                break place;
+            }
+        };
+        let (mut first, mut last) = (block, block);
+        while ((last - first + 1) as usize) < MOST_AT_ONCE {
+            if is_in(&self.blocks, &(layer, last + 1)) {
+                last += 1;
+            } else if first > 0 && is_in(&self.blocks, &(layer, first - 1)) {
+                first -= 1;
+            } else {
+                break;
+            }
+        }
+        let mut flights = Vec::new();
+        let mut of = None;
+        for (_, entry) in self.blocks.range_mut((layer, first)..=(layer, last)) {
+            entry.stage = Stage::Flying;
+            flights.push(Arc::clone(&entry.flight));
+            of.get_or_insert_with(|| Arc::clone(&entry.layer));
+        }
+        Some(Run { layer: of?, first, flights, ahead: stage == Stage::Ahead })
+    }
+
+    /// A run of blocks that were read ahead has ended.
+    pub(super) fn ended_ahead(&mut self) {
+        let Some(left) = self.reading_ahead.checked_sub(1) else {
+            unreachable!("whoever reads ahead was counted")
+        };
+        self.reading_ahead = left;
+    }
+
+    /// The layer of a block that is on its way by this flight.
+    pub(super) fn layer_of(
+        &self,
+        layer: u64,
+        block: u64,
+        flight: &Arc<Flight<Fetched>>,
+    ) -> Option<Arc<dyn Wanted>> {
+        let entry = self.blocks.get(&(layer, block))?;
+        Arc::ptr_eq(&entry.flight, flight).then(|| Arc::clone(&entry.layer))
+    }
+
+    /// Forgets a block whose flight has ended.
+    pub(super) fn ended(&mut self, layer: u64, block: u64, flight: &Arc<Flight<Fetched>>) {
+        let place = (layer, block);
+        // Somebody may have wanted it anew.
+        if self.blocks.get(&place).is_some_and(|entry| Arc::ptr_eq(&entry.flight, flight)) {
+            self.blocks.remove(&place);
+        }
+    }
+
+    /// Ends everything that nobody has begun.
+    pub(super) fn close(&mut self) -> (Vec<Arc<Flight<Fetched>>>, Vec<Job<S>>) {
+        self.closed = true;
+        self.wanted.clear();
+        self.ahead.clear();
+        let blocks = std::mem::take(&mut self.blocks);
+        let flights = blocks.into_values().map(|entry| entry.flight).collect();
+        (flights, std::mem::take(&mut self.jobs).into())
+    }
+}

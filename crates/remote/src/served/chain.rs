@@ -1,0 +1,198 @@
+//! A chain that is read from its store.
+
+use crate::address::Address;
+use crate::cache::{Cache, ObjectKind};
+use crate::digest::{Digest, Hasher};
+use crate::error::{Error, Result};
+use crate::fetch::{Common, Fetcher, RemoteLayer, Source, object};
+use crate::head::KnownHead;
+use crate::heads::Heads;
+use crate::keys;
+use crate::manifest::{Format, MAX_MANIFEST, Manifest};
+use crate::progress::Progress;
+use crate::store::{Limits, Store};
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How long the manifest is asked for where requests wait for ever, if one is known.
+const FIRST_LIMIT: Duration = Duration::from_secs(30);
+
+/// A chain in a store, whose layers are read when they are needed.
+pub struct Chain {
+    address: Address,
+    /// From the base to the top.
+    layers: Vec<Arc<RemoteLayer>>,
+    /// How many layers, from the base on, have this [digest](Self::pinned_name).
+    prefixes: HashMap<Digest, usize>,
+    /// The store did not answer, and the manifest is the one that was read last.
+    last_known: Option<String>,
+}
+
+impl std::fmt::Debug for Chain {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Chain")
+            .field("address", &self.address)
+            .field("layers", &self.layers.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Chain {
+    /// Reads the manifest and the heads of a chain: two requests, or one if the cache has the heads. Requests to the
+    /// store have the time limit `limit`; with `None` they wait until it answers.
+    ///
+    /// This blocks.
+    ///
+    /// # Errors
+    /// There is no such chain; what the store holds of it is damaged; the store does not answer, and the cache has no
+    /// manifest of it.
+    pub fn open(
+        address: &Address,
+        cache: &Arc<Cache>,
+        limit: Option<Duration>,
+    ) -> Result<Arc<Self>> {
+        let progress = Arc::<Progress>::default();
+        let limits = Limits::within(limit.unwrap_or(FIRST_LIMIT));
+        let source = Source::new(&address.place, limits, &progress);
+        Self::of_source(source, address, cache, limit, progress)
+    }
+
+    /// The same, of a store that is open, whatever its place is called in the address. Its own time limit is to be the
+    /// same.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open).
+    pub fn open_in(
+        store: Box<dyn Store>,
+        address: &Address,
+        cache: &Arc<Cache>,
+        limit: Option<Duration>,
+    ) -> Result<Arc<Self>> {
+        Self::of_source(Source::Open(store.into()), address, cache, limit, Arc::default())
+    }
+
+    fn of_source(
+        source: Source,
+        address: &Address,
+        cache: &Arc<Cache>,
+        limit: Option<Duration>,
+        progress: Arc<Progress>,
+    ) -> Result<Arc<Self>> {
+        let (manifest, last_known) = manifest(&source, address, cache, limit.is_none())?;
+        let heads = heads(&source, &manifest, cache)?;
+        let fetcher = Fetcher::start(source, limit, progress)?;
+        let common = Arc::new(Common::new(fetcher, Arc::clone(cache)));
+        let mut hasher = Hasher::default();
+        let (mut layers, mut prefixes) = (Vec::new(), HashMap::new());
+        for (layer, head) in manifest.layers.into_iter().zip(heads.into_layers()) {
+            hasher.update(format!("{}\n", layer.digest).as_bytes());
+            prefixes.insert(hasher.clone().finish(), layers.len() + 1);
+            let head = KnownHead::new(&layer, head)?;
+            layers.push(Arc::new(RemoteLayer::new(layer, head, Arc::clone(&common))));
+        }
+        let address = address.clone();
+        Ok(Arc::new(Self { address, layers, prefixes, last_known }))
+    }
+
+    /// Where it is.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Why the manifest is the one that was read last, and not the one that the store has now.
+    pub fn last_known(&self) -> Option<&str> {
+        self.last_known.as_deref()
+    }
+
+    /// The number of layers.
+    pub fn depth(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// The name under which each layer is opened, and its format, from the top to the base.
+    pub fn layers(&self) -> impl Iterator<Item = (PathBuf, Format)> {
+        let numbered = self.layers.iter().enumerate().rev();
+        numbered.map(|(number, layer)| (self.name_of(number), layer.described().format))
+    }
+
+    /// Bytes of the disk.
+    pub fn size(&self) -> u64 {
+        self.layers.last().map_or(0, |top| top.described().size)
+    }
+
+    /// The name under which the layer with this number is opened.
+    pub(super) fn name_of(&self, number: usize) -> PathBuf {
+        if number + 1 == self.layers.len() {
+            return self.address.to_string().into();
+        }
+        format!("{}#{number}", self.address).into()
+    }
+
+    /// The name that an overlay gives to the chain as it is now: the SHA-256 of the digests of its layers, from the
+    /// base on, each with a newline. It names the same layers when others have been pushed on top.
+    pub fn pinned_name(&self) -> PathBuf {
+        let whole = self.prefixes.iter().find(|(_, depth)| **depth == self.layers.len());
+        let Some((digest, _)) = whole else { unreachable!("a chain has a digest") };
+        format!("{}{PINNED}{digest}", self.address).into()
+    }
+
+    /// The layer with this number.
+    pub(super) fn layer(&self, number: usize) -> Option<&Arc<RemoteLayer>> {
+        self.layers.get(number)
+    }
+
+    /// The top of the layers that have this digest.
+    pub(super) fn pinned(&self, digest: &Digest) -> Option<usize> {
+        self.prefixes.get(digest).and_then(|depth| depth.checked_sub(1))
+    }
+}
+
+/// What comes behind a chain's address in the name of certain layers of it, before their digest.
+pub(super) const PINNED: &str = "?layers=";
+
+/// The manifest of a chain, and why it is not the one that the store has now.
+fn manifest(
+    source: &Source,
+    address: &Address,
+    cache: &Cache,
+    patient: bool,
+) -> Result<(Manifest, Option<String>)> {
+    let (name, shown) = (&address.name, address.to_string());
+    loop {
+        let away = match source.get(&keys::manifest(name), MAX_MANIFEST) {
+            Ok(Some((bytes, version))) => {
+                let manifest = Manifest::decode(name, &bytes)?;
+                cache.keep_manifest(&shown, &bytes, &version);
+                return Ok((manifest, None));
+            }
+            Ok(None) => {
+                return Err(Error::refused(format_args!("the store has no chain '{name}'")));
+            }
+            Err(error @ (Error::Store(_) | Error::Local(_))) => error,
+            Err(error) => return Err(error),
+        };
+        match cache.manifest(&shown) {
+            Some(known) => {
+                return Ok((Manifest::decode(name, known.bytes())?, Some(away.to_string())));
+            }
+            None if patient => {
+                tracing::warn!("{away}; trying again");
+                std::thread::sleep(Duration::from_secs(1));
+            }
+            None => return Err(away),
+        }
+    }
+}
+
+/// The heads of a chain's layers.
+fn heads(source: &Source, manifest: &Manifest, cache: &Cache) -> Result<Heads> {
+    let digest = &manifest.heads.digest;
+    if let Some(held) = cache.object(ObjectKind::Heads, digest) {
+        return Heads::decode(held.bytes(), manifest.layers.len());
+    }
+    let bytes = object(source, &keys::heads(digest), manifest.heads.length, digest)?;
+    let held = cache.keep(ObjectKind::Heads, digest, &bytes)?;
+    Heads::decode(held.bytes(), manifest.layers.len())
+}

@@ -1,0 +1,9 @@
+//! Chains that are read from their stores, as storage for disks.
+
+mod chain;
+mod file;
+mod host;
+
+pub use chain::Chain;
+pub use file::RemoteFile;
+pub use host::{RemoteHost, is_name};

@@ -1,0 +1,546 @@
+//! Layers are read from their stores: what is read is what was pushed, and costs few requests.
+
+use crate::chains::Chain;
+use crate::round_trips::send;
+use isobath_remote::cache::Cache;
+use isobath_remote::served::{self, RemoteHost};
+use isobath_remote::store::{Directory, Entry, Found, Outcome, Parts, Store, Version};
+use isobath_remote::{Address, Error, Result};
+use isobath_ring::block_on;
+use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageError, StorageExt};
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, SystemTime};
+use tempfile::TempDir;
+
+const BLOCK: u64 = 256 << 10;
+const LIMIT: u64 = 1 << 30;
+
+/// What a store does with the next reads of an object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    /// It answers with other bytes.
+    Wrong,
+    /// It fails.
+    Fails,
+}
+
+#[derive(Default)]
+struct Faulty {
+    /// The requests so far.
+    requests: Vec<String>,
+    /// What happens to the next reads of data.
+    faults: Vec<Fault>,
+    /// It fails until it is back.
+    away: bool,
+    /// Reads of data wait.
+    held: bool,
+    /// Reads of data that wait.
+    waiting: usize,
+}
+
+/// A store that counts, fails and waits.
+#[derive(Clone)]
+struct Watched {
+    directory: Arc<Directory>,
+    state: Arc<(Mutex<Faulty>, Condvar)>,
+}
+
+impl Watched {
+    fn new(path: &Path) -> Self {
+        let directory = Arc::new(Directory::open(path).unwrap());
+        Self { directory, state: Arc::default() }
+    }
+
+    fn with<T>(&self, work: impl FnOnce(&mut Faulty) -> T) -> T {
+        let done = work(&mut self.state.0.lock().unwrap());
+        self.state.1.notify_all();
+        done
+    }
+
+    fn until(&self, ready: impl Fn(&Faulty) -> bool) {
+        let state = self.state.0.lock().unwrap();
+        drop(self.state.1.wait_while(state, |state| !ready(state)).unwrap());
+    }
+
+    fn taken(&self) -> Vec<String> {
+        self.with(|state| std::mem::take(&mut state.requests))
+    }
+
+    /// A request; what happens to it.
+    fn request(&self, text: String, data: bool) -> Result<Option<Fault>> {
+        let mut state = self.state.0.lock().unwrap();
+        state.requests.push(text);
+        if data {
+            state.waiting += 1;
+            self.state.1.notify_all();
+            state = self.state.1.wait_while(state, |state| state.held).unwrap();
+            state.waiting -= 1;
+        }
+        if state.away {
+            return Err(Error::Store("the store is away".to_owned()));
+        }
+        let fault = (data && !state.faults.is_empty()).then(|| state.faults.remove(0));
+        match fault {
+            Some(Fault::Fails) => Err(Error::Store("the store fails".to_owned())),
+            fault => Ok(fault),
+        }
+    }
+}
+
+impl Store for Watched {
+    fn head(&self, key: &str) -> Result<Option<Found>> {
+        self.request(format!("HEAD {key}"), false)?;
+        self.directory.head(key)
+    }
+
+    fn get(&self, key: &str, most: u64) -> Result<Option<(Vec<u8>, Version)>> {
+        self.request(format!("GET {key}"), false)?;
+        self.directory.get(key, most)
+    }
+
+    fn read(&self, key: &str, offset: u64, length: usize) -> Result<Vec<u8>> {
+        let fault = self.request(format!("READ {key} {offset} {length}"), true)?;
+        let mut bytes = self.directory.read(key, offset, length)?;
+        if fault == Some(Fault::Wrong) {
+            bytes[length / 2] ^= 1;
+        }
+        Ok(bytes)
+    }
+
+    fn put(&self, key: &str, bytes: &[u8]) -> Result<()> {
+        self.directory.put(key, bytes)
+    }
+
+    fn put_if(&self, key: &str, bytes: &[u8], was: Option<&Version>) -> Result<Outcome> {
+        self.directory.put_if(key, bytes, was)
+    }
+
+    fn begin<'a>(&'a self, key: &str, length: u64) -> Result<Box<dyn Parts + 'a>> {
+        self.directory.begin(key, length)
+    }
+
+    fn list(&self, prefix: &str) -> Result<Vec<Entry>> {
+        self.directory.list(prefix)
+    }
+
+    fn delete(&self, key: &str) -> Result<()> {
+        self.directory.delete(key)
+    }
+
+    fn sweep(&self, before: SystemTime) -> Result<u64> {
+        self.directory.sweep(before)
+    }
+}
+
+/// A chain in a store, and a cache.
+struct Place {
+    chain: Chain,
+    directory: TempDir,
+    store: Watched,
+    address: Address,
+}
+
+impl Place {
+    fn new(chain: Chain) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        fs::create_dir(at("store")).unwrap();
+        let store = Watched::new(&at("store"));
+        send(&*store.directory, "vm", &chain).unwrap();
+        let address = format!("file://{}/vm", at("store").display());
+        let address = Address::parse(&address).unwrap();
+        Self { chain, directory, store, address }
+    }
+
+    fn cache(&self) -> Arc<Cache> {
+        Cache::open(&self.directory.path().join("cache"), LIMIT).unwrap()
+    }
+
+    fn open(&self, limit: Option<Duration>) -> Result<Opened> {
+        let store = Box::new(self.store.clone());
+        let chain = served::Chain::open_in(store, &self.address, &self.cache(), limit)?;
+        let host = RemoteHost::default();
+        host.add(&chain);
+        Ok(Opened { host, chain })
+    }
+
+    fn opened(&self) -> Opened {
+        self.open(Some(Duration::from_mins(5))).unwrap()
+    }
+
+    /// Bytes of a layer, from the base on.
+    fn local(&self, number: usize, offset: u64, length: usize) -> Vec<u8> {
+        let file = fs::File::open(self.chain.path(number)).unwrap();
+        let mut bytes = vec![0; length];
+        let mut done = 0;
+        while let Ok(count @ 1..) = file.read_at(&mut bytes[done..], offset + done as u64) {
+            done += count;
+        }
+        bytes
+    }
+}
+
+struct Opened {
+    host: RemoteHost,
+    chain: Arc<served::Chain>,
+}
+
+impl Opened {
+    fn names(&self) -> Vec<PathBuf> {
+        let mut names: Vec<_> = self.chain.layers().map(|(name, _)| name).collect();
+        names.reverse();
+        names
+    }
+
+    fn file(&self, number: usize) -> served::RemoteFile {
+        block_on(self.host.open(&self.names()[number], OpenMode::default())).unwrap()
+    }
+}
+
+fn read(
+    file: &served::RemoteFile,
+    offset: u64,
+    length: usize,
+) -> std::result::Result<Vec<u8>, StorageError> {
+    block_on(file.read_at(offset, IoBuf::zeroed(length))).map(|buf| buf.to_vec())
+}
+
+/// A raw image of so many blocks, and a bit.
+fn raw(blocks: u64) -> Chain {
+    let directory = tempfile::tempdir().unwrap();
+    let length = blocks * BLOCK + 512;
+    let bytes: Vec<u8> = (0..length).map(|at| (at / 512 + at / 7) as u8).collect();
+    fs::write(directory.path().join("base.raw"), bytes).unwrap();
+    Chain { directory, names: vec!["base.raw".to_owned()] }
+}
+
+fn reads(requests: &[String]) -> Vec<&String> {
+    requests.iter().filter(|request| request.starts_with("READ")).collect()
+}
+
+#[test]
+fn every_range_of_every_layer_is_what_was_pushed() {
+    let place = Place::new(Chain::new());
+    for _ in 0..2 {
+        let opened = place.opened();
+        for number in 0..place.chain.names.len() {
+            let file = opened.file(number);
+            let length = fs::metadata(place.chain.path(number)).unwrap().len();
+            assert_eq!(block_on(file.len()).unwrap(), length);
+            let mut seed = 7_u64;
+            let mut random = |below: u64| {
+                seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                (seed >> 33) % below
+            };
+            let mut ranges = vec![(0, length as usize + 5000), (length, 100), (length + 9, 1)];
+            for _ in 0..300 {
+                let most = if random(8) == 0 { 3 * BLOCK } else { 9000 };
+                ranges.push((random(length + 4096), random(most) as usize + 1));
+            }
+            for (offset, size) in ranges {
+                let expected = place.local(number, offset, size);
+                assert!(
+                    read(&file, offset, size).unwrap() == expected,
+                    "layer {number}, {size} bytes at {offset}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn opening_costs_two_requests_and_reading_the_beginning_none() {
+    let mut chain = Chain::new();
+    (0..30).for_each(|number| chain.grow(&format!("more{number}.qcow2")));
+    let place = Place::new(chain);
+    let opened = place.opened();
+    for number in 1..place.chain.names.len() {
+        let file = opened.file(number);
+        assert!(read(&file, 0, 4096).unwrap() == place.local(number, 0, 4096));
+    }
+    let requests = place.store.taken();
+    assert_eq!(requests.len(), 2, "{requests:?}");
+    assert!(requests[0] == "GET manifests/vm.json" && requests[1].starts_with("GET heads/"));
+}
+
+#[test]
+fn a_cold_read_of_4_kib_fetches_one_block_and_the_next_reads_of_it_none() {
+    let place = Place::new(raw(20));
+    let opened = place.opened();
+    let file = opened.file(0);
+    let at = 5 * BLOCK + 8192;
+    place.store.taken();
+    assert!(read(&file, at, 4096).unwrap() == place.local(0, at, 4096));
+    let requests = place.store.taken();
+    assert_eq!(reads(&requests).len(), 1, "{requests:?}");
+    assert!(reads(&requests)[0].ends_with(&format!(" {} {BLOCK}", 5 * BLOCK)), "{requests:?}");
+    assert_eq!(requests.len(), 2, "the table and the block: {requests:?}");
+    assert!(read(&file, at + 4096, 4096).unwrap() == place.local(0, at + 4096, 4096));
+    assert_eq!(place.store.taken(), [""; 0]);
+}
+
+#[test]
+fn a_second_server_asks_only_for_the_manifest() {
+    let place = Place::new(raw(20));
+    let length = 20 * BLOCK as usize + 512;
+    assert!(read(&place.opened().file(0), 0, length).unwrap() == place.local(0, 0, length));
+    place.store.taken();
+    let second = place.opened();
+    assert!(read(&second.file(0), 0, length).unwrap() == place.local(0, 0, length));
+    assert_eq!(place.store.taken(), ["GET manifests/vm.json"]);
+}
+
+#[test]
+fn neighbours_that_are_wanted_at_once_are_fetched_together() {
+    let place = Place::new(raw(32));
+    let opened = place.opened();
+    let length = 16 * BLOCK as usize;
+    assert!(read(&opened.file(0), 0, length).unwrap() == place.local(0, 0, length));
+    let requests = place.store.taken();
+    assert_eq!(reads(&requests).len(), 2, "{requests:?}");
+    assert!(reads(&requests).iter().all(|request| request.ends_with(" 2097152")), "{requests:?}");
+}
+
+#[test]
+fn a_stream_is_read_ahead_and_each_block_fetched_once() {
+    let place = Place::new(raw(200));
+    let opened = place.opened();
+    let file = opened.file(0);
+    let length = 200 * BLOCK + 512;
+    let mut at = 0;
+    while at < length {
+        assert!(read(&file, at, 65536).unwrap() == place.local(0, at, 65536), "{at}");
+        at += 65536;
+    }
+    let requests = place.store.taken();
+    let reads = reads(&requests);
+    let bytes: u64 =
+        reads.iter().map(|read| read.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum();
+    assert_eq!(bytes, length, "each byte is fetched once");
+    assert!(reads.len() < 120, "{} requests", reads.len());
+}
+
+#[test]
+fn all_who_want_a_block_share_its_flight_and_who_leaves_takes_nothing_along() {
+    let place = Place::new(raw(8));
+    let opened = place.opened();
+    // So that the table is there.
+    read(&opened.file(0), 7 * BLOCK, 1).unwrap();
+    place.store.taken();
+    place.store.with(|state| state.held = true);
+    let names = opened.names();
+    std::thread::scope(|scope| {
+        let readers: Vec<_> = (0..4_u64)
+            .map(|number| {
+                let (host, name, place) = (&opened.host, &names[0], &place);
+                scope.spawn(move || {
+                    let file = block_on(host.open(name, OpenMode::default())).unwrap();
+                    let at = 3 * BLOCK + number * 100;
+                    if number == 0 {
+                        // Begins to wait, and leaves.
+                        block_on(async {
+                            let mut read = Box::pin(file.read_at(at, IoBuf::zeroed(100)));
+                            let waker = std::task::Waker::noop();
+                            let mut context = std::task::Context::from_waker(waker);
+                            let _ = read.as_mut().poll(&mut context);
+                        });
+                        return;
+                    }
+                    assert!(read(&file, at, 100).unwrap() == place.local(0, at, 100));
+                })
+            })
+            .collect();
+        place.store.until(|state| state.waiting > 0);
+        place.store.with(|state| state.held = false);
+        readers.into_iter().for_each(|reader| reader.join().unwrap());
+    });
+    let requests = place.store.taken();
+    assert_eq!(requests.len(), 1, "{requests:?}");
+}
+
+#[test]
+fn wrong_bytes_are_fetched_once_more_and_never_shown() {
+    let place = Place::new(raw(8));
+    let opened = place.opened();
+    let file = opened.file(0);
+    place.store.with(|state| state.faults = vec![Fault::Wrong]);
+    assert!(read(&file, 0, 4096).unwrap() == place.local(0, 0, 4096));
+    place.store.with(|state| state.faults = vec![Fault::Wrong, Fault::Wrong]);
+    let error = read(&file, BLOCK, 4096).unwrap_err();
+    assert_eq!(error.errno(), libc::EIO);
+    let text = error.to_string();
+    assert!(text.contains("layers/") && text.contains("at byte 262144"), "{text}");
+    assert!(read(&file, BLOCK, 4096).unwrap() == place.local(0, BLOCK, 4096));
+}
+
+#[test]
+fn one_wrong_block_of_several_spoils_no_other() {
+    let place = Place::new(raw(8));
+    let opened = place.opened();
+    place.store.with(|state| state.faults = vec![Fault::Wrong]);
+    let length = 8 * BLOCK as usize;
+    assert!(read(&opened.file(0), 0, length).unwrap() == place.local(0, 0, length));
+    let requests = place.store.taken();
+    assert_eq!(reads(&requests).len(), 2, "{requests:?}");
+    assert!(reads(&requests)[1].ends_with(" 262144"), "{requests:?}");
+}
+
+#[test]
+fn reads_fail_while_the_store_is_away_and_work_when_it_is_back() {
+    let place = Place::new(raw(8));
+    let opened = place.opened();
+    let file = opened.file(0);
+    place.store.with(|state| state.away = true);
+    let error = read(&file, 0, 4096).unwrap_err();
+    assert_eq!(error.errno(), libc::EIO, "{error}");
+    place.store.with(|state| state.away = false);
+    assert!(read(&file, 0, 4096).unwrap() == place.local(0, 0, 4096));
+    place.store.with(|state| state.away = true);
+    place.store.taken();
+    assert!(read(&file, 8192, 4096).unwrap() == place.local(0, 8192, 4096), "cached");
+    assert_eq!(place.store.taken(), [""; 0], "no request for what is cached");
+    assert!(read(&file, BLOCK, 4096).is_err());
+    place.store.with(|state| state.away = false);
+    assert!(read(&file, BLOCK, 4096).unwrap() == place.local(0, BLOCK, 4096));
+}
+
+#[test]
+fn who_waits_for_a_silent_store_gets_an_error_when_the_time_is_over() {
+    let place = Place::new(raw(8));
+    let opened = place.open(Some(Duration::from_millis(300))).unwrap();
+    let file = opened.file(0);
+    // The limit is far shorter than the machine may be busy for.
+    while read(&file, 7 * BLOCK, 4096).is_err() {}
+    place.store.with(|state| state.held = true);
+    let error = read(&file, 0, 4096).unwrap_err().to_string();
+    assert!(error.contains("no answer within 300ms"), "{error}");
+    place.store.with(|state| state.held = false);
+    while read(&file, 0, 4096).is_err() {}
+    assert!(read(&file, 0, 4096).unwrap() == place.local(0, 0, 4096));
+}
+
+#[test]
+fn without_a_limit_reads_wait_until_the_store_answers() {
+    let place = Place::new(raw(8));
+    let opened = place.open(None).unwrap();
+    let file = opened.file(0);
+    place.store.with(|state| state.faults = vec![Fault::Fails; 3]);
+    assert!(read(&file, 0, 4096).unwrap() == place.local(0, 0, 4096));
+    let requests = place.store.taken();
+    assert_eq!(reads(&requests).len(), 4, "{requests:?}");
+}
+
+#[test]
+fn a_store_that_is_away_at_the_start_is_replaced_by_the_last_known_manifest() {
+    let place = Place::new(raw(8));
+    let seconds = Some(Duration::from_secs(5));
+    place.store.with(|state| state.away = true);
+    assert!(place.open(seconds).is_err(), "nothing is known");
+    place.store.with(|state| state.away = false);
+    let length = 8 * BLOCK as usize;
+    read(&place.opened().file(0), 0, length).unwrap();
+    place.store.with(|state| state.away = true);
+    let again = place.open(seconds).unwrap();
+    assert!(again.chain.last_known().unwrap().contains("the store is away"));
+    assert!(read(&again.file(0), 0, length).unwrap() == place.local(0, 0, length));
+}
+
+#[test]
+fn a_table_that_cannot_be_read_fails_for_all_who_wait_and_is_tried_anew() {
+    let place = Place::new(raw(8));
+    let opened = place.opened();
+    let file = opened.file(0);
+    let tables = place.directory.path().join("store/tables");
+    let table = fs::read_dir(&tables).unwrap().next().unwrap().unwrap().path();
+    let right = fs::read(&table).unwrap();
+    for wrong in [&right[1..], &[&right[..], &[0; 16]].concat(), &[7].repeat(right.len())] {
+        fs::write(&table, wrong).unwrap();
+        let error = read(&file, 0, 4096).unwrap_err();
+        assert_eq!(error.errno(), libc::EIO, "{error}");
+        assert!(error.to_string().contains("tables/"), "{error}");
+    }
+    fs::write(&table, right).unwrap();
+    assert!(read(&file, 0, 4096).unwrap() == place.local(0, 0, 4096));
+}
+
+#[test]
+fn a_layer_that_was_changed_in_the_store_is_never_shown() {
+    let place = Place::new(raw(8));
+    let layers = place.directory.path().join("store/layers");
+    let layer = fs::read_dir(&layers).unwrap().next().unwrap().unwrap().path();
+    let mut bytes = fs::read(&layer).unwrap();
+    bytes[2 * BLOCK as usize + 9] ^= 1;
+    fs::write(&layer, &bytes).unwrap();
+    let opened = place.opened();
+    let file = opened.file(0);
+    assert!(read(&file, BLOCK, 4096).unwrap() == place.local(0, BLOCK, 4096));
+    assert!(read(&file, 2 * BLOCK, 4096).is_err());
+    fs::write(&layer, &bytes[..3 * BLOCK as usize]).unwrap();
+    assert!(read(&file, 5 * BLOCK, 4096).is_err());
+    fs::remove_file(&layer).unwrap();
+    assert!(read(&file, 6 * BLOCK, 4096).is_err());
+    assert!(read(&file, BLOCK, 4096).unwrap() == place.local(0, BLOCK, 4096), "cached");
+}
+
+#[test]
+fn nothing_is_opened_that_was_not_added_and_nothing_is_written() {
+    let place = Place::new(raw(2));
+    let opened = place.opened();
+    let address = place.address.to_string();
+    let open = |name: &str| block_on(opened.host.open(Path::new(name), OpenMode::default()));
+    for name in [
+        "s3://bucket/vm".to_owned(),
+        format!("{address}2"),
+        format!("{address}#1"),
+        format!("{address}#-1"),
+        format!("{address}?layers={}", "0".repeat(64)),
+        format!("{address}?other"),
+    ] {
+        assert!(open(&name).is_err(), "{name}");
+        assert!(!opened.host.protocol_name("s3://bucket/vm"));
+    }
+    let pinned = opened.chain.pinned_name();
+    assert!(opened.host.protocol_name(pinned.to_str().unwrap()));
+    let file = open(pinned.to_str().unwrap()).unwrap();
+    assert_eq!(file.id(), open(&address).unwrap().id());
+    let writable = OpenMode { writable: true, ..OpenMode::default() };
+    assert!(block_on(opened.host.open(Path::new(&address), writable)).is_err());
+    assert!(block_on(file.write_at(0, IoBuf::zeroed(512))).is_err());
+    assert!(block_on(file.set_len(0)).is_err());
+    assert!(block_on(file.discard(0, 512)).is_err());
+    assert!(file.capabilities().read_only);
+}
+
+#[test]
+fn the_names_in_headers_lead_to_the_layer_below_whatever_they_are() {
+    let place = Place::new(Chain::new());
+    let opened = place.opened();
+    let names = opened.names();
+    for (above, below) in names.iter().skip(1).zip(&names) {
+        assert_eq!(opened.host.resolve(above, "/anything"), *below);
+        assert_eq!(opened.host.resolve(above, "s3://other/chain"), *below);
+    }
+}
+
+#[test]
+fn two_servers_that_fill_one_cache_at_once_read_what_was_pushed() {
+    let place = Place::new(raw(64));
+    let (first, second) = (place.opened(), place.opened());
+    std::thread::scope(|scope| {
+        for opened in [&first, &second] {
+            for step in [3_u64, 5] {
+                let place = &place;
+                scope.spawn(move || {
+                    let file = opened.file(0);
+                    for number in 0..256 {
+                        let at = number * step % 256 * 65536;
+                        assert!(read(&file, at, 65536).unwrap() == place.local(0, at, 65536));
+                    }
+                });
+            }
+        }
+    });
+}
