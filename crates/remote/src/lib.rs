@@ -12,6 +12,7 @@
 
 mod address;
 mod check;
+mod checksums;
 mod collect;
 mod digest;
 mod error;

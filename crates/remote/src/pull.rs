@@ -1,6 +1,7 @@
 //! Makes a chain of files again.
 
-use crate::digest::{BLOCK, Digest, Hasher, Table, unique};
+use crate::checksums::{Checksums, Part};
+use crate::digest::{BLOCK, Digest, Hasher, unique};
 use crate::error::{Error, Result, shown};
 use crate::heads::{Head, Heads};
 use crate::keys;
@@ -149,43 +150,14 @@ pub(crate) fn heads(store: &dyn Store, manifest: &Manifest) -> Result<Heads> {
     Heads::decode(&bytes, manifest.layers.len())
 }
 
-/// The table of a layer.
-pub(crate) fn table(store: &dyn Store, layer: &Layer) -> Result<Table> {
-    let key = keys::table(&layer.table);
-    let bytes = digested(store, &key, Table::length(layer.length), &layer.table)?;
-    Table::read(bytes, layer.length)
-}
-
-/// An object in one piece, which must match its digest.
+/// An object in one piece, which must match its digest. It takes no more memory than is there of it.
 fn digested(store: &dyn Store, key: &str, length: u64, digest: &Digest) -> Result<Vec<u8>> {
-    let found = store.head(key)?.ok_or_else(|| missing(key))?;
-    if found.length != length {
-        return Err(damaged(key));
-    }
     let mut bytes = Vec::new();
-    let room = usize::try_from(length).is_ok_and(|length| bytes.try_reserve_exact(length).is_ok());
-    if !room {
-        return Err(Error::refused(format_args!(
-            "'{key}' has {length} bytes, for which there is not enough memory"
-        )));
-    }
     while (bytes.len() as u64) < length {
         let at = bytes.len() as u64;
         bytes.extend_from_slice(&store.read(key, at, PIECE.min(length - at) as usize)?);
     }
-    if Digest::of(&bytes) == *digest { Ok(bytes) } else { Err(damaged(key)) }
-}
-
-fn missing(key: &str) -> Error {
-    Error::damaged(format_args!(
-        "'{key}' is missing in the store; push the chain again from where it is whole"
-    ))
-}
-
-fn damaged(key: &str) -> Error {
-    Error::damaged(format_args!(
-        "'{key}' in the store does not match its digest: remove it, and push the chain again from where it is whole"
-    ))
+    if Digest::of(&bytes) == *digest { Ok(bytes) } else { Err(Error::mismatch(key)) }
 }
 
 /// The name of each layer's file.
@@ -381,39 +353,55 @@ fn make(
 fn fetch(store: &dyn Store, files: &Files<'_>, one: &Wanted<'_>, file: &File) -> Result<()> {
     let Layer { digest, length, .. } = one.layer;
     let key = keys::layer(digest);
-    // The table is not longer than what is there of the layer.
     match store.head(&key)? {
-        None => return Err(missing(&key)),
-        Some(found) if found.length != *length => return Err(damaged(&key)),
+        None => return Err(Error::missing(&key)),
+        Some(found) if found.length != *length => return Err(Error::mismatch(&key)),
         Some(_) => {}
     }
-    let table = table(store, one.layer)?;
     file.set_len(*length).map_err(|error| files.failed("write", &one.name, error))?;
+    let mut checksums = Checksums::of(store, one.layer);
     let mut hasher = Hasher::default();
-    let pieces = length.div_ceil(PIECE);
-    let mut first = 0;
-    while first < pieces {
-        let count = (PIECES_AT_ONCE as u64).min(pieces - first);
+    while let Some(part) = checksums.next()? {
+        fetch_part(store, files, one, &part, file, &mut hasher)?;
+    }
+    if hasher.finish() == *digest { Ok(()) } else { Err(Error::mismatch(&key)) }
+}
+
+/// Fetches a part of a layer.
+fn fetch_part(
+    store: &dyn Store,
+    files: &Files<'_>,
+    one: &Wanted<'_>,
+    part: &Part,
+    file: &File,
+    hasher: &mut Hasher,
+) -> Result<()> {
+    let key = keys::layer(&one.layer.digest);
+    let mut first = part.range.start;
+    while first < part.range.end {
+        let count = (part.range.end - first).div_ceil(PIECE).min(PIECES_AT_ONCE as u64);
         let fetched = work::each(count as usize, PIECES_AT_ONCE, |number| {
             files.progress.check()?;
-            let at = (first + number as u64) * PIECE;
-            let size = PIECE.min(length - at) as usize;
+            let at = first + number as u64 * PIECE;
+            let size = PIECE.min(part.range.end - at) as usize;
             let bytes = store.read(&key, at, size)?;
-            if table.mismatch(at / BLOCK, &bytes).is_none() {
+            if part.mismatch(at, &bytes).is_none() {
                 return Ok(bytes);
             }
             // It may have been damaged on its way.
             let bytes = store.read(&key, at, size)?;
-            match table.mismatch(at / BLOCK, &bytes) {
+            match part.mismatch(at, &bytes) {
                 None => Ok(bytes),
-                Some(_) => Err(damaged(&key)),
+                Some(at) => Err(Error::damaged(format_args!(
+                    "'{key}' in the store does not match '{}' at byte {at}: see with 'isobath remote verify' which of \
+                     them is damaged, remove it, and push the chain again from where it is whole",
+                    keys::table(&one.layer.table)
+                ))),
             }
         })?;
-        for (number, bytes) in (first..).zip(fetched) {
+        for bytes in fetched {
             hasher.update(&bytes);
-            for (block, at) in
-                bytes.chunks(BLOCK as usize).zip((number * PIECE..).step_by(BLOCK as usize))
-            {
+            for (block, at) in bytes.chunks(BLOCK as usize).zip((first..).step_by(BLOCK as usize)) {
                 // What is zero stays a hole.
                 if block.iter().any(|byte| *byte != 0) {
                     let written = file.write_all_at(block, at);
@@ -421,10 +409,10 @@ fn fetch(store: &dyn Store, files: &Files<'_>, one: &Wanted<'_>, file: &File) ->
                 }
             }
             files.progress.add(bytes.len() as u64);
+            first += bytes.len() as u64;
         }
-        first += count;
     }
-    if hasher.finish() == *digest { Ok(()) } else { Err(damaged(&key)) }
+    Ok(())
 }
 
 /// The header cluster of a file, or all of one that is shorter.

@@ -325,13 +325,17 @@ impl Store for Bucket {
     fn read(&self, key: &str, offset: u64, length: usize) -> Result<Vec<u8>> {
         let path = self.path(key);
         let path = &path;
+        let end = offset + length as u64;
         let read = |silence| async move {
-            let range = GetRange::Bounded(offset..offset + length as u64);
+            let range = GetRange::Bounded(offset..end);
             let options = GetOptions { range: Some(range), ..GetOptions::default() };
             let found = within(silence, self.client.get_opts(path, options)).await?;
+            if found.meta.size < end {
+                return Ok(None);
+            }
             let bytes = received(silence, length as u64, found).await?;
             if bytes.len() == length {
-                Ok(bytes)
+                Ok(Some(bytes))
             } else {
                 Err(Failed::Generic {
                     store: "store",
@@ -340,10 +344,10 @@ impl Store for Bucket {
             }
         };
         match self.repeat("read", key, true, Duration::ZERO, read)? {
-            Ok(bytes) => Ok(bytes),
-            Err(Failed::NotFound { .. }) => {
-                Err(Error::damaged(format_args!("'{key}' is missing in the store")))
-            }
+            Ok(Some(bytes)) => Ok(bytes),
+            Ok(None) => Err(Error::ends(key, end)),
+            Err(Failed::NotFound { .. }) => Err(Error::missing(key)),
+            Err(error) if status(&error) == Some(416) => Err(Error::ends(key, end)),
             Err(error) => Err(Error::store("read", key, short(&error))),
         }
     }

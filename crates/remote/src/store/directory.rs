@@ -219,14 +219,13 @@ impl Store for Directory {
     }
 
     fn read(&self, key: &str, offset: u64, length: usize) -> Result<Vec<u8>> {
-        let missing = || Error::damaged(format_args!("'{key}' is missing in the store"));
-        let file = self.file(key)?.ok_or_else(missing)?;
+        let file = self.file(key)?.ok_or_else(|| Error::missing(key))?;
         let mut bytes = vec![0; length];
         match file.read_exact_at(&mut bytes, offset) {
             Ok(()) => Ok(bytes),
-            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => Err(Error::damaged(
-                format_args!("'{key}' ends before byte {}", offset + length as u64),
-            )),
+            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
+                Err(Error::ends(key, offset + length as u64))
+            }
             Err(error) => Err(self.failed("read", key, error)),
         }
     }
