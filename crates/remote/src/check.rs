@@ -3,10 +3,12 @@
 use crate::checksums::{Checksums, Part};
 use crate::digest::{BLOCK, Hasher};
 use crate::error::{Error, Result};
+use crate::heads::{Head, Heads};
 use crate::keys;
 use crate::manifest::Layer;
 use crate::progress::Progress;
 use crate::pull::{heads, manifest};
+use crate::recorded::{self, Comparison};
 use crate::store::Store;
 use crate::work;
 use std::collections::BTreeMap;
@@ -64,19 +66,28 @@ pub fn check(store: &dyn Store, name: &str, depth: Depth, progress: &Progress) -
     let mut problems: Vec<String> = lengths.into_iter().flatten().collect();
     if depth == Depth::Digests && problems.is_empty() {
         // Damage is what this is for; any other error ends it.
-        match heads(store, &manifest) {
-            Ok(_) => {}
-            Err(Error::Damaged(problem)) => problems.push(problem),
+        let heads = match heads(store, &manifest) {
+            Ok(heads) => heads,
+            Err(Error::Damaged(problem)) => {
+                problems.push(problem);
+                // Nothing is recorded, so that nothing is compared.
+                Heads::default()
+            }
             Err(error) => return Err(error),
-        }
+        };
         progress.add(manifest.heads.length);
         let wrong = work::each(manifest.layers.len(), AT_ONCE / 2, |number| {
             let Some(layer) = manifest.layers.get(number) else {
                 unreachable!("each number is that of a layer")
             };
-            match check_layer(store, layer, progress) {
+            let head = heads.layers().get(number);
+            let checked = check_layer(store, layer, head, progress);
+            let differs = || recorded::differ(&layer.digest);
+            match checked {
+                Ok((problems, true)) => Ok([problems, vec![differs()]].concat()),
+                Ok((problems, false)) => Ok(problems),
                 Err(Error::Damaged(problem)) => Ok(vec![problem]),
-                checked => checked,
+                Err(error) => Err(error),
             }
         })?;
         problems.extend(wrong.into_iter().flatten());
@@ -86,10 +97,16 @@ pub fn check(store: &dyn Store, name: &str, depth: Depth, progress: &Progress) -
     Ok(Checked { layers: manifest.layers.len(), objects: objects.len(), problems })
 }
 
-/// What is wrong with a layer and its table.
-fn check_layer(store: &dyn Store, layer: &Layer, progress: &Progress) -> Result<Vec<String>> {
+/// What is wrong with a layer and its table, and whether the layer, if it is whole, differs from its head.
+fn check_layer(
+    store: &dyn Store,
+    layer: &Layer,
+    head: Option<&Head>,
+    progress: &Progress,
+) -> Result<(Vec<String>, bool)> {
     let key = keys::layer(&layer.digest);
     let (mut hasher, mut wrong) = (Hasher::default(), None);
+    let mut compared: Option<Comparison<'_>> = None;
     let mut read = |range: Range<u64>, part: Option<&Part>| -> Result<()> {
         let mut at = range.start;
         while at < range.end {
@@ -97,6 +114,13 @@ fn check_layer(store: &dyn Store, layer: &Layer, progress: &Progress) -> Result<
             let size = PIECE.min(range.end - at);
             let bytes = store.read(&key, at, size as usize)?;
             wrong = wrong.or_else(|| part.and_then(|part| part.mismatch(at, &bytes)));
+            if at == 0 {
+                compared =
+                    head.map(|head| Comparison::new(head, layer.format, layer.length, &bytes));
+            }
+            if let Some(compared) = &mut compared {
+                compared.show(at, &bytes);
+            }
             hasher.update(&bytes);
             progress.add(size);
             at += size;
@@ -134,5 +158,6 @@ fn check_layer(store: &dyn Store, layer: &Layer, progress: &Progress) -> Result<
         _ => {}
     }
     problems.extend(table);
-    Ok(problems)
+    let differs = matches && compared.is_some_and(|compared| compared.differs());
+    Ok((problems, differs))
 }

@@ -24,6 +24,7 @@ mod manifest;
 mod progress;
 mod pull;
 mod push;
+mod recorded;
 pub mod store;
 mod work;
 

@@ -8,6 +8,7 @@ use crate::keys;
 use crate::local::{open_file, rename_new};
 use crate::manifest::{Format, Layer, MAX_MANIFEST, Manifest, is_file};
 use crate::progress::Progress;
+use crate::recorded::{self, Comparison};
 use crate::store::Store;
 use crate::work;
 use isobath_qcow2::Header;
@@ -342,6 +343,9 @@ fn make(
     let temporary = files.temporary()?;
     fetch(store, files, one, &temporary.file)?;
     describes(one, &temporary.file).map_err(|error| error.of(&files.path.join(&one.name)))?;
+    if let Some(head) = head {
+        matches_head(files, one, head, &temporary.file)?;
+    }
     if let Some(below) = &one.rebased {
         rebase(files, one, below, &temporary.file)?;
     }
@@ -459,6 +463,22 @@ fn describes(one: &Wanted<'_>, file: &File) -> Result<()> {
         return Err(Error::damaged(
             "this layer has an external data file, which no layer in a store has",
         ));
+    }
+    Ok(())
+}
+
+/// Compares what the heads have of a layer with its file.
+fn matches_head(files: &Files<'_>, one: &Wanted<'_>, head: &Head, file: &File) -> Result<()> {
+    let Layer { digest, length, format, .. } = one.layer;
+    let failed = |error| files.failed("read", &one.name, error);
+    let start = cluster(file).map_err(failed)?;
+    let mut compared = Comparison::new(head, *format, *length, &start);
+    let place = compared.l1();
+    let mut table = vec![0; (place.end - place.start) as usize];
+    file.read_exact_at(&mut table, place.start).map_err(failed)?;
+    compared.show(place.start, &table);
+    if compared.differs() {
+        return Err(Error::damaged(recorded::differ(digest)));
     }
     Ok(())
 }

@@ -2,14 +2,16 @@
 
 use crate::digest::{BLOCK, Digest, Hasher, Table, unique};
 use crate::error::{Error, Result, shown};
-use crate::heads::{Head, Heads, MAX_LAYERS, MOST_HEADER, MOST_L1, MOST_L1_TOGETHER};
+use crate::heads::{Head, Heads, MAX_LAYERS, MOST_L1_TOGETHER};
 use crate::keys;
 use crate::manifest::{Format, HeadsObject, Layer, MAX_MANIFEST, Manifest, fits};
 use crate::progress::Progress;
+use crate::recorded;
 use crate::store::{Outcome, Parts, Store, Version};
 use crate::work::{self, Room};
 use isobath_qcow2::{Header, IncompatibleFeatures};
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -75,14 +77,8 @@ struct Prepared {
     layer: Layer,
     /// The header without zeroes at its end, if it is recorded.
     header: Vec<u8>,
-    l1: Option<Place>,
+    l1: Option<Range<u64>>,
     sent: bool,
-}
-
-/// A place in a file.
-struct Place {
-    offset: u64,
-    length: u64,
 }
 
 /// Puts a chain into a store under a name: every layer that is not there yet, and then the manifest. `layers` are from
@@ -321,9 +317,9 @@ fn heads_of(locals: &[LocalLayer], prepared: Vec<Prepared>) -> Result<(Vec<Layer
     for (local, one) in locals.iter().zip(prepared).rev() {
         let mut head = Head { header: one.header, l1: Vec::new() };
         if let Some(place) = one.l1
-            && let Some(rest) = room.checked_sub(place.length)
+            && let Some(rest) = room.checked_sub(place.end - place.start)
         {
-            head.l1 = read(local, place.offset, place.length)?;
+            head.l1 = read(local, place.start, place.end - place.start)?;
             room = rest;
         }
         heads.push(head);
@@ -381,7 +377,7 @@ struct Described {
     /// The header cluster without the zeroes at its end; empty if that is too long to be recorded.
     header: Vec<u8>,
     /// The L1 table, if it is not too long to be recorded.
-    l1: Option<Place>,
+    l1: Option<Range<u64>>,
 }
 
 /// The format of the layer below.
@@ -436,15 +432,8 @@ fn describe(local: &LocalLayer, length: u64, below: Option<Format>) -> Result<De
         }
         _ => {}
     }
-    let l1_bytes = u64::from(header.l1_size) * 8;
-    let l1_at = header.l1_table_offset.get();
-    let whole = l1_at.checked_add(l1_bytes).is_some_and(|end| end <= length);
-    let l1 =
-        (whole && l1_bytes <= MOST_L1 as u64).then_some(Place { offset: l1_at, length: l1_bytes });
-    let used = cluster.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
-    cluster.truncate(if used > MOST_HEADER { 0 } else { used });
-    // It is held until all layers are there, and was as long as a cluster may be.
-    cluster.shrink_to_fit();
+    let l1 = recorded::l1(&header, length);
+    let cluster = recorded::header(cluster);
     let size = header.disk_size();
     let backing_format =
         header.backing_format().map(str::to_owned).filter(|_| header.backing_file.is_some());
@@ -521,6 +510,7 @@ impl<'s> Note<'s> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::heads::MOST_HEADER;
     use isobath_testkit::qemu;
     use std::process::Command;
 
@@ -535,6 +525,6 @@ mod tests {
         let described = describe(&local, length(&local).unwrap(), None).unwrap();
         assert!(!described.header.is_empty());
         assert!(described.header.capacity() <= MOST_HEADER, "{}", described.header.capacity());
-        assert!(described.l1.is_some_and(|place| place.length == 8));
+        assert!(described.l1.is_some_and(|place| place.end - place.start == 8));
     }
 }

@@ -3,7 +3,7 @@
 use crate::chains::Chain;
 use crate::round_trips::{fetch, gc, is_whole, send, verify};
 use crate::stores::{self, Watched};
-use isobath_remote::{Error, Manifest, Names, Progress, Target, list, pull};
+use isobath_remote::{Digest, Error, Manifest, Names, Progress, Target, list, pull};
 use serde_json::{Value, json};
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -160,6 +160,42 @@ fn an_object_is_asked_for_once_where_its_length_is_known() {
     for (what, key, _) in watched.asked() {
         assert!(what != "head" || key.starts_with("layers/"), "{what} {key}");
     }
+}
+
+#[test]
+fn heads_that_have_another_header_or_l1_table_than_a_layer_are_found() {
+    let chain = Chain::new();
+    let (kept, store) = stores::new();
+    send(&store, "vm", &chain).unwrap();
+    let path = kept.path().join("manifests/vm.json");
+    let text = fs::read_to_string(&path).unwrap();
+    let manifest = Manifest::decode("vm", text.as_bytes()).unwrap();
+    let heads = fs::read(kept.path().join(format!("heads/{}", manifest.heads.digest))).unwrap();
+    // Before the headers are 16 bytes, and 8 for each of three layers; the last byte is of the top's L1 table.
+    for at in [40 + 8, heads.len() - 1] {
+        let mut changed = heads.clone();
+        changed[at] ^= 1;
+        let digest = Digest::of(&changed);
+        fs::write(kept.path().join(format!("heads/{digest}")), changed).unwrap();
+        let named = text.replace(&manifest.heads.digest.to_string(), &digest.to_string());
+        fs::write(&path, named).unwrap();
+        let found = verify(&store, "vm").unwrap().problems;
+        assert!(found.len() == 1 && found[0].contains("L1 table"), "{at}: {found:?}");
+        let (directory, progress) = (tempfile::tempdir().unwrap(), Progress::default());
+        let target = Target { directory: directory.path().to_owned(), name: None };
+        let rebased = ["base.raw", "middle.qcow2"].map(|name| directory.path().join(name));
+        // Nothing of the heads goes into files that are as they were pushed.
+        pull(&store, "vm", &target, Names::Kept, &progress).unwrap();
+        chain.is_part(directory.path(), true);
+        rebased.iter().for_each(|file| fs::remove_file(file).unwrap());
+        fs::remove_file(directory.path().join("top.qcow2")).unwrap();
+        let error = pull(&store, "vm", &target, Names::Rebased, &progress).unwrap_err();
+        assert!(error.to_string().contains("L1 table"), "{error}");
+        assert!(!directory.path().join("top.qcow2").exists());
+    }
+    // A push makes them right.
+    send(&store, "vm", &chain).unwrap();
+    is_whole(&store, "vm");
 }
 
 #[test]
