@@ -86,6 +86,20 @@ impl Error {
 }
 
 impl Error {
+    /// The same, which also says this.
+    pub(crate) fn and(self, more: impl fmt::Display) -> Self {
+        let with = |message: String| format!("{message}; {more}");
+        match self {
+            Self::Refused(message) => Self::Refused(with(message)),
+            Self::Damaged(message) => Self::Damaged(with(message)),
+            Self::Store(message) => Self::Store(with(message)),
+            Self::Local(message) => Self::Local(with(message)),
+            Self::Conflict(message) => Self::Conflict(with(message)),
+            Self::Interrupted => Self::Unsettled(more.to_string()),
+            Self::Unsettled(message) => Self::Unsettled(with(message)),
+        }
+    }
+
     /// The same, of a file that the message does not name.
     pub(crate) fn of(self, path: &Path) -> Self {
         let name = shown(path);

@@ -154,7 +154,7 @@ impl Manifests {
     /// An error that ends the push, which says so if the chain is perhaps no longer what it was.
     fn told(&self, name: &str, error: Error) -> Error {
         match error {
-            Error::Interrupted if self.begun => Error::Unsettled(format!(
+            Error::Interrupted | Error::Unsettled(_) if self.begun => Error::Unsettled(format!(
                 "the manifest of '{name}' was being put, so that the chain there is the old one or the new one: push \
                  again, or see with 'isobath remote verify'"
             )),

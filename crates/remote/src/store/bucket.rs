@@ -10,6 +10,7 @@ use super::{Entry, Found, Limits, Outcome, Parts, Store, Version};
 use crate::error::{Error, Result};
 use crate::progress::Progress;
 use futures_util::TryStreamExt;
+use futures_util::future::{Either, select};
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::MicrosoftAzureBuilder;
 use object_store::gcp::GoogleCloudStorageBuilder;
@@ -35,9 +36,6 @@ const MOST_PARTS: u64 = 9_000;
 
 /// The longest pause between two attempts.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-
-/// The limit of an operation that tidies up after an interruption.
-const HURRIED: Duration = Duration::from_secs(5);
 
 /// The slowest rate in bytes a second at which a request's data is sent.
 const SLOWEST: u64 = 16 << 10;
@@ -141,7 +139,8 @@ impl Bucket {
     }
 
     /// Runs an operation until it succeeds, its failure is final, or the time is over, `more` than the usual one. The
-    /// operation is told how long it may take without progress.
+    /// operation is told how long it may take without progress. An interruption ends one that is `cancellable`, and
+    /// hurries another.
     fn repeat<T, F: Future<Output = std::result::Result<T, Failed>>>(
         &self,
         what: &str,
@@ -152,9 +151,7 @@ impl Bucket {
     ) -> Result<std::result::Result<T, Failed>> {
         let overall = self.limits.overall + more;
         let work = async {
-            // Whoever was interrupted does not wait long to tidy up.
-            let hurried = self.progress.is_cancelled().then_some(HURRIED);
-            let end = Instant::now() + hurried.unwrap_or(overall).min(overall);
+            let end = Instant::now() + overall;
             let mut pause = self.limits.pause;
             loop {
                 let left = end.saturating_duration_since(Instant::now());
@@ -175,18 +172,54 @@ impl Bucket {
                 pause = (pause * 2).min(LONGEST_PAUSE);
             }
         };
-        let cancelled = async {
-            while !(cancellable && self.progress.is_cancelled()) {
+        let then = if cancellable { Duration::ZERO } else { self.limits.hurried };
+        match self.runtime.block_on(self.cut_short(then, work)) {
+            Some(done) => done,
+            None if cancellable => Err(Error::Interrupted),
+            None => {
+                let cause = format_args!("no success within {then:?} of an interruption");
+                Err(Error::store(what, key, cause))
+            }
+        }
+    }
+
+    /// Waits for `work`, after an interruption no longer than this; `None` if it has not ended then.
+    async fn cut_short<T>(&self, then: Duration, work: impl Future<Output = T>) -> Option<T> {
+        let over = async {
+            while !self.progress.is_cancelled() {
                 sleep(LOOK).await;
             }
+            sleep(then).await;
         };
-        self.runtime.block_on(async {
-            tokio::pin!(work, cancelled);
-            match futures_util::future::select(work, cancelled).await {
-                futures_util::future::Either::Left((done, _)) => done,
-                futures_util::future::Either::Right(_) => Err(Error::Interrupted),
+        tokio::pin!(work, over);
+        match select(work, over).await {
+            Either::Left((done, _)) => Some(done),
+            Either::Right(_) => None,
+        }
+    }
+
+    /// All of an object, of at most `most` bytes.
+    fn whole(&self, key: &str, most: u64, cancellable: bool) -> Result<Option<(Vec<u8>, Version)>> {
+        let path = self.path(key);
+        let path = &path;
+        let read = |silence| async move {
+            let found = self.client.get_opts(path, GetOptions::default());
+            let found = within(silence, found).await?;
+            let meta = found.meta.clone();
+            if meta.size > most {
+                return Ok(None);
             }
-        })
+            let bytes = received(silence, most, found).await?;
+            Ok(Some((bytes, Version { tag: meta.e_tag, number: meta.version })))
+        };
+        match self.repeat("read", key, cancellable, Duration::ZERO, read)? {
+            Ok(Some(read)) => Ok(Some(read)),
+            Ok(None) => Err(Error::damaged(format_args!(
+                "'{key}' has more than the {most} bytes that it may have"
+            ))),
+            Err(Failed::NotFound { .. }) => Ok(None),
+            Err(error) => Err(Error::store("read", key, short(&error))),
+        }
     }
 
     /// The same, where a failure that is final is an error.
@@ -300,26 +333,7 @@ impl Store for Bucket {
     }
 
     fn get(&self, key: &str, most: u64) -> Result<Option<(Vec<u8>, Version)>> {
-        let path = self.path(key);
-        let path = &path;
-        let read = |silence| async move {
-            let found = self.client.get_opts(path, GetOptions::default());
-            let found = within(silence, found).await?;
-            let meta = found.meta.clone();
-            if meta.size > most {
-                return Ok(Err(meta.size));
-            }
-            let bytes = received(silence, most, found).await?;
-            Ok(Ok((bytes, Version { tag: meta.e_tag, number: meta.version })))
-        };
-        match self.repeat("read", key, true, Duration::ZERO, read)? {
-            Ok(Ok((bytes, version))) if bytes.len() as u64 <= most => Ok(Some((bytes, version))),
-            Ok(_) => Err(Error::damaged(format_args!(
-                "'{key}' has more than the {most} bytes that it may have"
-            ))),
-            Err(Failed::NotFound { .. }) => Ok(None),
-            Err(error) => Err(Error::store("read", key, short(&error))),
-        }
+        self.whole(key, most, true)
     }
 
     fn read(&self, key: &str, offset: u64, length: usize) -> Result<Vec<u8>> {
@@ -373,28 +387,42 @@ impl Store for Bucket {
         let more = sending(bytes.len() as u64);
         let end = std::time::Instant::now() + self.limits.overall + more;
         let mut pause = self.limits.pause;
+        let unknown = || format!("it is unknown whether '{key}' was written");
+        // A request that was given up may still be on its way.
+        let mut given_up = false;
         loop {
+            if self.progress.is_cancelled() {
+                return Err(if given_up {
+                    Error::Unsettled(unknown())
+                } else {
+                    Error::Interrupted
+                });
+            }
             // One attempt: whether it may be repeated is seen by reading the object.
             let attempt = self.runtime.block_on(async {
                 let options = PutOptions { mode: mode.clone(), ..PutOptions::default() };
                 let put = self.client.put_opts(&path, payload.clone(), options);
-                timeout(self.limits.attempt + more, put).await
+                let put = timeout(self.limits.attempt + more, put);
+                self.cut_short(self.limits.hurried, put).await
             });
             let failed = match attempt {
-                Ok(Ok(_)) => return Ok(Outcome::Done),
-                Ok(Err(Failed::NotImplemented { .. } | Failed::NotSupported { .. })) => {
+                Some(Ok(Ok(_))) => return Ok(Outcome::Done),
+                Some(Ok(Err(Failed::NotImplemented { .. } | Failed::NotSupported { .. }))) => {
                     return Ok(Outcome::Unsupported);
                 }
-                Ok(Err(error)) if status(&error) == Some(501) => return Ok(Outcome::Unsupported),
-                Ok(Err(error)) => Some(error),
-                Err(_) => None,
+                Some(Ok(Err(error))) if status(&error) == Some(501) => {
+                    return Ok(Outcome::Unsupported);
+                }
+                Some(Ok(Err(error))) => Some(error),
+                Some(Err(_)) | None => None,
             };
+            given_up |= failed.as_ref().is_none_or(|error| status(error).is_none());
             let refused =
                 matches!(&failed, Some(Failed::AlreadyExists { .. } | Failed::Precondition { .. }));
             if let Some(error) = failed.as_ref().filter(|error| !refused && is_final(error)) {
                 return Err(Error::store("write", key, short(error)));
             }
-            match self.get(key, bytes.len() as u64) {
+            match self.whole(key, bytes.len() as u64, false) {
                 Ok(Some((now, _))) if now == bytes => return Ok(Outcome::Done),
                 Ok(now) if now.as_ref().map(|(_, version)| version) != was => {
                     return Ok(Outcome::Changed);
@@ -402,16 +430,15 @@ impl Store for Bucket {
                 // It is longer than what was to be written.
                 Err(Error::Damaged(_)) if refused => return Ok(Outcome::Changed),
                 Ok(_) | Err(Error::Damaged(_)) => {}
-                Err(error) => return Err(error),
-            }
-            if self.progress.is_cancelled() {
-                return Err(Error::Interrupted);
+                Err(_) if self.progress.is_cancelled() => return Err(Error::Unsettled(unknown())),
+                Err(error) => return Err(error.and(unknown())),
             }
             if std::time::Instant::now() + pause >= end {
                 let cause = failed.map_or_else(|| "no answer".to_owned(), |error| short(&error));
-                return Err(Error::store("write", key, cause));
+                let error = Error::store("write", key, cause);
+                return Err(if given_up { error.and(unknown()) } else { error });
             }
-            std::thread::sleep(pause);
+            self.runtime.block_on(async { self.cut_short(Duration::ZERO, sleep(pause)).await });
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
     }

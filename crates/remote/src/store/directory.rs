@@ -28,9 +28,6 @@ const PART: u64 = 8 << 20;
 /// How often it is looked whether a lock is free.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// How long whoever was interrupted waits for the lock to tidy up.
-const HURRIED: Duration = Duration::from_secs(2);
-
 /// A store in a directory, which is open: whatever its name refers to later, objects go there.
 #[derive(Debug)]
 pub struct Directory {
@@ -106,7 +103,7 @@ impl Directory {
                 if cancellable {
                     return Err(Error::Interrupted);
                 }
-                limit = limit.min(HURRIED);
+                limit = limit.min(self.limits.hurried);
             }
             if begin.elapsed() >= limit {
                 return Err(self.failed(

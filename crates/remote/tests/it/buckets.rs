@@ -14,6 +14,10 @@ const FAULTS: [Fault; 5] =
     [Fault::Status(429), Fault::Status(500), Fault::Reset, Fault::AnswerLost, Fault::Truncated];
 
 fn open(server: &Server, limits: Limits) -> Bucket {
+    open_with(server, limits, &Arc::default())
+}
+
+fn open_with(server: &Server, limits: Limits, progress: &Arc<Progress>) -> Bucket {
     let builder = AmazonS3Builder::new()
         .with_bucket_name("bucket")
         .with_region("nowhere")
@@ -21,7 +25,7 @@ fn open(server: &Server, limits: Limits) -> Bucket {
         .with_secret_access_key("secret")
         .with_endpoint(&server.endpoint)
         .with_allow_http(true);
-    Bucket::of_s3(builder, "some/prefix", limits, &Arc::default()).unwrap()
+    Bucket::of_s3(builder, "some/prefix", limits, progress).unwrap()
 }
 
 /// What fails is tried again at once; nobody waits for the limits.
@@ -207,14 +211,7 @@ fn what_is_refused_for_good_is_not_repeated() {
 fn a_push_that_is_cancelled_ends() {
     let (server, chain) = (Server::start(), Chain::small("disk.qcow2", 1));
     let progress = Arc::new(Progress::default());
-    let builder = AmazonS3Builder::new()
-        .with_bucket_name("bucket")
-        .with_region("nowhere")
-        .with_access_key_id("key")
-        .with_secret_access_key("secret")
-        .with_endpoint(&server.endpoint)
-        .with_allow_http(true);
-    let store = Bucket::of_s3(builder, "", patient(), &progress).unwrap();
+    let store = open_with(&server, patient(), &progress);
     server.fail((3..10_000).map(|number| (number, Fault::Status(503))));
     std::thread::scope(|scope| {
         let pushing =
@@ -223,50 +220,99 @@ fn a_push_that_is_cancelled_ends() {
         server.fail([]);
         progress.cancel();
         match pushing.join().unwrap() {
-            Err(Error::Interrupted) => assert!(!server.objects().contains_key("manifests/vm.json")),
+            Err(Error::Interrupted) => {
+                assert!(!server.objects().contains_key("some/prefix/manifests/vm.json"));
+            }
             pushed => drop(pushed.unwrap()),
         }
     });
-    assert!(server.objects().keys().all(|key| !key.starts_with("pushes/")));
+    assert!(server.objects().keys().all(|key| !key.starts_with("some/prefix/pushes/")));
+}
+
+/// How a request without an answer ends after an interruption.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ends {
+    /// By the limit for it.
+    Hurried,
+    /// The server closes the connection.
+    HungUp,
+}
+
+/// Calls `work` with a store that does so with these requests, and interrupts it when one of them is without an answer.
+fn interrupted<T: Send>(
+    server: &Server,
+    faults: &[(usize, Fault)],
+    ends: Ends,
+    work: impl FnOnce(&Bucket, &Progress) -> T + Send,
+) -> T {
+    let long = Duration::from_hours(24);
+    let hurried = if ends == Ends::Hurried { Duration::from_millis(50) } else { long };
+    let limits = Limits { overall: long, attempt: long, hurried, ..patient() };
+    let progress = Arc::new(Progress::default());
+    let store = open_with(server, limits, &progress);
+    server.fail(faults.iter().copied());
+    std::thread::scope(|scope| {
+        let working = scope.spawn(|| work(&store, &progress));
+        isobath_testkit::until("silence", || server.unanswered() > 0);
+        progress.cancel();
+        if ends == Ends::HungUp {
+            server.hang_up();
+        }
+        working.join().unwrap()
+    })
+}
+
+/// All requests from this one on.
+fn silent(first: usize) -> impl Iterator<Item = (usize, Fault)> {
+    (first..100).map(|number| (number, Fault::Silence))
 }
 
 #[test]
-fn a_collection_that_fails_closes_the_store_only_if_a_removal_is_in_doubt() {
-    let (server, chain) = (Server::start(), Chain::small("disk.qcow2", 1));
-    let store = open(&server, patient());
-    send(&store, "vm", &chain).unwrap();
-    send(&store, "gone", &Chain::small("disk.qcow2", 2)).unwrap();
-    remove(&store, "gone").unwrap();
-    let objects = server.objects();
-    for dry_run in [true, false] {
-        let (mut closed, mut open) = (0, 0);
-        for number in 1.. {
-            server.set_objects(objects.clone());
-            server.fail([(number, Fault::Status(403))]);
-            let how = Collection { grace: Duration::ZERO, dry_run, break_lock: false };
-            let collected = collect(&store, &how, &Progress::default());
-            let requests = server.requests();
-            let Some(failed) = requests.get(number) else {
-                collected.unwrap();
-                break;
-            };
-            let removal = failed.contains("delete") || failed.starts_with("DELETE");
-            let message = collected.unwrap_err().to_string();
-            assert_eq!(message.contains("--break-lock"), removal, "{failed}: {message}");
-            let locked = server.objects().contains_key("some/prefix/gc.lock");
-            assert_eq!(locked, removal, "{failed}");
-            *(if locked { &mut closed } else { &mut open }) += 1;
-        }
-        // The one whose lock is broken may have left a removal that is on its way.
-        server.set_objects(objects.clone());
-        let how = Collection { grace: Duration::ZERO, dry_run, break_lock: true };
-        server.fail([(2, Fault::Status(403))]);
-        collect(&store, &how, &Progress::default()).unwrap_err();
+fn a_conditional_put_is_cut_short_by_an_interruption_and_says_what_it_has_done() {
+    let put = |store: &Bucket, _: &Progress| store.put_if("gc.lock", b"text", None);
+    let server = Server::start();
+    // It was done, as the object shows.
+    let done = interrupted(&server, &[(0, Fault::Unanswered)], Ends::HungUp, put);
+    assert_eq!(done.unwrap(), Outcome::Done);
+    // The object is that of another.
+    let (key, other) = ("some/prefix/gc.lock".to_owned(), b"another".to_vec());
+    server.set_objects(BTreeMap::from([(key, other)]));
+    let done = interrupted(&server, &[(0, Fault::Unanswered)], Ends::HungUp, put);
+    assert_eq!(done.unwrap(), Outcome::Changed);
+    // The request may still be on its way; then the object cannot be read either.
+    server.set_objects(BTreeMap::default());
+    for faults in [vec![(0, Fault::Silence)], silent(0).collect()] {
+        let done = interrupted(&server, &faults, Ends::Hurried, put);
+        assert!(
+            matches!(&done, Err(Error::Unsettled(text)) if text.contains("gc.lock")),
+            "{done:?}"
+        );
+    }
+    let progress = Arc::new(Progress::default());
+    progress.cancel();
+    server.fail([]);
+    let store = open_with(&server, patient(), &progress);
+    assert!(matches!(store.put_if("gc.lock", b"text", None), Err(Error::Interrupted)));
+    assert!(server.requests().is_empty() && server.objects().is_empty());
+}
+
+#[test]
+fn a_collection_that_is_interrupted_removes_its_lock_or_says_that_it_may_stay() {
+    let collect = |store: &Bucket, progress: &Progress| {
+        let how = Collection { grace: Duration::ZERO, dry_run: false, break_lock: false };
+        collect(store, &how, progress)
+    };
+    let server = Server::start();
+    let collected = interrupted(&server, &[(0, Fault::Unanswered)], Ends::HungUp, collect);
+    assert!(matches!(collected, Err(Error::Interrupted)), "{collected:?}");
+    assert!(server.objects().is_empty(), "the lock is left");
+    // Whether it was put cannot be found out; it was, and cannot be removed.
+    let unknown = silent(1).chain([(0, Fault::Unanswered)]).collect();
+    for faults in [unknown, silent(1).collect::<Vec<_>>()] {
+        server.set_objects(BTreeMap::default());
+        let collected = interrupted(&server, &faults, Ends::Hurried, collect);
+        let message = collected.unwrap_err().to_string();
+        assert!(message.contains("interrupted") && message.contains("--break-lock"), "{message}");
         assert!(server.objects().contains_key("some/prefix/gc.lock"));
-        server.fail([]);
-        collect(&store, &how, &Progress::default()).unwrap();
-        assert!(!server.objects().contains_key("some/prefix/gc.lock"));
-        // With no removal but that of the lock, nothing else is in doubt.
-        assert!(open > 4 && if dry_run { closed == 1 } else { closed > 1 }, "{open} {closed}");
     }
 }
