@@ -40,6 +40,13 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// The slowest rate in bytes a second at which a request's data is sent.
 const SLOWEST: u64 = 16 << 10;
 
+/// Least bytes a second of what a store answers, and the bytes that an object of a list counts for.
+const LEAST: u64 = 1 << 10;
+const ENTRY: u64 = 256;
+
+/// Most objects of a list.
+const MOST_ENTRIES: usize = 10_000_000;
+
 /// How often it is looked whether an operation was cancelled.
 const LOOK: Duration = Duration::from_millis(50);
 
@@ -198,6 +205,31 @@ impl Bucket {
         }
     }
 
+    fn pace(&self) -> Pace {
+        Pace::new(self.limits.attempt, Instant::now())
+    }
+
+    /// What a store answers, piece by piece: each must come within the limit, not too slowly, and they are at most so
+    /// many bytes.
+    async fn received(
+        &self,
+        silence: Duration,
+        most: u64,
+        found: GetResult,
+    ) -> std::result::Result<Vec<u8>, Failed> {
+        let (mut bytes, mut pace) = (Vec::new(), self.pace());
+        let mut pieces = found.into_stream();
+        while let Some(piece) = within(silence, pieces.try_next()).await? {
+            if (bytes.len() + piece.len()) as u64 > most {
+                let source = "it answered with too many bytes".into();
+                return Err(Failed::Generic { store: "store", source });
+            }
+            bytes.extend_from_slice(&piece);
+            pace.add(piece.len() as u64, Instant::now())?;
+        }
+        Ok(bytes)
+    }
+
     /// All of an object, of at most `most` bytes.
     fn whole(&self, key: &str, most: u64, cancellable: bool) -> Result<Option<(Vec<u8>, Version)>> {
         let path = self.path(key);
@@ -209,7 +241,7 @@ impl Bucket {
             if meta.size > most {
                 return Ok(None);
             }
-            let bytes = received(silence, most, found).await?;
+            let bytes = self.received(silence, most, found).await?;
             Ok(Some((bytes, Version { tag: meta.e_tag, number: meta.version })))
         };
         match self.repeat("read", key, cancellable, Duration::ZERO, read)? {
@@ -252,22 +284,34 @@ async fn within<T>(
     })
 }
 
-/// What a store answers, piece by piece: each must come within the limit, and they are at most so many bytes.
-async fn received(
-    silence: Duration,
-    most: u64,
-    found: GetResult,
-) -> std::result::Result<Vec<u8>, Failed> {
-    let mut bytes = Vec::new();
-    let mut pieces = found.into_stream();
-    while let Some(piece) = within(silence, pieces.try_next()).await? {
-        if (bytes.len() + piece.len()) as u64 > most {
-            let source = "it answered with too many bytes".into();
+/// Whether what a store answers arrives fast enough: in each interval there must be as much as the least rate gives.
+/// A store that is silent for no long time could else keep its user busy for ever.
+struct Pace {
+    interval: Duration,
+    since: Instant,
+    bytes: u64,
+}
+
+impl Pace {
+    fn new(interval: Duration, now: Instant) -> Self {
+        Self { interval, since: now, bytes: 0 }
+    }
+
+    /// Counts these bytes, which arrived now.
+    fn add(&mut self, bytes: u64, now: Instant) -> std::result::Result<(), Failed> {
+        self.bytes = self.bytes.saturating_add(bytes);
+        if now.saturating_duration_since(self.since) < self.interval {
+            return Ok(());
+        }
+        let interval = self.interval;
+        if u128::from(self.bytes) * 1000 < u128::from(LEAST) * interval.as_millis() {
+            let source =
+                format!("only {} bytes of the answer within {interval:?}", self.bytes).into();
             return Err(Failed::Generic { store: "store", source });
         }
-        bytes.extend_from_slice(&piece);
+        (self.since, self.bytes) = (now, 0);
+        Ok(())
     }
-    Ok(bytes)
 }
 
 fn s3(builder: AmazonS3Builder, limits: Limits) -> std::result::Result<Arc<dyn Client>, Failed> {
@@ -347,7 +391,7 @@ impl Store for Bucket {
             if found.meta.size < end {
                 return Ok(None);
             }
-            let bytes = received(silence, length as u64, found).await?;
+            let bytes = self.received(silence, length as u64, found).await?;
             if bytes.len() == length {
                 Ok(Some(bytes))
             } else {
@@ -428,7 +472,7 @@ impl Store for Bucket {
                     return Ok(Outcome::Changed);
                 }
                 // It is longer than what was to be written.
-                Err(Error::Damaged(_)) if refused => return Ok(Outcome::Changed),
+                Err(Error::Damaged(_)) if refused || was.is_none() => return Ok(Outcome::Changed),
                 Ok(_) | Err(Error::Damaged(_)) => {}
                 Err(_) if self.progress.is_cancelled() => return Err(Error::Unsettled(unknown())),
                 Err(error) => return Err(error.and(unknown())),
@@ -463,14 +507,24 @@ impl Store for Bucket {
         let path = &path;
         let list = |silence| async move {
             let (mut found, mut entries) = (Vec::new(), self.client.list(Some(path)));
+            let mut pace = self.pace();
             // A large store has many pages.
             while let Some(entry) = within(silence, entries.try_next()).await? {
+                if found.len() == MOST_ENTRIES {
+                    return Ok(None);
+                }
                 found.push(entry);
+                pace.add(ENTRY, Instant::now())?;
             }
-            Ok(found)
+            Ok(Some(found))
         };
         let found = self.repeat("list", prefix, true, Duration::ZERO, list)?;
         let found = found.map_err(|error| Error::store("list", prefix, short(&error)))?;
+        let found = found.ok_or_else(|| {
+            Error::damaged(format_args!(
+                "the store has more than {MOST_ENTRIES} objects '{prefix}...'"
+            ))
+        })?;
         let entries = found.into_iter().filter_map(|found| {
             let key = found.location.as_ref().strip_prefix(&self.prefix)?.to_owned();
             Some(Entry {
@@ -551,6 +605,28 @@ impl Parts for Upload<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_answer_that_arrives_too_slowly_is_ended_and_no_other() {
+        let (minute, begin) = (Duration::from_mins(1), Instant::now());
+        // How long it goes on, of ten hours, when so many bytes arrive every so many seconds.
+        let lasts = |bytes: u64, every: u64| {
+            let mut pace = Pace::new(minute, begin);
+            let mut times = (1..).map(|number| number * every).take_while(|at| *at < 36_000);
+            times.find(|at| pace.add(bytes, begin + Duration::from_secs(*at)).is_err())
+        };
+        assert_eq!(lasts(1, 59), Some(118));
+        assert_eq!(lasts(1, 1), Some(60));
+        assert_eq!(lasts(LEAST - 1, 1), Some(60));
+        assert_eq!(lasts(LEAST, 1), None);
+        assert_eq!(lasts(LEAST * 60, 59), None);
+        assert_eq!(lasts(ENTRY, 59), Some(118));
+        // A fast beginning is not for ever.
+        let mut pace = Pace::new(minute, begin);
+        pace.add(1 << 30, begin + minute).unwrap();
+        pace.add(1, begin + minute + Duration::from_secs(59)).unwrap();
+        assert!(pace.add(1, begin + minute * 2).is_err());
+    }
 
     #[test]
     fn a_request_has_time_for_the_bytes_that_it_sends() {

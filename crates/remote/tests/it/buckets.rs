@@ -5,7 +5,9 @@ use crate::round_trips::{fetch, gc, is_whole, send};
 use crate::s3::{Fault, Server};
 use isobath_remote::store::{Bucket, Limits, Outcome, Store};
 use isobath_remote::{Collection, Error, Progress, Replace, collect, list, push, remove};
+use object_store::ClientOptions;
 use object_store::aws::AmazonS3Builder;
+use object_store::client::{HttpClient, HttpConnector};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,23 +15,43 @@ use std::time::Duration;
 const FAULTS: [Fault; 5] =
     [Fault::Status(429), Fault::Status(500), Fault::Reset, Fault::AnswerLost, Fault::Truncated];
 
+/// Asks the server itself, whatever proxy the environment names.
+#[derive(Debug)]
+pub(crate) struct Direct;
+
+impl HttpConnector for Direct {
+    fn connect(&self, _options: &ClientOptions) -> object_store::Result<HttpClient> {
+        let client = reqwest::Client::builder().no_proxy().build();
+        let client = client.map_err(|error| object_store::Error::Generic {
+            store: "store",
+            source: Box::new(error),
+        })?;
+        Ok(HttpClient::new(client))
+    }
+}
+
 fn open(server: &Server, limits: Limits) -> Bucket {
     open_with(server, limits, &Arc::default())
 }
 
 fn open_with(server: &Server, limits: Limits, progress: &Arc<Progress>) -> Bucket {
+    open_at(&server.endpoint, limits, progress)
+}
+
+pub(crate) fn open_at(endpoint: &str, limits: Limits, progress: &Arc<Progress>) -> Bucket {
     let builder = AmazonS3Builder::new()
         .with_bucket_name("bucket")
         .with_region("nowhere")
         .with_access_key_id("key")
         .with_secret_access_key("secret")
-        .with_endpoint(&server.endpoint)
+        .with_endpoint(endpoint)
+        .with_http_connector(Direct)
         .with_allow_http(true);
     Bucket::of_s3(builder, "some/prefix", limits, progress).unwrap()
 }
 
 /// What fails is tried again at once; nobody waits for the limits.
-fn patient() -> Limits {
+pub(crate) fn patient() -> Limits {
     Limits { pause: Duration::from_millis(1), ..Limits::default() }
 }
 
@@ -148,6 +170,38 @@ fn an_attempt_without_an_answer_ends_and_so_does_the_operation() {
     server.fail((0..10_000).map(|number| (number, Fault::Silence)));
     let error = send(&store, "vm", &chain).unwrap_err().to_string();
     assert!(error.contains("given up") && error.contains("manifests/vm.json"), "{error}");
+}
+
+#[test]
+fn a_store_that_answers_drop_by_drop_does_not_keep_anybody_busy_for_ever() {
+    let server = Server::start();
+    let store = open(&server, patient());
+    store.put("layers/a", &vec![1; 1 << 20]).unwrap();
+    let second = Duration::from_secs(1);
+    let store = open(&server, Limits { attempt: second, overall: second, ..patient() });
+    server.fail((0..10_000).map(|number| (number, Fault::Drops)));
+    let error = store.read("layers/a", 0, 1 << 20).unwrap_err().to_string();
+    assert!(error.contains("given up"), "{error}");
+    let error = store.get("layers/a", 1 << 20).unwrap_err().to_string();
+    assert!(error.contains("given up"), "{error}");
+    let error = store.list("layers/").unwrap_err().to_string();
+    assert!(error.contains("given up"), "{error}");
+}
+
+#[test]
+fn no_test_asks_a_proxy_of_the_environment() {
+    let test = "buckets::a_store_without_conditional_puts_needs_the_word_of_the_user";
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", test]);
+    for variable in ["http_proxy", "HTTP_PROXY", "ALL_PROXY"] {
+        // Nobody is there.
+        command.env(variable, "http://127.0.0.1:1");
+    }
+    for variable in ["no_proxy", "NO_PROXY"] {
+        command.env_remove(variable);
+    }
+    let text = isobath_testkit::process::run(&mut command).ok().text();
+    assert!(text.contains("1 passed"), "{text}");
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
+use std::time::Duration;
 
 /// What goes wrong with a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +21,8 @@ pub(crate) enum Fault {
     Truncated,
     /// One bit of the answer's body differs.
     WrongByte,
+    /// The answer's body comes byte for byte, far too slowly, until the client gives up.
+    Drops,
     /// No answer comes until the client gives up.
     Silence,
     /// It is done, and no answer comes until the client gives up.
@@ -169,6 +172,15 @@ impl Server {
             }
             head.push_str("\r\n");
             let mut out = stream;
+            if fault == Some(Fault::Drops) {
+                let _ = out.write_all(head.as_bytes());
+                for byte in response.body.iter().cycle() {
+                    if out.write_all(&[*byte]).is_err() {
+                        return;
+                    }
+                    thread::sleep(Duration::from_millis(10));
+                }
+            }
             if out.write_all(head.as_bytes()).and_then(|()| out.write_all(&response.body)).is_err()
             {
                 return;
