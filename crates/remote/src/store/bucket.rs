@@ -6,6 +6,7 @@
 //! object's name is the digest of what it holds, so that a put whose outcome is unknown may be repeated; a conditional
 //! put is settled by reading the object.
 
+use super::profile::Profile;
 use super::{Entry, Found, Limits, Outcome, Parts, Store, Version};
 use crate::error::{Error, Result};
 use crate::progress::Progress;
@@ -17,12 +18,15 @@ use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
 use object_store::{
-    ClientConfigKey, ClientOptions, GetOptions, GetRange, GetResult, ObjectStore, ObjectStoreExt,
-    PutMode, PutOptions, PutPayload, RetryConfig, UpdateVersion,
+    Certificate, ClientConfigKey, ClientOptions, GetOptions, GetRange, GetResult, ObjectStore,
+    ObjectStoreExt, PutMode, PutOptions, PutPayload, RetryConfig, UpdateVersion,
 };
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fmt::Display;
+use std::fs::File;
 use std::future::Future;
+use std::io::Read;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 use tokio::runtime::Runtime;
@@ -78,9 +82,15 @@ impl Bucket {
         let wrong = |error: Failed| {
             Error::refused(format_args!("cannot use {scheme}://{bucket}: {}", short(&error)))
         };
-        let (options, retry) = (client_options(limits), retry_config(limits));
+        let options = client_options(ClientOptions::default(), limits);
+        let retry = retry_config(limits);
         Self::new(prefix, limits, progress, || match scheme {
-            "s3" => s3(AmazonS3Builder::from_env().with_bucket_name(bucket), limits).map_err(wrong),
+            "s3" => {
+                let builder =
+                    described(AmazonS3Builder::from_env(), |name| std::env::var_os(name))?;
+                let options = trusting(|name| std::env::var_os(name))?;
+                s3(builder.with_bucket_name(bucket), options, limits).map_err(wrong)
+            }
             "gs" => {
                 let builder = GoogleCloudStorageBuilder::from_env().with_bucket_name(bucket);
                 let builder = builder.with_client_options(options).with_retry(retry);
@@ -107,7 +117,9 @@ impl Bucket {
         let wrong = |error: Failed| {
             Error::refused(format_args!("cannot use the bucket: {}", short(&error)))
         };
-        Self::new(prefix, limits, progress, || s3(builder, limits).map_err(wrong))
+        Self::new(prefix, limits, progress, || {
+            s3(builder, ClientOptions::default(), limits).map_err(wrong)
+        })
     }
 
     fn new(
@@ -314,19 +326,78 @@ impl Pace {
     }
 }
 
-fn s3(builder: AmazonS3Builder, limits: Limits) -> std::result::Result<Arc<dyn Client>, Failed> {
+/// What the environment does not give is taken from the profile of Amazon's tools. Keys are never put together from
+/// both.
+fn described(
+    builder: AmazonS3Builder,
+    environment: impl Fn(&str) -> Option<OsString>,
+) -> Result<AmazonS3Builder> {
+    let profile = Profile::of(&environment)?;
+    let lacks = |builder: &AmazonS3Builder, key| builder.get_config_value(&key).is_none();
+    let mut builder = builder;
+    let keys = [AmazonS3ConfigKey::AccessKeyId, AmazonS3ConfigKey::SecretAccessKey];
+    let unsigned = builder.get_config_value(&AmazonS3ConfigKey::SkipSignature);
+    if keys.into_iter().all(|key| lacks(&builder, key))
+        && environment("AWS_WEB_IDENTITY_TOKEN_FILE").is_none()
+        && unsigned.is_none_or(|skip| skip != "true")
+        && let Some((id, secret, token)) = profile.keys()?
+    {
+        builder = builder.with_access_key_id(id).with_secret_access_key(secret);
+        if let Some(token) = token {
+            builder = builder.with_token(token);
+        }
+    }
+    if let Some(region) = profile.region.filter(|_| lacks(&builder, AmazonS3ConfigKey::Region)) {
+        builder = builder.with_region(region);
+    }
+    let endpoint = profile.endpoint.filter(|_| {
+        lacks(&builder, AmazonS3ConfigKey::Endpoint)
+            && lacks(&builder, AmazonS3ConfigKey::S3Endpoint)
+    });
+    Ok(match endpoint {
+        Some(endpoint) => builder.with_endpoint(endpoint),
+        None => builder,
+    })
+}
+
+/// The certificates of `AWS_CA_BUNDLE`, if it names a file: these and no others.
+fn trusting(environment: impl Fn(&str) -> Option<OsString>) -> Result<ClientOptions> {
+    const MOST: u64 = 16 << 20;
+    let options = ClientOptions::default();
+    let Some(path) = environment("AWS_CA_BUNDLE").filter(|path| !path.is_empty()) else {
+        return Ok(options);
+    };
+    let path = std::path::PathBuf::from(path);
+    let failed = |cause: &dyn Display| Error::local("read AWS_CA_BUNDLE", &path, cause);
+    let file = File::open(&path).map_err(|error| failed(&error))?;
+    let mut bytes = Vec::new();
+    file.take(MOST).read_to_end(&mut bytes).map_err(|error| failed(&error))?;
+    let certificates =
+        Certificate::from_pem_bundle(&bytes).map_err(|error| failed(&short(&error)))?;
+    if certificates.is_empty() {
+        return Err(failed(&"it has no certificate in the PEM format"));
+    }
+    let only = options.with_no_system_certificates(true);
+    Ok(certificates.into_iter().fold(only, ClientOptions::with_root_certificate))
+}
+
+fn s3(
+    builder: AmazonS3Builder,
+    options: ClientOptions,
+    limits: Limits,
+) -> std::result::Result<Arc<dyn Client>, Failed> {
     // The options take the place of those that the environment gave.
     let allow = builder.get_config_value(&AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp));
     let options =
-        client_options(limits).with_allow_http(allow.is_some_and(|allow| allow == "true"));
+        client_options(options, limits).with_allow_http(allow.is_some_and(|allow| allow == "true"));
     let builder = builder.with_client_options(options).with_retry(retry_config(limits));
     Ok(Arc::new(builder.build()?))
 }
 
-fn client_options(limits: Limits) -> ClientOptions {
+fn client_options(options: ClientOptions, limits: Limits) -> ClientOptions {
     let connect = limits.attempt.min(Duration::from_secs(10));
     // How long a request may take depends on what it sends and receives.
-    ClientOptions::default().with_timeout_disabled().with_connect_timeout(connect)
+    options.with_timeout_disabled().with_connect_timeout(connect)
 }
 
 /// The client repeats nothing.
@@ -605,6 +676,46 @@ impl Parts for Upload<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_environment_counts_more_than_a_profile_and_keys_are_of_one_of_them() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("credentials");
+        let text = "[default]\naws_access_key_id=a\naws_secret_access_key=b\naws_session_token=c\n\
+                    region=r\nendpoint_url=http://e\n";
+        std::fs::write(&file, text).unwrap();
+        let environment = |name: &str| {
+            (name == "AWS_SHARED_CREDENTIALS_FILE").then(|| file.clone().into_os_string())
+        };
+        let value = |builder: &AmazonS3Builder| {
+            [
+                AmazonS3ConfigKey::AccessKeyId,
+                AmazonS3ConfigKey::SecretAccessKey,
+                AmazonS3ConfigKey::Token,
+                AmazonS3ConfigKey::Region,
+                AmazonS3ConfigKey::Endpoint,
+            ]
+            .map(|key| builder.get_config_value(&key).unwrap_or_default())
+        };
+        let builder = described(AmazonS3Builder::new(), environment).unwrap();
+        assert_eq!(value(&builder), ["a", "b", "c", "r", "http://e"]);
+        let given = AmazonS3Builder::new().with_access_key_id("x").with_secret_access_key("y");
+        let builder = described(given.with_region("z"), environment).unwrap();
+        assert_eq!(value(&builder), ["x", "y", "", "z", "http://e"]);
+    }
+
+    #[test]
+    fn a_bundle_without_certificates_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("bundle.pem");
+        let bundle = |_: &str| Some(file.clone().into_os_string());
+        let message = trusting(bundle).unwrap_err().to_string();
+        assert!(message.contains("AWS_CA_BUNDLE") && message.contains("bundle.pem"), "{message}");
+        std::fs::write(&file, "text").unwrap();
+        let message = trusting(bundle).unwrap_err().to_string();
+        assert!(message.contains("no certificate"), "{message}");
+        trusting(|_| None).unwrap();
+    }
 
     #[test]
     fn an_answer_that_arrives_too_slowly_is_ended_and_no_other() {

@@ -3,6 +3,8 @@
 #[cfg(feature = "buckets")]
 mod bucket;
 mod directory;
+#[cfg(feature = "buckets")]
+mod profile;
 
 #[cfg(feature = "buckets")]
 pub use bucket::Bucket;
