@@ -79,8 +79,8 @@ pub trait Store: Send + Sync {
     /// Makes an object with these bytes, whatever it was.
     fn put(&self, key: &str, bytes: &[u8]) -> Result<()>;
 
-    /// Makes an object with these bytes if it is still what was read, or `None` if there was none. After an interruption
-    /// it takes as long as [`Limits::hurried`] says to find out whether it has.
+    /// Makes an object with these bytes if it is still what was read, or `None` if there was none. After an
+    /// interruption it takes as long as [`Limits::hurried`] says to find out whether it has.
     ///
     /// # Errors
     /// [`Error::Interrupted`]: the object is as it was. [`Error::Unsettled`]: that is unknown.

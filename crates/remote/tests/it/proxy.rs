@@ -208,8 +208,8 @@ impl Shared {
     }
 }
 
-/// What was asked on a connection, as far as it must be known to find the bodies of answers to GET. Of the requests of a
-/// connection, one is asked when the one before was answered.
+/// What was asked on a connection, as far as it must be known to find the bodies of answers to GET. Of the requests of
+/// a connection, one is asked when the one before was answered.
 #[derive(Default)]
 struct Asked {
     method: Vec<u8>,
