@@ -15,6 +15,7 @@
 mod address;
 pub mod cache;
 mod check;
+mod checksums;
 mod collect;
 mod digest;
 mod error;
@@ -28,6 +29,7 @@ mod manifest;
 mod progress;
 mod pull;
 mod push;
+mod recorded;
 pub mod served;
 pub mod store;
 mod work;

@@ -10,6 +10,8 @@ mod cache_limits;
 mod chains;
 mod hostile;
 mod interrupted;
+mod proxied;
+mod proxy;
 mod round_trips;
 mod s3;
 mod served;
