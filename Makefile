@@ -33,8 +33,8 @@ CAMPAIGNS := soak kills crash crash-small crash-files damage defects histories c
 	miri tsan
 $(CAMPAIGNS): export ISOBATH_EVIDENCE := $(CURDIR)/docs/results/campaigns.jsonl
 
-.PHONY: setup build program install install-links uninstall paths style test tested advisories demo scenarios \
-	$(CAMPAIGNS) evidence coverage bench papers papers-quick clean
+.PHONY: setup build program install install-links uninstall paths style test tested s3-server advisories demo \
+	scenarios $(CAMPAIGNS) evidence coverage bench papers papers-quick clean
 
 setup:
 	@scripts/setup
@@ -138,6 +138,15 @@ test: setup $(TOOLS)
 tested:
 	@test "$$(cat target/tested 2>/dev/null)" = "$$(git rev-parse HEAD)" && test -z "$$(git status --porcelain)" || \
 		{ echo "make test has not passed for this tree" >&2; exit 1; }
+
+# Chains on a real S3 server, which is built with Go: the machine's, or one from a Python package. Not part of `make
+# test`: a build of minutes, of modules of another language, would stand between that and a clean machine.
+s3-server: setup target/tools/bin/versitygw
+	cargo test --locked -p isobath-remote --test versitygw
+
+target/tools/bin/versitygw: scripts/versitygw | setup
+	scripts/versitygw
+	touch $@
 
 # Known vulnerabilities of dependencies. Not part of `make test`: the database is on the network. OFFLINE=1 uses the one
 # that is there, in $CARGO_HOME/advisory-dbs.

@@ -1,12 +1,18 @@
 //! Verifies that a store has all of a chain.
 
+use crate::checksums::{Checksums, Part};
 use crate::digest::{BLOCK, Hasher};
 use crate::error::{Error, Result};
+use crate::heads::{Head, Heads};
+use crate::keys;
+use crate::manifest::Layer;
 use crate::progress::Progress;
-use crate::pull::{heads, manifest, table};
+use crate::pull::{heads, manifest};
+use crate::recorded::{self, Comparison};
 use crate::store::Store;
 use crate::work;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 const AT_ONCE: usize = 8;
 const PIECE: u64 = 16 * BLOCK;
@@ -60,18 +66,29 @@ pub fn check(store: &dyn Store, name: &str, depth: Depth, progress: &Progress) -
     let mut problems: Vec<String> = lengths.into_iter().flatten().collect();
     if depth == Depth::Digests && problems.is_empty() {
         // Damage is what this is for; any other error ends it.
-        let noted = |result: Result<()>| match result {
-            Ok(()) => Ok(None),
-            Err(Error::Damaged(problem)) => Ok(Some(problem)),
-            Err(error) => Err(error),
+        let heads = match heads(store, &manifest) {
+            Ok(heads) => heads,
+            Err(Error::Damaged(problem)) => {
+                problems.push(problem);
+                // Nothing is recorded, so that nothing is compared.
+                Heads::default()
+            }
+            Err(error) => return Err(error),
         };
-        problems.extend(noted(heads(store, &manifest).map(drop))?);
         progress.add(manifest.heads.length);
         let wrong = work::each(manifest.layers.len(), AT_ONCE / 2, |number| {
             let Some(layer) = manifest.layers.get(number) else {
                 unreachable!("each number is that of a layer")
             };
-            noted(check_layer(store, layer, progress))
+            let head = heads.layers().get(number);
+            let checked = check_layer(store, layer, head, progress);
+            let differs = || recorded::differ(&layer.digest);
+            match checked {
+                Ok((problems, true)) => Ok([problems, vec![differs()]].concat()),
+                Ok((problems, false)) => Ok(problems),
+                Err(Error::Damaged(problem)) => Ok(vec![problem]),
+                Err(error) => Err(error),
+            }
         })?;
         problems.extend(wrong.into_iter().flatten());
         problems.sort();
@@ -80,36 +97,67 @@ pub fn check(store: &dyn Store, name: &str, depth: Depth, progress: &Progress) -
     Ok(Checked { layers: manifest.layers.len(), objects: objects.len(), problems })
 }
 
+/// What is wrong with a layer and its table, and whether the layer, if it is whole, differs from its head.
 fn check_layer(
     store: &dyn Store,
-    layer: &crate::manifest::Layer,
+    layer: &Layer,
+    head: Option<&Head>,
     progress: &Progress,
-) -> Result<()> {
-    let key = crate::keys::layer(&layer.digest);
-    let table = table(store, layer)?;
-    progress.add(table.bytes().len() as u64);
-    let (mut hasher, mut at, mut wrong) = (Hasher::default(), 0, None);
-    while at < layer.length {
-        progress.check()?;
-        let size = PIECE.min(layer.length - at);
-        let bytes = store.read(&key, at, size as usize)?;
-        wrong = wrong.or(table.mismatch(at / BLOCK, &bytes));
-        hasher.update(&bytes);
-        progress.add(size);
-        at += size;
-    }
+) -> Result<(Vec<String>, bool)> {
+    let key = keys::layer(&layer.digest);
+    let (mut hasher, mut wrong) = (Hasher::default(), None);
+    let mut compared: Option<Comparison<'_>> = None;
+    let mut read = |range: Range<u64>, part: Option<&Part>| -> Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            progress.check()?;
+            let size = PIECE.min(range.end - at);
+            let bytes = store.read(&key, at, size as usize)?;
+            wrong = wrong.or_else(|| part.and_then(|part| part.mismatch(at, &bytes)));
+            if at == 0 {
+                compared =
+                    head.map(|head| Comparison::new(head, layer.format, layer.length, &bytes));
+            }
+            if let Some(compared) = &mut compared {
+                compared.show(at, &bytes);
+            }
+            hasher.update(&bytes);
+            progress.add(size);
+            at += size;
+        }
+        Ok(())
+    };
+    let (mut checksums, mut at) = (Checksums::of(store, layer), 0);
+    // Whether the layer is whole must be known although its table is damaged.
+    let table = loop {
+        match checksums.next() {
+            Ok(Some(part)) => {
+                progress.add(part.bytes());
+                at = part.range.end;
+                read(part.range.clone(), Some(&part))?;
+            }
+            Ok(None) => break None,
+            Err(Error::Damaged(problem)) => {
+                read(at..layer.length, None)?;
+                break Some(problem);
+            }
+            Err(error) => return Err(error),
+        }
+    };
     let matches = hasher.finish() == layer.digest;
-    match (matches, wrong) {
-        (true, None) => Ok(()),
-        (false, Some(block)) => Err(Error::damaged(format_args!(
-            "'{key}' does not match its digest: it differs at byte {}",
-            block * BLOCK
-        ))),
-        (false, None) => Err(Error::damaged(format_args!("'{key}' does not match its digest"))),
-        (true, Some(block)) => Err(Error::damaged(format_args!(
-            "'{}' does not match the layer '{key}' at byte {}",
-            crate::keys::table(&layer.table),
-            block * BLOCK
-        ))),
+    let mut problems = Vec::new();
+    match (&table, wrong) {
+        (None, Some(at)) if matches => problems.push(format!(
+            "'{}' does not match the layer '{key}' at byte {at}",
+            keys::table(&layer.table)
+        )),
+        (None, Some(at)) => {
+            problems.push(format!("'{key}' does not match its digest: it differs at byte {at}"));
+        }
+        _ if !matches => problems.push(format!("'{key}' does not match its digest")),
+        _ => {}
     }
+    problems.extend(table);
+    let differs = matches && compared.is_some_and(|compared| compared.differs());
+    Ok((problems, differs))
 }

@@ -57,16 +57,9 @@ pub fn collect(store: &dyn Store, how: &Collection, progress: &Progress) -> Resu
     let lock = Lock::take(store, how.break_lock)?;
     let mut removals = Removals { store, dry_run: how.dry_run, in_doubt: false };
     let collected = lock.now().and_then(|now| locked(&mut removals, how, now, progress));
-    let stays = |error| match error {
-        Error::Store(message) => Error::Store(format!(
-            "{message}; no push begins until 'isobath remote gc --break-lock' has ended without an error"
-        )),
-        error => error,
-    };
     // A removal whose outcome is unknown may still take effect: no push must find the object meanwhile. The collection
     // whose lock was broken may have left one.
-    let unfinished = how.break_lock && matches!(collected, Err(Error::Store(_)));
-    if removals.in_doubt || unfinished {
+    if removals.in_doubt || (lock.broken && collected.is_err()) {
         return collected.map_err(stays);
     }
     match (collected, lock.release()) {
@@ -74,6 +67,23 @@ pub fn collect(store: &dyn Store, how: &Collection, progress: &Progress) -> Resu
         (Err(error), Ok(())) => Err(error),
         (Ok(_), Err(error)) | (Err(error), Err(_)) => Err(stays(error)),
     }
+}
+
+/// An error after which the lock is still there.
+fn stays(error: Error) -> Error {
+    error.and(format_args!(
+        "the lock '{}' is still in the store: no push begins until 'isobath remote gc --break-lock' has ended without \
+         an error",
+        keys::COLLECTOR
+    ))
+}
+
+/// An error after which the lock may be there.
+fn may_stay(error: Error) -> Error {
+    error.and(format_args!(
+        "the lock '{}' may be in the store: if no push begins, use 'isobath remote gc --break-lock'",
+        keys::COLLECTOR
+    ))
 }
 
 /// What is removed, and whether the outcome of a removal is unknown.
@@ -158,32 +168,40 @@ fn locked(
 /// Keeps pushes from beginning, and other collections.
 struct Lock<'s> {
     store: &'s dyn Store,
+    /// Another collection had it, which did not end.
+    broken: bool,
 }
 
 impl<'s> Lock<'s> {
     fn take(store: &'s dyn Store, break_lock: bool) -> Result<Self> {
         let text = format!("isobath remote gc {}\n", unique()?);
         if break_lock {
-            store.put(keys::COLLECTOR, text.as_bytes())?;
-            return Ok(Self { store });
+            let broken = store.head(keys::COLLECTOR)?.is_some();
+            let put = store.put(keys::COLLECTOR, text.as_bytes()).map(|()| Self { store, broken });
+            return put.map_err(|error| match error {
+                error if broken => stays(error),
+                Error::Interrupted => may_stay(Error::Interrupted),
+                error => error,
+            });
         }
-        let put = store.put_if(keys::COLLECTOR, text.as_bytes(), None);
-        let own =
-            |found: Option<(Vec<u8>, _)>| found.is_some_and(|(now, _)| now == text.as_bytes());
-        match put {
-            Ok(Outcome::Done) => Ok(Self { store }),
+        let lock = Self { store, broken: false };
+        match store.put_if(keys::COLLECTOR, text.as_bytes(), None) {
+            Ok(Outcome::Done) => Ok(lock),
             Ok(Outcome::Unsupported) => Err(Error::refused(
                 "this store cannot create an object only if there is none, so that two collections could be at work: \
                  if there is no other, use --break-lock",
             )),
+            Ok(Outcome::Changed) => Err(Error::Conflict(format!(
+                "another 'isobath remote gc' is at work in this store ('{}'): if it was killed, use --break-lock",
+                keys::COLLECTOR
+            ))),
+            // Nothing was put.
+            Err(error @ Error::Interrupted) => Err(error),
             // The put may have succeeded without our knowledge.
-            other => match (own(store.get(keys::COLLECTOR, 4096)?), other) {
-                (true, _) => Ok(Self { store }),
-                (false, Err(error)) => Err(error),
-                (false, Ok(_)) => Err(Error::Conflict(format!(
-                    "another 'isobath remote gc' is at work in this store ('{}'): if it was killed, use --break-lock",
-                    keys::COLLECTOR
-                ))),
+            Err(error) => match store.get(keys::COLLECTOR, text.len() as u64) {
+                Ok(Some((now, _))) if now == text.as_bytes() => Ok(lock),
+                _ if matches!(error, Error::Unsettled(_)) => Err(may_stay(error)),
+                _ => Err(error),
             },
         }
     }

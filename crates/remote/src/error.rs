@@ -48,6 +48,29 @@ impl Error {
         Self::Damaged(message.to_string())
     }
 
+    /// An object that must be there is not.
+    pub(crate) fn missing(key: &str) -> Self {
+        Self::damaged(format_args!(
+            "'{key}' is missing in the store; push the chain again from where it is whole"
+        ))
+    }
+
+    /// An object ends before the bytes that were to be read, up to this one.
+    pub(crate) fn ends(key: &str, before: u64) -> Self {
+        Self::damaged(format_args!(
+            "'{key}' in the store ends before byte {before}: remove it, and push the chain again from where it is \
+             whole"
+        ))
+    }
+
+    /// An object is not what its name says.
+    pub(crate) fn mismatch(key: &str) -> Self {
+        Self::damaged(format_args!(
+            "'{key}' in the store does not match its digest: remove it, and push the chain again from where it is \
+             whole"
+        ))
+    }
+
     /// An error of the store at an object.
     #[cfg(feature = "buckets")]
     pub(crate) fn store(what: &str, key: &str, cause: impl fmt::Display) -> Self {
@@ -63,6 +86,20 @@ impl Error {
 }
 
 impl Error {
+    /// The same, which also says this.
+    pub(crate) fn and(self, more: impl fmt::Display) -> Self {
+        let with = |message: String| format!("{message}; {more}");
+        match self {
+            Self::Refused(message) => Self::Refused(with(message)),
+            Self::Damaged(message) => Self::Damaged(with(message)),
+            Self::Store(message) => Self::Store(with(message)),
+            Self::Local(message) => Self::Local(with(message)),
+            Self::Conflict(message) => Self::Conflict(with(message)),
+            Self::Interrupted => Self::Unsettled(more.to_string()),
+            Self::Unsettled(message) => Self::Unsettled(with(message)),
+        }
+    }
+
     /// The same, of a file that the message does not name.
     pub(crate) fn of(self, path: &Path) -> Self {
         let name = shown(path);

@@ -12,6 +12,7 @@
 
 mod address;
 mod check;
+mod checksums;
 mod collect;
 mod digest;
 mod error;
@@ -23,6 +24,7 @@ mod manifest;
 mod progress;
 mod pull;
 mod push;
+mod recorded;
 pub mod store;
 mod work;
 

@@ -1,12 +1,14 @@
 //! Makes a chain of files again.
 
-use crate::digest::{BLOCK, Digest, Hasher, Table, unique};
+use crate::checksums::{Checksums, Part};
+use crate::digest::{BLOCK, Digest, Hasher, unique};
 use crate::error::{Error, Result, shown};
 use crate::heads::{Head, Heads};
 use crate::keys;
 use crate::local::{open_file, rename_new};
 use crate::manifest::{Format, Layer, MAX_MANIFEST, Manifest, is_file};
 use crate::progress::Progress;
+use crate::recorded::{self, Comparison};
 use crate::store::Store;
 use crate::work;
 use isobath_qcow2::Header;
@@ -149,43 +151,14 @@ pub(crate) fn heads(store: &dyn Store, manifest: &Manifest) -> Result<Heads> {
     Heads::decode(&bytes, manifest.layers.len())
 }
 
-/// The table of a layer.
-pub(crate) fn table(store: &dyn Store, layer: &Layer) -> Result<Table> {
-    let key = keys::table(&layer.table);
-    let bytes = digested(store, &key, Table::length(layer.length), &layer.table)?;
-    Table::read(bytes, layer.length)
-}
-
-/// An object in one piece, which must match its digest.
+/// An object in one piece, which must match its digest. It takes no more memory than is there of it.
 fn digested(store: &dyn Store, key: &str, length: u64, digest: &Digest) -> Result<Vec<u8>> {
-    let found = store.head(key)?.ok_or_else(|| missing(key))?;
-    if found.length != length {
-        return Err(damaged(key));
-    }
     let mut bytes = Vec::new();
-    let room = usize::try_from(length).is_ok_and(|length| bytes.try_reserve_exact(length).is_ok());
-    if !room {
-        return Err(Error::refused(format_args!(
-            "'{key}' has {length} bytes, for which there is not enough memory"
-        )));
-    }
     while (bytes.len() as u64) < length {
         let at = bytes.len() as u64;
         bytes.extend_from_slice(&store.read(key, at, PIECE.min(length - at) as usize)?);
     }
-    if Digest::of(&bytes) == *digest { Ok(bytes) } else { Err(damaged(key)) }
-}
-
-fn missing(key: &str) -> Error {
-    Error::damaged(format_args!(
-        "'{key}' is missing in the store; push the chain again from where it is whole"
-    ))
-}
-
-fn damaged(key: &str) -> Error {
-    Error::damaged(format_args!(
-        "'{key}' in the store does not match its digest: remove it, and push the chain again from where it is whole"
-    ))
+    if Digest::of(&bytes) == *digest { Ok(bytes) } else { Err(Error::mismatch(key)) }
 }
 
 /// The name of each layer's file.
@@ -370,6 +343,9 @@ fn make(
     let temporary = files.temporary()?;
     fetch(store, files, one, &temporary.file)?;
     describes(one, &temporary.file).map_err(|error| error.of(&files.path.join(&one.name)))?;
+    if let Some(head) = head {
+        matches_head(files, one, head, &temporary.file)?;
+    }
     if let Some(below) = &one.rebased {
         rebase(files, one, below, &temporary.file)?;
     }
@@ -381,39 +357,55 @@ fn make(
 fn fetch(store: &dyn Store, files: &Files<'_>, one: &Wanted<'_>, file: &File) -> Result<()> {
     let Layer { digest, length, .. } = one.layer;
     let key = keys::layer(digest);
-    // The table is not longer than what is there of the layer.
     match store.head(&key)? {
-        None => return Err(missing(&key)),
-        Some(found) if found.length != *length => return Err(damaged(&key)),
+        None => return Err(Error::missing(&key)),
+        Some(found) if found.length != *length => return Err(Error::mismatch(&key)),
         Some(_) => {}
     }
-    let table = table(store, one.layer)?;
     file.set_len(*length).map_err(|error| files.failed("write", &one.name, error))?;
+    let mut checksums = Checksums::of(store, one.layer);
     let mut hasher = Hasher::default();
-    let pieces = length.div_ceil(PIECE);
-    let mut first = 0;
-    while first < pieces {
-        let count = (PIECES_AT_ONCE as u64).min(pieces - first);
+    while let Some(part) = checksums.next()? {
+        fetch_part(store, files, one, &part, file, &mut hasher)?;
+    }
+    if hasher.finish() == *digest { Ok(()) } else { Err(Error::mismatch(&key)) }
+}
+
+/// Fetches a part of a layer.
+fn fetch_part(
+    store: &dyn Store,
+    files: &Files<'_>,
+    one: &Wanted<'_>,
+    part: &Part,
+    file: &File,
+    hasher: &mut Hasher,
+) -> Result<()> {
+    let key = keys::layer(&one.layer.digest);
+    let mut first = part.range.start;
+    while first < part.range.end {
+        let count = (part.range.end - first).div_ceil(PIECE).min(PIECES_AT_ONCE as u64);
         let fetched = work::each(count as usize, PIECES_AT_ONCE, |number| {
             files.progress.check()?;
-            let at = (first + number as u64) * PIECE;
-            let size = PIECE.min(length - at) as usize;
+            let at = first + number as u64 * PIECE;
+            let size = PIECE.min(part.range.end - at) as usize;
             let bytes = store.read(&key, at, size)?;
-            if table.mismatch(at / BLOCK, &bytes).is_none() {
+            if part.mismatch(at, &bytes).is_none() {
                 return Ok(bytes);
             }
             // It may have been damaged on its way.
             let bytes = store.read(&key, at, size)?;
-            match table.mismatch(at / BLOCK, &bytes) {
+            match part.mismatch(at, &bytes) {
                 None => Ok(bytes),
-                Some(_) => Err(damaged(&key)),
+                Some(at) => Err(Error::damaged(format_args!(
+                    "'{key}' in the store does not match '{}' at byte {at}: see with 'isobath remote verify' which of \
+                     them is damaged, remove it, and push the chain again from where it is whole",
+                    keys::table(&one.layer.table)
+                ))),
             }
         })?;
-        for (number, bytes) in (first..).zip(fetched) {
+        for bytes in fetched {
             hasher.update(&bytes);
-            for (block, at) in
-                bytes.chunks(BLOCK as usize).zip((number * PIECE..).step_by(BLOCK as usize))
-            {
+            for (block, at) in bytes.chunks(BLOCK as usize).zip((first..).step_by(BLOCK as usize)) {
                 // What is zero stays a hole.
                 if block.iter().any(|byte| *byte != 0) {
                     let written = file.write_all_at(block, at);
@@ -421,10 +413,10 @@ fn fetch(store: &dyn Store, files: &Files<'_>, one: &Wanted<'_>, file: &File) ->
                 }
             }
             files.progress.add(bytes.len() as u64);
+            first += bytes.len() as u64;
         }
-        first += count;
     }
-    if hasher.finish() == *digest { Ok(()) } else { Err(damaged(&key)) }
+    Ok(())
 }
 
 /// The header cluster of a file, or all of one that is shorter.
@@ -471,6 +463,22 @@ fn describes(one: &Wanted<'_>, file: &File) -> Result<()> {
         return Err(Error::damaged(
             "this layer has an external data file, which no layer in a store has",
         ));
+    }
+    Ok(())
+}
+
+/// Compares what the heads have of a layer with its file.
+fn matches_head(files: &Files<'_>, one: &Wanted<'_>, head: &Head, file: &File) -> Result<()> {
+    let Layer { digest, length, format, .. } = one.layer;
+    let failed = |error| files.failed("read", &one.name, error);
+    let start = cluster(file).map_err(failed)?;
+    let mut compared = Comparison::new(head, *format, *length, &start);
+    let place = compared.l1();
+    let mut table = vec![0; (place.end - place.start) as usize];
+    file.read_exact_at(&mut table, place.start).map_err(failed)?;
+    compared.show(place.start, &table);
+    if compared.differs() {
+        return Err(Error::damaged(recorded::differ(digest)));
     }
     Ok(())
 }

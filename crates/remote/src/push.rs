@@ -2,14 +2,16 @@
 
 use crate::digest::{BLOCK, Digest, Hasher, Table, unique};
 use crate::error::{Error, Result, shown};
-use crate::heads::{Head, Heads, MAX_LAYERS, MOST_HEADER, MOST_L1, MOST_L1_TOGETHER};
+use crate::heads::{Head, Heads, MAX_LAYERS, MOST_L1_TOGETHER};
 use crate::keys;
 use crate::manifest::{Format, HeadsObject, Layer, MAX_MANIFEST, Manifest, fits};
 use crate::progress::Progress;
+use crate::recorded;
 use crate::store::{Outcome, Parts, Store, Version};
 use crate::work::{self, Room};
 use isobath_qcow2::{Header, IncompatibleFeatures};
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -75,14 +77,8 @@ struct Prepared {
     layer: Layer,
     /// The header without zeroes at its end, if it is recorded.
     header: Vec<u8>,
-    l1: Option<Place>,
+    l1: Option<Range<u64>>,
     sent: bool,
-}
-
-/// A place in a file.
-struct Place {
-    offset: u64,
-    length: u64,
 }
 
 /// Puts a chain into a store under a name: every layer that is not there yet, and then the manifest. `layers` are from
@@ -121,22 +117,12 @@ pub fn push(
         known.map_err(|error| Error::damaged(format_args!("{error}; --overwrite replaces it")))?;
     }
     let mut sent = Pushed { layers: layers.len(), ..Pushed::default() };
-    let (mut was, mut done, room) = (was, Manifests::default(), Room::new(IN_FLIGHT));
+    let push = Push { store, name, layers, replace, was, room: Room::new(IN_FLIGHT), progress };
+    let mut done = Manifests::default();
     for _ in 0..ROUNDS {
         let note = Note::put(store).map_err(|error| done.told(name, error))?;
-        let prepared = match round(store, layers, &note, &room, progress) {
-            Ok(prepared) => prepared,
-            Err(error) => {
-                note.remove();
-                return Err(done.told(name, error));
-            }
-        };
-        sent.sent += prepared.iter().filter(|layer| layer.sent).count();
-        let bytes = prepared.iter().filter(|one| one.sent).map(|one| one.layer.length);
-        sent.bytes = bytes.fold(sent.bytes, u64::saturating_add);
-        let put = finish(store, name, layers, prepared, &mut was, &mut done, replace, progress);
         // As long as the note is there after the manifest, nobody has collected what the manifest names.
-        let stays = put.and_then(|()| note.is_there());
+        let stays = push.round(&note, &mut sent, &mut done).and_then(|()| note.is_there());
         match stays {
             Ok(true) => {
                 note.remove();
@@ -168,7 +154,7 @@ impl Manifests {
     /// An error that ends the push, which says so if the chain is perhaps no longer what it was.
     fn told(&self, name: &str, error: Error) -> Error {
         match error {
-            Error::Interrupted if self.begun => Error::Unsettled(format!(
+            Error::Interrupted | Error::Unsettled(_) if self.begun => Error::Unsettled(format!(
                 "the manifest of '{name}' was being put, so that the chain there is the old one or the new one: push \
                  again, or see with 'isobath remote verify'"
             )),
@@ -177,33 +163,150 @@ impl Manifests {
     }
 }
 
-/// Puts the heads and the manifest. `was` is the manifest that may be replaced.
-#[allow(clippy::too_many_arguments, reason = "the rounds share what they change")]
-fn finish(
-    store: &dyn Store,
-    name: &str,
-    locals: &[LocalLayer],
-    prepared: Vec<Prepared>,
-    was: &mut Option<(Vec<u8>, Version)>,
-    done: &mut Manifests,
+/// A push at work: what all of its threads share, in every round.
+struct Push<'p> {
+    store: &'p dyn Store,
+    /// The chain's name in the store.
+    name: &'p str,
+    /// From the base to the top.
+    layers: &'p [LocalLayer],
     replace: Replace,
-    progress: &Progress,
-) -> Result<()> {
-    let (layers, heads) = heads_of(locals, prepared)?;
-    let heads = heads.encode();
-    let digest = Digest::of(&heads);
-    put_unless_there(store, &keys::heads(&digest), &heads)?;
-    let manifest =
-        Manifest::new(HeadsObject { digest, length: heads.len() as u64 }, layers)?.encode()?;
-    progress.check()?;
-    store.settle()?;
-    if done.done || was.as_ref().is_some_and(|(bytes, _)| *bytes == manifest) {
-        return Ok(());
+    /// The manifest that may be replaced.
+    was: Option<(Vec<u8>, Version)>,
+    /// For the parts of large layers.
+    room: Room,
+    progress: &'p Progress,
+}
+
+impl Push<'_> {
+    /// Puts everything that is not there, and the manifest.
+    fn round(&self, note: &Note<'_>, sent: &mut Pushed, done: &mut Manifests) -> Result<()> {
+        let prepared = work::each(self.layers.len(), LAYERS_AT_ONCE, |number| {
+            let Some(local) = self.layers.get(number) else {
+                unreachable!("each number is that of a layer")
+            };
+            self.put_layer(local, number, note).map_err(|error| error.of(&local.path))
+        })?;
+        sent.sent += prepared.iter().filter(|layer| layer.sent).count();
+        let bytes = prepared.iter().filter(|one| one.sent).map(|one| one.layer.length);
+        sent.bytes = bytes.fold(sent.bytes, u64::saturating_add);
+        self.finish(prepared, done)
     }
-    done.begun = true;
-    put_manifest(store, name, &manifest, was.as_ref().map(|(_, version)| version), replace)?;
-    done.done = true;
-    Ok(())
+
+    /// Puts a layer that is not there, with its table.
+    fn put_layer(&self, local: &LocalLayer, number: usize, note: &Note<'_>) -> Result<Prepared> {
+        let Self { store, progress, .. } = *self;
+        let length = length(local)?;
+        let (mut hasher, mut table, mut whole) = (Hasher::default(), Table::new(), Vec::new());
+        let mut at = 0;
+        while at < length {
+            progress.check()?;
+            note.renew()?;
+            let piece = read(local, at, PIECE.min(length - at))?;
+            hasher.update(&piece);
+            table.extend(&piece);
+            at += piece.len() as u64;
+            if length <= SMALL {
+                whole.extend_from_slice(&piece);
+            }
+        }
+        let (digest, table_digest) = (hasher.finish(), Digest::of(table.bytes()));
+        let Described { size, backing, backing_format, header, l1 } =
+            describe(local, length, below(self.layers, number))?;
+        let file = local.path.file_name().map(|name| name.to_string_lossy().into_owned());
+        let file = file.unwrap_or_else(|| format!("layer-{number}"));
+        let (format, table_of) = (local.format, table_digest);
+        let layer =
+            Layer { digest, length, format, size, file, backing, backing_format, table: table_of };
+        let key = keys::layer(&digest);
+        let sent = if length <= SMALL {
+            note.renew()?;
+            put_unless_there(store, &key, &whole)?
+        } else {
+            let found = store.head(&key)?.is_some_and(|found| found.length == length);
+            if !found {
+                self.send(local, (&key, length), &table, note)?;
+            }
+            !found
+        };
+        put_unless_there(store, &keys::table(&table_digest), table.bytes())?;
+        if length <= SMALL || !sent {
+            progress.add(length);
+        }
+        Ok(Prepared { layer, header, l1, sent })
+    }
+
+    /// Sends a layer in parts, to this key, of as many bytes as were hashed. Each part is compared with the table, so
+    /// that what arrives is what was hashed.
+    fn send(
+        &self,
+        local: &LocalLayer,
+        (key, length): (&str, u64),
+        table: &Table,
+        note: &Note<'_>,
+    ) -> Result<()> {
+        let parts = self.store.begin(key, length)?;
+        let size = parts.size();
+        let count = length.div_ceil(size) as usize;
+        let done = work::each(count, PARTS_AT_ONCE, |number| {
+            let at = number as u64 * size;
+            let _taken = self.room.take(size.min(length - at));
+            self.progress.check()?;
+            note.renew()?;
+            let bytes = read(local, at, size.min(length - at))?;
+            if table.mismatch(at / BLOCK, &bytes).is_some() {
+                return Err(Error::Conflict("the file was changed while it was pushed".to_owned()));
+            }
+            let sent = bytes.len() as u64;
+            parts.put(number as u64, bytes)?;
+            self.progress.add(sent);
+            Ok(())
+        });
+        finish_parts(parts, done.map(drop))
+    }
+
+    /// Puts the heads and the manifest.
+    fn finish(&self, prepared: Vec<Prepared>, done: &mut Manifests) -> Result<()> {
+        let (layers, heads) = heads_of(self.layers, prepared)?;
+        let heads = heads.encode();
+        let digest = Digest::of(&heads);
+        put_unless_there(self.store, &keys::heads(&digest), &heads)?;
+        let manifest =
+            Manifest::new(HeadsObject { digest, length: heads.len() as u64 }, layers)?.encode()?;
+        self.progress.check()?;
+        self.store.settle()?;
+        if done.done || self.was.as_ref().is_some_and(|(bytes, _)| *bytes == manifest) {
+            return Ok(());
+        }
+        done.begun = true;
+        self.put_manifest(&manifest)?;
+        done.done = true;
+        Ok(())
+    }
+
+    fn put_manifest(&self, manifest: &[u8]) -> Result<()> {
+        let Self { store, name, .. } = *self;
+        let key = keys::manifest(name);
+        if self.replace == Replace::Any {
+            return store.put(&key, manifest);
+        }
+        match store.put_if(&key, manifest, self.was.as_ref().map(|(_, version)| version)) {
+            Ok(Outcome::Done) => Ok(()),
+            Ok(Outcome::Unsupported) => Err(Error::refused(format_args!(
+                "this store cannot replace an object only if it is unchanged, so that another push to '{name}' could \
+                 be lost: if there is none, use --overwrite"
+            ))),
+            // The put may have succeeded without our knowledge.
+            other => match (store.get(&key, MAX_MANIFEST)?, other) {
+                (Some((now, _)), _) if now == manifest => Ok(()),
+                (_, Err(error)) => Err(error),
+                _ => Err(Error::Conflict(format!(
+                    "another program has pushed to '{name}' or removed it meanwhile: its manifest was left as it is; \
+                     push again to replace it"
+                ))),
+            },
+        }
+    }
 }
 
 /// Reads the L1 tables, from the top down as long as there is room, so that no others take memory.
@@ -214,9 +317,9 @@ fn heads_of(locals: &[LocalLayer], prepared: Vec<Prepared>) -> Result<(Vec<Layer
     for (local, one) in locals.iter().zip(prepared).rev() {
         let mut head = Head { header: one.header, l1: Vec::new() };
         if let Some(place) = one.l1
-            && let Some(rest) = room.checked_sub(place.length)
+            && let Some(rest) = room.checked_sub(place.end - place.start)
         {
-            head.l1 = read(local, place.offset, place.length)?;
+            head.l1 = read(local, place.start, place.end - place.start)?;
             room = rest;
         }
         heads.push(head);
@@ -225,35 +328,6 @@ fn heads_of(locals: &[LocalLayer], prepared: Vec<Prepared>) -> Result<(Vec<Layer
     heads.reverse();
     layers.reverse();
     Ok((layers, Heads::new(heads)))
-}
-
-fn put_manifest(
-    store: &dyn Store,
-    name: &str,
-    manifest: &[u8],
-    was: Option<&Version>,
-    replace: Replace,
-) -> Result<()> {
-    let key = keys::manifest(name);
-    if replace == Replace::Any {
-        return store.put(&key, manifest);
-    }
-    match store.put_if(&key, manifest, was) {
-        Ok(Outcome::Done) => Ok(()),
-        Ok(Outcome::Unsupported) => Err(Error::refused(format_args!(
-            "this store cannot replace an object only if it is unchanged, so that another push to '{name}' could be \
-             lost: if there is none, use --overwrite"
-        ))),
-        // The put may have succeeded without our knowledge.
-        other => match (store.get(&key, MAX_MANIFEST)?, other) {
-            (Some((now, _)), _) if now == manifest => Ok(()),
-            (_, Err(error)) => Err(error),
-            _ => Err(Error::Conflict(format!(
-                "another program has pushed to '{name}' or removed it meanwhile: its manifest was left as it is; push \
-                 again to replace it"
-            ))),
-        },
-    }
 }
 
 /// Puts an object that is named by its digest, if it is not there.
@@ -283,106 +357,6 @@ fn finish_parts(parts: Box<dyn Parts + '_>, put: Result<()>) -> Result<()> {
     parts.finish()
 }
 
-/// Puts all layers that are not there, with their tables.
-fn round(
-    store: &dyn Store,
-    layers: &[LocalLayer],
-    note: &Note<'_>,
-    room: &Room,
-    progress: &Progress,
-) -> Result<Vec<Prepared>> {
-    work::each(layers.len(), LAYERS_AT_ONCE, |number| {
-        let Some(local) = layers.get(number) else {
-            unreachable!("each number is that of a layer")
-        };
-        let prepared = put_layer(store, layers, local, number, note, room, progress);
-        prepared.map_err(|error| match error {
-            Error::Interrupted => error,
-            _ => error.of(&local.path),
-        })
-    })
-}
-
-fn put_layer(
-    store: &dyn Store,
-    layers: &[LocalLayer],
-    local: &LocalLayer,
-    number: usize,
-    note: &Note<'_>,
-    room: &Room,
-    progress: &Progress,
-) -> Result<Prepared> {
-    let length = length(local)?;
-    let (mut hasher, mut table, mut whole) = (Hasher::default(), Table::new(), Vec::new());
-    let mut at = 0;
-    while at < length {
-        progress.check()?;
-        note.renew()?;
-        let piece = read(local, at, PIECE.min(length - at))?;
-        hasher.update(&piece);
-        table.extend(&piece);
-        at += piece.len() as u64;
-        if length <= SMALL {
-            whole.extend_from_slice(&piece);
-        }
-    }
-    let (digest, table_digest) = (hasher.finish(), Digest::of(table.bytes()));
-    let Described { size, backing, backing_format, header, l1 } =
-        describe(local, length, below(layers, number))?;
-    let file = local.path.file_name().map(|name| name.to_string_lossy().into_owned());
-    let file = file.unwrap_or_else(|| format!("layer-{number}"));
-    let format = local.format;
-    let layer =
-        Layer { digest, length, format, size, file, backing, backing_format, table: table_digest };
-    let key = keys::layer(&digest);
-    let sent = if length <= SMALL {
-        note.renew()?;
-        put_unless_there(store, &key, &whole)?
-    } else {
-        let found = store.head(&key)?.is_some_and(|found| found.length == length);
-        if !found {
-            send(store, local, (&key, length), &table, note, room, progress)?;
-        }
-        !found
-    };
-    put_unless_there(store, &keys::table(&table_digest), table.bytes())?;
-    if length <= SMALL || !sent {
-        progress.add(length);
-    }
-    Ok(Prepared { layer, header, l1, sent })
-}
-
-/// Sends a layer in parts, to this key, of as many bytes as were hashed. Each part is compared with the table, so that
-/// what arrives is what was hashed.
-fn send(
-    store: &dyn Store,
-    local: &LocalLayer,
-    (key, length): (&str, u64),
-    table: &Table,
-    note: &Note<'_>,
-    room: &Room,
-    progress: &Progress,
-) -> Result<()> {
-    let parts = store.begin(key, length)?;
-    let size = parts.size();
-    let count = length.div_ceil(size) as usize;
-    let done = work::each(count, PARTS_AT_ONCE, |number| {
-        let at = number as u64 * size;
-        let _taken = room.take(size.min(length - at));
-        progress.check()?;
-        note.renew()?;
-        let bytes = read(local, at, size.min(length - at))?;
-        if table.mismatch(at / BLOCK, &bytes).is_some() {
-            return Err(Error::Conflict("the file was changed while it was pushed".to_owned()));
-        }
-        let sent = bytes.len() as u64;
-        parts.put(number as u64, bytes)?;
-        progress.add(sent);
-        Ok(())
-    });
-    finish_parts(parts, done.map(drop))
-}
-
 fn length(layer: &LocalLayer) -> Result<u64> {
     let metadata = layer.file.metadata();
     Ok(metadata.map_err(|error| Error::local("examine", &layer.path, error))?.len())
@@ -403,7 +377,7 @@ struct Described {
     /// The header cluster without the zeroes at its end; empty if that is too long to be recorded.
     header: Vec<u8>,
     /// The L1 table, if it is not too long to be recorded.
-    l1: Option<Place>,
+    l1: Option<Range<u64>>,
 }
 
 /// The format of the layer below.
@@ -458,15 +432,8 @@ fn describe(local: &LocalLayer, length: u64, below: Option<Format>) -> Result<De
         }
         _ => {}
     }
-    let l1_bytes = u64::from(header.l1_size) * 8;
-    let l1_at = header.l1_table_offset.get();
-    let whole = l1_at.checked_add(l1_bytes).is_some_and(|end| end <= length);
-    let l1 =
-        (whole && l1_bytes <= MOST_L1 as u64).then_some(Place { offset: l1_at, length: l1_bytes });
-    let used = cluster.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
-    cluster.truncate(if used > MOST_HEADER { 0 } else { used });
-    // It is held until all layers are there, and was as long as a cluster may be.
-    cluster.shrink_to_fit();
+    let l1 = recorded::l1(&header, length);
+    let cluster = recorded::header(cluster);
     let size = header.disk_size();
     let backing_format =
         header.backing_format().map(str::to_owned).filter(|_| header.backing_file.is_some());
@@ -543,6 +510,7 @@ impl<'s> Note<'s> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::heads::MOST_HEADER;
     use isobath_testkit::qemu;
     use std::process::Command;
 
@@ -557,6 +525,6 @@ mod tests {
         let described = describe(&local, length(&local).unwrap(), None).unwrap();
         assert!(!described.header.is_empty());
         assert!(described.header.capacity() <= MOST_HEADER, "{}", described.header.capacity());
-        assert!(described.l1.is_some_and(|place| place.length == 8));
+        assert!(described.l1.is_some_and(|place| place.end - place.start == 8));
     }
 }

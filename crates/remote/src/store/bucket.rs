@@ -6,22 +6,27 @@
 //! object's name is the digest of what it holds, so that a put whose outcome is unknown may be repeated; a conditional
 //! put is settled by reading the object.
 
+use super::profile::Profile;
 use super::{Entry, Found, Limits, Outcome, Parts, Store, Version};
 use crate::error::{Error, Result};
 use crate::progress::Progress;
 use futures_util::TryStreamExt;
+use futures_util::future::{Either, select};
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::MicrosoftAzureBuilder;
 use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
 use object_store::{
-    ClientConfigKey, ClientOptions, GetOptions, GetRange, GetResult, ObjectStore, ObjectStoreExt,
-    PutMode, PutOptions, PutPayload, RetryConfig, UpdateVersion,
+    Certificate, ClientConfigKey, ClientOptions, GetOptions, GetRange, GetResult, ObjectStore,
+    ObjectStoreExt, PutMode, PutOptions, PutPayload, RetryConfig, UpdateVersion,
 };
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fmt::Display;
+use std::fs::File;
 use std::future::Future;
+use std::io::Read;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 use tokio::runtime::Runtime;
@@ -36,11 +41,15 @@ const MOST_PARTS: u64 = 9_000;
 /// The longest pause between two attempts.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// The limit of an operation that tidies up after an interruption.
-const HURRIED: Duration = Duration::from_secs(5);
-
 /// The slowest rate in bytes a second at which a request's data is sent.
 const SLOWEST: u64 = 16 << 10;
+
+/// Least bytes a second of what a store answers, and the bytes that an object of a list counts for.
+const LEAST: u64 = 1 << 10;
+const ENTRY: u64 = 256;
+
+/// Most objects of a list.
+const MOST_ENTRIES: usize = 10_000_000;
 
 /// How often it is looked whether an operation was cancelled.
 const LOOK: Duration = Duration::from_millis(50);
@@ -73,9 +82,15 @@ impl Bucket {
         let wrong = |error: Failed| {
             Error::refused(format_args!("cannot use {scheme}://{bucket}: {}", short(&error)))
         };
-        let (options, retry) = (client_options(limits), retry_config(limits));
+        let options = client_options(ClientOptions::default(), limits);
+        let retry = retry_config(limits);
         Self::new(prefix, limits, progress, || match scheme {
-            "s3" => s3(AmazonS3Builder::from_env().with_bucket_name(bucket), limits).map_err(wrong),
+            "s3" => {
+                let builder =
+                    described(AmazonS3Builder::from_env(), |name| std::env::var_os(name))?;
+                let options = trusting(|name| std::env::var_os(name))?;
+                s3(builder.with_bucket_name(bucket), options, limits).map_err(wrong)
+            }
             "gs" => {
                 let builder = GoogleCloudStorageBuilder::from_env().with_bucket_name(bucket);
                 let builder = builder.with_client_options(options).with_retry(retry);
@@ -102,7 +117,9 @@ impl Bucket {
         let wrong = |error: Failed| {
             Error::refused(format_args!("cannot use the bucket: {}", short(&error)))
         };
-        Self::new(prefix, limits, progress, || s3(builder, limits).map_err(wrong))
+        Self::new(prefix, limits, progress, || {
+            s3(builder, ClientOptions::default(), limits).map_err(wrong)
+        })
     }
 
     fn new(
@@ -141,7 +158,8 @@ impl Bucket {
     }
 
     /// Runs an operation until it succeeds, its failure is final, or the time is over, `more` than the usual one. The
-    /// operation is told how long it may take without progress.
+    /// operation is told how long it may take without progress. An interruption ends one that is `cancellable`, and
+    /// hurries another.
     fn repeat<T, F: Future<Output = std::result::Result<T, Failed>>>(
         &self,
         what: &str,
@@ -152,9 +170,7 @@ impl Bucket {
     ) -> Result<std::result::Result<T, Failed>> {
         let overall = self.limits.overall + more;
         let work = async {
-            // Whoever was interrupted does not wait long to tidy up.
-            let hurried = self.progress.is_cancelled().then_some(HURRIED);
-            let end = Instant::now() + hurried.unwrap_or(overall).min(overall);
+            let end = Instant::now() + overall;
             let mut pause = self.limits.pause;
             loop {
                 let left = end.saturating_duration_since(Instant::now());
@@ -175,18 +191,79 @@ impl Bucket {
                 pause = (pause * 2).min(LONGEST_PAUSE);
             }
         };
-        let cancelled = async {
-            while !(cancellable && self.progress.is_cancelled()) {
+        let then = if cancellable { Duration::ZERO } else { self.limits.hurried };
+        match self.runtime.block_on(self.cut_short(then, work)) {
+            Some(done) => done,
+            None if cancellable => Err(Error::Interrupted),
+            None => {
+                let cause = format_args!("no success within {then:?} of an interruption");
+                Err(Error::store(what, key, cause))
+            }
+        }
+    }
+
+    /// Waits for `work`, after an interruption no longer than this; `None` if it has not ended then.
+    async fn cut_short<T>(&self, then: Duration, work: impl Future<Output = T>) -> Option<T> {
+        let over = async {
+            while !self.progress.is_cancelled() {
                 sleep(LOOK).await;
             }
+            sleep(then).await;
         };
-        self.runtime.block_on(async {
-            tokio::pin!(work, cancelled);
-            match futures_util::future::select(work, cancelled).await {
-                futures_util::future::Either::Left((done, _)) => done,
-                futures_util::future::Either::Right(_) => Err(Error::Interrupted),
+        tokio::pin!(work, over);
+        match select(work, over).await {
+            Either::Left((done, _)) => Some(done),
+            Either::Right(_) => None,
+        }
+    }
+
+    fn pace(&self) -> Pace {
+        Pace::new(self.limits.attempt, Instant::now())
+    }
+
+    /// What a store answers, piece by piece: each must come within the limit, not too slowly, and they are at most so
+    /// many bytes.
+    async fn received(
+        &self,
+        silence: Duration,
+        most: u64,
+        found: GetResult,
+    ) -> std::result::Result<Vec<u8>, Failed> {
+        let (mut bytes, mut pace) = (Vec::new(), self.pace());
+        let mut pieces = found.into_stream();
+        while let Some(piece) = within(silence, pieces.try_next()).await? {
+            if (bytes.len() + piece.len()) as u64 > most {
+                let source = "it answered with too many bytes".into();
+                return Err(Failed::Generic { store: "store", source });
             }
-        })
+            bytes.extend_from_slice(&piece);
+            pace.add(piece.len() as u64, Instant::now())?;
+        }
+        Ok(bytes)
+    }
+
+    /// All of an object, of at most `most` bytes.
+    fn whole(&self, key: &str, most: u64, cancellable: bool) -> Result<Option<(Vec<u8>, Version)>> {
+        let path = self.path(key);
+        let path = &path;
+        let read = |silence| async move {
+            let found = self.client.get_opts(path, GetOptions::default());
+            let found = within(silence, found).await?;
+            let meta = found.meta.clone();
+            if meta.size > most {
+                return Ok(None);
+            }
+            let bytes = self.received(silence, most, found).await?;
+            Ok(Some((bytes, Version { tag: meta.e_tag, number: meta.version })))
+        };
+        match self.repeat("read", key, cancellable, Duration::ZERO, read)? {
+            Ok(Some(read)) => Ok(Some(read)),
+            Ok(None) => Err(Error::damaged(format_args!(
+                "'{key}' has more than the {most} bytes that it may have"
+            ))),
+            Err(Failed::NotFound { .. }) => Ok(None),
+            Err(error) => Err(Error::store("read", key, short(&error))),
+        }
     }
 
     /// The same, where a failure that is final is an error.
@@ -219,37 +296,108 @@ async fn within<T>(
     })
 }
 
-/// What a store answers, piece by piece: each must come within the limit, and they are at most so many bytes.
-async fn received(
-    silence: Duration,
-    most: u64,
-    found: GetResult,
-) -> std::result::Result<Vec<u8>, Failed> {
-    let mut bytes = Vec::new();
-    let mut pieces = found.into_stream();
-    while let Some(piece) = within(silence, pieces.try_next()).await? {
-        if (bytes.len() + piece.len()) as u64 > most {
-            let source = "it answered with too many bytes".into();
-            return Err(Failed::Generic { store: "store", source });
-        }
-        bytes.extend_from_slice(&piece);
-    }
-    Ok(bytes)
+/// Whether what a store answers arrives fast enough: in each interval there must be as much as the least rate gives.
+/// A store that is silent for no long time could else keep its user busy for ever.
+struct Pace {
+    interval: Duration,
+    since: Instant,
+    bytes: u64,
 }
 
-fn s3(builder: AmazonS3Builder, limits: Limits) -> std::result::Result<Arc<dyn Client>, Failed> {
+impl Pace {
+    fn new(interval: Duration, now: Instant) -> Self {
+        Self { interval, since: now, bytes: 0 }
+    }
+
+    /// Counts these bytes, which arrived now.
+    fn add(&mut self, bytes: u64, now: Instant) -> std::result::Result<(), Failed> {
+        self.bytes = self.bytes.saturating_add(bytes);
+        if now.saturating_duration_since(self.since) < self.interval {
+            return Ok(());
+        }
+        let interval = self.interval;
+        if u128::from(self.bytes) * 1000 < u128::from(LEAST) * interval.as_millis() {
+            let source =
+                format!("only {} bytes of the answer within {interval:?}", self.bytes).into();
+            return Err(Failed::Generic { store: "store", source });
+        }
+        (self.since, self.bytes) = (now, 0);
+        Ok(())
+    }
+}
+
+/// What the environment does not give is taken from the profile of Amazon's tools. Keys are never put together from
+/// both.
+fn described(
+    builder: AmazonS3Builder,
+    environment: impl Fn(&str) -> Option<OsString>,
+) -> Result<AmazonS3Builder> {
+    let profile = Profile::of(&environment)?;
+    let lacks = |builder: &AmazonS3Builder, key| builder.get_config_value(&key).is_none();
+    let mut builder = builder;
+    let keys = [AmazonS3ConfigKey::AccessKeyId, AmazonS3ConfigKey::SecretAccessKey];
+    let unsigned = builder.get_config_value(&AmazonS3ConfigKey::SkipSignature);
+    if keys.into_iter().all(|key| lacks(&builder, key))
+        && environment("AWS_WEB_IDENTITY_TOKEN_FILE").is_none()
+        && unsigned.is_none_or(|skip| skip != "true")
+        && let Some((id, secret, token)) = profile.keys()?
+    {
+        builder = builder.with_access_key_id(id).with_secret_access_key(secret);
+        if let Some(token) = token {
+            builder = builder.with_token(token);
+        }
+    }
+    if let Some(region) = profile.region.filter(|_| lacks(&builder, AmazonS3ConfigKey::Region)) {
+        builder = builder.with_region(region);
+    }
+    let endpoint = profile.endpoint.filter(|_| {
+        lacks(&builder, AmazonS3ConfigKey::Endpoint)
+            && lacks(&builder, AmazonS3ConfigKey::S3Endpoint)
+    });
+    Ok(match endpoint {
+        Some(endpoint) => builder.with_endpoint(endpoint),
+        None => builder,
+    })
+}
+
+/// The certificates of `AWS_CA_BUNDLE`, if it names a file: these and no others.
+fn trusting(environment: impl Fn(&str) -> Option<OsString>) -> Result<ClientOptions> {
+    const MOST: u64 = 16 << 20;
+    let options = ClientOptions::default();
+    let Some(path) = environment("AWS_CA_BUNDLE").filter(|path| !path.is_empty()) else {
+        return Ok(options);
+    };
+    let path = std::path::PathBuf::from(path);
+    let failed = |cause: &dyn Display| Error::local("read AWS_CA_BUNDLE", &path, cause);
+    let file = File::open(&path).map_err(|error| failed(&error))?;
+    let mut bytes = Vec::new();
+    file.take(MOST).read_to_end(&mut bytes).map_err(|error| failed(&error))?;
+    let certificates =
+        Certificate::from_pem_bundle(&bytes).map_err(|error| failed(&short(&error)))?;
+    if certificates.is_empty() {
+        return Err(failed(&"it has no certificate in the PEM format"));
+    }
+    let only = options.with_no_system_certificates(true);
+    Ok(certificates.into_iter().fold(only, ClientOptions::with_root_certificate))
+}
+
+fn s3(
+    builder: AmazonS3Builder,
+    options: ClientOptions,
+    limits: Limits,
+) -> std::result::Result<Arc<dyn Client>, Failed> {
     // The options take the place of those that the environment gave.
     let allow = builder.get_config_value(&AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp));
     let options =
-        client_options(limits).with_allow_http(allow.is_some_and(|allow| allow == "true"));
+        client_options(options, limits).with_allow_http(allow.is_some_and(|allow| allow == "true"));
     let builder = builder.with_client_options(options).with_retry(retry_config(limits));
     Ok(Arc::new(builder.build()?))
 }
 
-fn client_options(limits: Limits) -> ClientOptions {
+fn client_options(options: ClientOptions, limits: Limits) -> ClientOptions {
     let connect = limits.attempt.min(Duration::from_secs(10));
     // How long a request may take depends on what it sends and receives.
-    ClientOptions::default().with_timeout_disabled().with_connect_timeout(connect)
+    options.with_timeout_disabled().with_connect_timeout(connect)
 }
 
 /// The client repeats nothing.
@@ -300,38 +448,23 @@ impl Store for Bucket {
     }
 
     fn get(&self, key: &str, most: u64) -> Result<Option<(Vec<u8>, Version)>> {
-        let path = self.path(key);
-        let path = &path;
-        let read = |silence| async move {
-            let found = self.client.get_opts(path, GetOptions::default());
-            let found = within(silence, found).await?;
-            let meta = found.meta.clone();
-            if meta.size > most {
-                return Ok(Err(meta.size));
-            }
-            let bytes = received(silence, most, found).await?;
-            Ok(Ok((bytes, Version { tag: meta.e_tag, number: meta.version })))
-        };
-        match self.repeat("read", key, true, Duration::ZERO, read)? {
-            Ok(Ok((bytes, version))) if bytes.len() as u64 <= most => Ok(Some((bytes, version))),
-            Ok(_) => Err(Error::damaged(format_args!(
-                "'{key}' has more than the {most} bytes that it may have"
-            ))),
-            Err(Failed::NotFound { .. }) => Ok(None),
-            Err(error) => Err(Error::store("read", key, short(&error))),
-        }
+        self.whole(key, most, true)
     }
 
     fn read(&self, key: &str, offset: u64, length: usize) -> Result<Vec<u8>> {
         let path = self.path(key);
         let path = &path;
+        let end = offset + length as u64;
         let read = |silence| async move {
-            let range = GetRange::Bounded(offset..offset + length as u64);
+            let range = GetRange::Bounded(offset..end);
             let options = GetOptions { range: Some(range), ..GetOptions::default() };
             let found = within(silence, self.client.get_opts(path, options)).await?;
-            let bytes = received(silence, length as u64, found).await?;
+            if found.meta.size < end {
+                return Ok(None);
+            }
+            let bytes = self.received(silence, length as u64, found).await?;
             if bytes.len() == length {
-                Ok(bytes)
+                Ok(Some(bytes))
             } else {
                 Err(Failed::Generic {
                     store: "store",
@@ -340,10 +473,10 @@ impl Store for Bucket {
             }
         };
         match self.repeat("read", key, true, Duration::ZERO, read)? {
-            Ok(bytes) => Ok(bytes),
-            Err(Failed::NotFound { .. }) => {
-                Err(Error::damaged(format_args!("'{key}' is missing in the store")))
-            }
+            Ok(Some(bytes)) => Ok(bytes),
+            Ok(None) => Err(Error::ends(key, end)),
+            Err(Failed::NotFound { .. }) => Err(Error::missing(key)),
+            Err(error) if status(&error) == Some(416) => Err(Error::ends(key, end)),
             Err(error) => Err(Error::store("read", key, short(&error))),
         }
     }
@@ -369,45 +502,58 @@ impl Store for Bucket {
         let more = sending(bytes.len() as u64);
         let end = std::time::Instant::now() + self.limits.overall + more;
         let mut pause = self.limits.pause;
+        let unknown = || format!("it is unknown whether '{key}' was written");
+        // A request that was given up may still be on its way.
+        let mut given_up = false;
         loop {
+            if self.progress.is_cancelled() {
+                return Err(if given_up {
+                    Error::Unsettled(unknown())
+                } else {
+                    Error::Interrupted
+                });
+            }
             // One attempt: whether it may be repeated is seen by reading the object.
             let attempt = self.runtime.block_on(async {
                 let options = PutOptions { mode: mode.clone(), ..PutOptions::default() };
                 let put = self.client.put_opts(&path, payload.clone(), options);
-                timeout(self.limits.attempt + more, put).await
+                let put = timeout(self.limits.attempt + more, put);
+                self.cut_short(self.limits.hurried, put).await
             });
             let failed = match attempt {
-                Ok(Ok(_)) => return Ok(Outcome::Done),
-                Ok(Err(Failed::NotImplemented { .. } | Failed::NotSupported { .. })) => {
+                Some(Ok(Ok(_))) => return Ok(Outcome::Done),
+                Some(Ok(Err(Failed::NotImplemented { .. } | Failed::NotSupported { .. }))) => {
                     return Ok(Outcome::Unsupported);
                 }
-                Ok(Err(error)) if status(&error) == Some(501) => return Ok(Outcome::Unsupported),
-                Ok(Err(error)) => Some(error),
-                Err(_) => None,
+                Some(Ok(Err(error))) if status(&error) == Some(501) => {
+                    return Ok(Outcome::Unsupported);
+                }
+                Some(Ok(Err(error))) => Some(error),
+                Some(Err(_)) | None => None,
             };
+            given_up |= failed.as_ref().is_none_or(|error| status(error).is_none());
             let refused =
                 matches!(&failed, Some(Failed::AlreadyExists { .. } | Failed::Precondition { .. }));
             if let Some(error) = failed.as_ref().filter(|error| !refused && is_final(error)) {
                 return Err(Error::store("write", key, short(error)));
             }
-            match self.get(key, bytes.len() as u64) {
+            match self.whole(key, bytes.len() as u64, false) {
                 Ok(Some((now, _))) if now == bytes => return Ok(Outcome::Done),
                 Ok(now) if now.as_ref().map(|(_, version)| version) != was => {
                     return Ok(Outcome::Changed);
                 }
                 // It is longer than what was to be written.
-                Err(Error::Damaged(_)) if refused => return Ok(Outcome::Changed),
+                Err(Error::Damaged(_)) if refused || was.is_none() => return Ok(Outcome::Changed),
                 Ok(_) | Err(Error::Damaged(_)) => {}
-                Err(error) => return Err(error),
-            }
-            if self.progress.is_cancelled() {
-                return Err(Error::Interrupted);
+                Err(_) if self.progress.is_cancelled() => return Err(Error::Unsettled(unknown())),
+                Err(error) => return Err(error.and(unknown())),
             }
             if std::time::Instant::now() + pause >= end {
                 let cause = failed.map_or_else(|| "no answer".to_owned(), |error| short(&error));
-                return Err(Error::store("write", key, cause));
+                let error = Error::store("write", key, cause);
+                return Err(if given_up { error.and(unknown()) } else { error });
             }
-            std::thread::sleep(pause);
+            self.runtime.block_on(async { self.cut_short(Duration::ZERO, sleep(pause)).await });
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
     }
@@ -432,14 +578,24 @@ impl Store for Bucket {
         let path = &path;
         let list = |silence| async move {
             let (mut found, mut entries) = (Vec::new(), self.client.list(Some(path)));
+            let mut pace = self.pace();
             // A large store has many pages.
             while let Some(entry) = within(silence, entries.try_next()).await? {
+                if found.len() == MOST_ENTRIES {
+                    return Ok(None);
+                }
                 found.push(entry);
+                pace.add(ENTRY, Instant::now())?;
             }
-            Ok(found)
+            Ok(Some(found))
         };
         let found = self.repeat("list", prefix, true, Duration::ZERO, list)?;
         let found = found.map_err(|error| Error::store("list", prefix, short(&error)))?;
+        let found = found.ok_or_else(|| {
+            Error::damaged(format_args!(
+                "the store has more than {MOST_ENTRIES} objects '{prefix}...'"
+            ))
+        })?;
         let entries = found.into_iter().filter_map(|found| {
             let key = found.location.as_ref().strip_prefix(&self.prefix)?.to_owned();
             Some(Entry {
@@ -520,6 +676,68 @@ impl Parts for Upload<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_environment_counts_more_than_a_profile_and_keys_are_of_one_of_them() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("credentials");
+        let text = "[default]\naws_access_key_id=a\naws_secret_access_key=b\naws_session_token=c\n\
+                    region=r\nendpoint_url=http://e\n";
+        std::fs::write(&file, text).unwrap();
+        let environment = |name: &str| {
+            (name == "AWS_SHARED_CREDENTIALS_FILE").then(|| file.clone().into_os_string())
+        };
+        let value = |builder: &AmazonS3Builder| {
+            [
+                AmazonS3ConfigKey::AccessKeyId,
+                AmazonS3ConfigKey::SecretAccessKey,
+                AmazonS3ConfigKey::Token,
+                AmazonS3ConfigKey::Region,
+                AmazonS3ConfigKey::Endpoint,
+            ]
+            .map(|key| builder.get_config_value(&key).unwrap_or_default())
+        };
+        let builder = described(AmazonS3Builder::new(), environment).unwrap();
+        assert_eq!(value(&builder), ["a", "b", "c", "r", "http://e"]);
+        let given = AmazonS3Builder::new().with_access_key_id("x").with_secret_access_key("y");
+        let builder = described(given.with_region("z"), environment).unwrap();
+        assert_eq!(value(&builder), ["x", "y", "", "z", "http://e"]);
+    }
+
+    #[test]
+    fn a_bundle_without_certificates_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("bundle.pem");
+        let bundle = |_: &str| Some(file.clone().into_os_string());
+        let message = trusting(bundle).unwrap_err().to_string();
+        assert!(message.contains("AWS_CA_BUNDLE") && message.contains("bundle.pem"), "{message}");
+        std::fs::write(&file, "text").unwrap();
+        let message = trusting(bundle).unwrap_err().to_string();
+        assert!(message.contains("no certificate"), "{message}");
+        trusting(|_| None).unwrap();
+    }
+
+    #[test]
+    fn an_answer_that_arrives_too_slowly_is_ended_and_no_other() {
+        let (minute, begin) = (Duration::from_mins(1), Instant::now());
+        // How long it goes on, of ten hours, when so many bytes arrive every so many seconds.
+        let lasts = |bytes: u64, every: u64| {
+            let mut pace = Pace::new(minute, begin);
+            let mut times = (1..).map(|number| number * every).take_while(|at| *at < 36_000);
+            times.find(|at| pace.add(bytes, begin + Duration::from_secs(*at)).is_err())
+        };
+        assert_eq!(lasts(1, 59), Some(118));
+        assert_eq!(lasts(1, 1), Some(60));
+        assert_eq!(lasts(LEAST - 1, 1), Some(60));
+        assert_eq!(lasts(LEAST, 1), None);
+        assert_eq!(lasts(LEAST * 60, 59), None);
+        assert_eq!(lasts(ENTRY, 59), Some(118));
+        // A fast beginning is not for ever.
+        let mut pace = Pace::new(minute, begin);
+        pace.add(1 << 30, begin + minute).unwrap();
+        pace.add(1, begin + minute + Duration::from_secs(59)).unwrap();
+        assert!(pace.add(1, begin + minute * 2).is_err());
+    }
 
     #[test]
     fn a_request_has_time_for_the_bytes_that_it_sends() {

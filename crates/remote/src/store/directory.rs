@@ -28,9 +28,6 @@ const PART: u64 = 8 << 20;
 /// How often it is looked whether a lock is free.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// How long whoever was interrupted waits for the lock to tidy up.
-const HURRIED: Duration = Duration::from_secs(2);
-
 /// A store in a directory, which is open: whatever its name refers to later, objects go there.
 #[derive(Debug)]
 pub struct Directory {
@@ -106,7 +103,7 @@ impl Directory {
                 if cancellable {
                     return Err(Error::Interrupted);
                 }
-                limit = limit.min(HURRIED);
+                limit = limit.min(self.limits.hurried);
             }
             if begin.elapsed() >= limit {
                 return Err(self.failed(
@@ -219,14 +216,13 @@ impl Store for Directory {
     }
 
     fn read(&self, key: &str, offset: u64, length: usize) -> Result<Vec<u8>> {
-        let missing = || Error::damaged(format_args!("'{key}' is missing in the store"));
-        let file = self.file(key)?.ok_or_else(missing)?;
+        let file = self.file(key)?.ok_or_else(|| Error::missing(key))?;
         let mut bytes = vec![0; length];
         match file.read_exact_at(&mut bytes, offset) {
             Ok(()) => Ok(bytes),
-            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => Err(Error::damaged(
-                format_args!("'{key}' ends before byte {}", offset + length as u64),
-            )),
+            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
+                Err(Error::ends(key, offset + length as u64))
+            }
             Err(error) => Err(self.failed("read", key, error)),
         }
     }

@@ -3,12 +3,16 @@
 #[cfg(feature = "buckets")]
 mod bucket;
 mod directory;
+#[cfg(feature = "buckets")]
+mod profile;
 
 #[cfg(feature = "buckets")]
 pub use bucket::Bucket;
 pub use directory::Directory;
 
 use crate::address::Place;
+#[cfg(doc)]
+use crate::error::Error;
 use crate::error::Result;
 use crate::progress::Progress;
 use std::sync::Arc;
@@ -75,7 +79,11 @@ pub trait Store: Send + Sync {
     /// Makes an object with these bytes, whatever it was.
     fn put(&self, key: &str, bytes: &[u8]) -> Result<()>;
 
-    /// Makes an object with these bytes if it is still what was read, or `None` if there was none.
+    /// Makes an object with these bytes if it is still what was read, or `None` if there was none. After an
+    /// interruption it takes as long as [`Limits::hurried`] says to find out whether it has.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`]: the object is as it was. [`Error::Unsettled`]: that is unknown.
     fn put_if(&self, key: &str, bytes: &[u8], was: Option<&Version>) -> Result<Outcome>;
 
     /// Makes sure that the objects that were found stay, also those whose writer was killed before it did. A store
@@ -123,6 +131,8 @@ pub struct Limits {
     pub attempt: Duration,
     /// The pause before the second attempt; it doubles from one to the next, up to five seconds.
     pub pause: Duration,
+    /// For what must still be done or found out after an interruption.
+    pub hurried: Duration,
 }
 
 impl Default for Limits {
@@ -135,7 +145,12 @@ impl Limits {
     /// The usual ones within an overall limit.
     pub fn within(overall: Duration) -> Self {
         let attempt = overall.min(Duration::from_mins(1));
-        Self { overall, attempt, pause: Duration::from_millis(200) }
+        Self {
+            overall,
+            attempt,
+            pause: Duration::from_millis(200),
+            hurried: overall.min(Duration::from_secs(5)),
+        }
     }
 }
 

@@ -5,7 +5,9 @@ use crate::round_trips::{fetch, gc, is_whole, send};
 use crate::s3::{Fault, Server};
 use isobath_remote::store::{Bucket, Limits, Outcome, Store};
 use isobath_remote::{Collection, Error, Progress, Replace, collect, list, push, remove};
+use object_store::ClientOptions;
 use object_store::aws::AmazonS3Builder;
+use object_store::client::{HttpClient, HttpConnector};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,19 +15,43 @@ use std::time::Duration;
 const FAULTS: [Fault; 5] =
     [Fault::Status(429), Fault::Status(500), Fault::Reset, Fault::AnswerLost, Fault::Truncated];
 
+/// Asks the server itself, whatever proxy the environment names.
+#[derive(Debug)]
+pub(crate) struct Direct;
+
+impl HttpConnector for Direct {
+    fn connect(&self, _options: &ClientOptions) -> object_store::Result<HttpClient> {
+        let client = reqwest::Client::builder().no_proxy().build();
+        let client = client.map_err(|error| object_store::Error::Generic {
+            store: "store",
+            source: Box::new(error),
+        })?;
+        Ok(HttpClient::new(client))
+    }
+}
+
 fn open(server: &Server, limits: Limits) -> Bucket {
+    open_with(server, limits, &Arc::default())
+}
+
+fn open_with(server: &Server, limits: Limits, progress: &Arc<Progress>) -> Bucket {
+    open_at(&server.endpoint, limits, progress)
+}
+
+pub(crate) fn open_at(endpoint: &str, limits: Limits, progress: &Arc<Progress>) -> Bucket {
     let builder = AmazonS3Builder::new()
         .with_bucket_name("bucket")
         .with_region("nowhere")
         .with_access_key_id("key")
         .with_secret_access_key("secret")
-        .with_endpoint(&server.endpoint)
+        .with_endpoint(endpoint)
+        .with_http_connector(Direct)
         .with_allow_http(true);
-    Bucket::of_s3(builder, "some/prefix", limits, &Arc::default()).unwrap()
+    Bucket::of_s3(builder, "some/prefix", limits, progress).unwrap()
 }
 
 /// What fails is tried again at once; nobody waits for the limits.
-fn patient() -> Limits {
+pub(crate) fn patient() -> Limits {
     Limits { pause: Duration::from_millis(1), ..Limits::default() }
 }
 
@@ -147,6 +173,38 @@ fn an_attempt_without_an_answer_ends_and_so_does_the_operation() {
 }
 
 #[test]
+fn a_store_that_answers_drop_by_drop_does_not_keep_anybody_busy_for_ever() {
+    let server = Server::start();
+    let store = open(&server, patient());
+    store.put("layers/a", &vec![1; 1 << 20]).unwrap();
+    let second = Duration::from_secs(1);
+    let store = open(&server, Limits { attempt: second, overall: second, ..patient() });
+    server.fail((0..10_000).map(|number| (number, Fault::Drops)));
+    let error = store.read("layers/a", 0, 1 << 20).unwrap_err().to_string();
+    assert!(error.contains("given up"), "{error}");
+    let error = store.get("layers/a", 1 << 20).unwrap_err().to_string();
+    assert!(error.contains("given up"), "{error}");
+    let error = store.list("layers/").unwrap_err().to_string();
+    assert!(error.contains("given up"), "{error}");
+}
+
+#[test]
+fn no_test_asks_a_proxy_of_the_environment() {
+    let test = "buckets::a_store_without_conditional_puts_needs_the_word_of_the_user";
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", test]);
+    for variable in ["http_proxy", "HTTP_PROXY", "ALL_PROXY"] {
+        // Nobody is there.
+        command.env(variable, "http://127.0.0.1:1");
+    }
+    for variable in ["no_proxy", "NO_PROXY"] {
+        command.env_remove(variable);
+    }
+    let text = isobath_testkit::process::run(&mut command).ok().text();
+    assert!(text.contains("1 passed"), "{text}");
+}
+
+#[test]
 fn a_conditional_put_is_settled_whatever_is_answered() {
     for fault in FAULTS.into_iter().chain([Fault::Status(409), Fault::Status(412)]) {
         let server = Server::start();
@@ -207,14 +265,7 @@ fn what_is_refused_for_good_is_not_repeated() {
 fn a_push_that_is_cancelled_ends() {
     let (server, chain) = (Server::start(), Chain::small("disk.qcow2", 1));
     let progress = Arc::new(Progress::default());
-    let builder = AmazonS3Builder::new()
-        .with_bucket_name("bucket")
-        .with_region("nowhere")
-        .with_access_key_id("key")
-        .with_secret_access_key("secret")
-        .with_endpoint(&server.endpoint)
-        .with_allow_http(true);
-    let store = Bucket::of_s3(builder, "", patient(), &progress).unwrap();
+    let store = open_with(&server, patient(), &progress);
     server.fail((3..10_000).map(|number| (number, Fault::Status(503))));
     std::thread::scope(|scope| {
         let pushing =
@@ -223,50 +274,99 @@ fn a_push_that_is_cancelled_ends() {
         server.fail([]);
         progress.cancel();
         match pushing.join().unwrap() {
-            Err(Error::Interrupted) => assert!(!server.objects().contains_key("manifests/vm.json")),
+            Err(Error::Interrupted) => {
+                assert!(!server.objects().contains_key("some/prefix/manifests/vm.json"));
+            }
             pushed => drop(pushed.unwrap()),
         }
     });
-    assert!(server.objects().keys().all(|key| !key.starts_with("pushes/")));
+    assert!(server.objects().keys().all(|key| !key.starts_with("some/prefix/pushes/")));
+}
+
+/// How a request without an answer ends after an interruption.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ends {
+    /// By the limit for it.
+    Hurried,
+    /// The server closes the connection.
+    HungUp,
+}
+
+/// Calls `work` with a store that does so with these requests, and interrupts it when one of them is without an answer.
+fn interrupted<T: Send>(
+    server: &Server,
+    faults: &[(usize, Fault)],
+    ends: Ends,
+    work: impl FnOnce(&Bucket, &Progress) -> T + Send,
+) -> T {
+    let long = Duration::from_hours(24);
+    let hurried = if ends == Ends::Hurried { Duration::from_millis(50) } else { long };
+    let limits = Limits { overall: long, attempt: long, hurried, ..patient() };
+    let progress = Arc::new(Progress::default());
+    let store = open_with(server, limits, &progress);
+    server.fail(faults.iter().copied());
+    std::thread::scope(|scope| {
+        let working = scope.spawn(|| work(&store, &progress));
+        isobath_testkit::until("silence", || server.unanswered() > 0);
+        progress.cancel();
+        if ends == Ends::HungUp {
+            server.hang_up();
+        }
+        working.join().unwrap()
+    })
+}
+
+/// All requests from this one on.
+fn silent(first: usize) -> impl Iterator<Item = (usize, Fault)> {
+    (first..100).map(|number| (number, Fault::Silence))
 }
 
 #[test]
-fn a_collection_that_fails_closes_the_store_only_if_a_removal_is_in_doubt() {
-    let (server, chain) = (Server::start(), Chain::small("disk.qcow2", 1));
-    let store = open(&server, patient());
-    send(&store, "vm", &chain).unwrap();
-    send(&store, "gone", &Chain::small("disk.qcow2", 2)).unwrap();
-    remove(&store, "gone").unwrap();
-    let objects = server.objects();
-    for dry_run in [true, false] {
-        let (mut closed, mut open) = (0, 0);
-        for number in 1.. {
-            server.set_objects(objects.clone());
-            server.fail([(number, Fault::Status(403))]);
-            let how = Collection { grace: Duration::ZERO, dry_run, break_lock: false };
-            let collected = collect(&store, &how, &Progress::default());
-            let requests = server.requests();
-            let Some(failed) = requests.get(number) else {
-                collected.unwrap();
-                break;
-            };
-            let removal = failed.contains("delete") || failed.starts_with("DELETE");
-            let message = collected.unwrap_err().to_string();
-            assert_eq!(message.contains("--break-lock"), removal, "{failed}: {message}");
-            let locked = server.objects().contains_key("some/prefix/gc.lock");
-            assert_eq!(locked, removal, "{failed}");
-            *(if locked { &mut closed } else { &mut open }) += 1;
-        }
-        // The one whose lock is broken may have left a removal that is on its way.
-        server.set_objects(objects.clone());
-        let how = Collection { grace: Duration::ZERO, dry_run, break_lock: true };
-        server.fail([(2, Fault::Status(403))]);
-        collect(&store, &how, &Progress::default()).unwrap_err();
+fn a_conditional_put_is_cut_short_by_an_interruption_and_says_what_it_has_done() {
+    let put = |store: &Bucket, _: &Progress| store.put_if("gc.lock", b"text", None);
+    let server = Server::start();
+    // It was done, as the object shows.
+    let done = interrupted(&server, &[(0, Fault::Unanswered)], Ends::HungUp, put);
+    assert_eq!(done.unwrap(), Outcome::Done);
+    // The object is that of another.
+    let (key, other) = ("some/prefix/gc.lock".to_owned(), b"another".to_vec());
+    server.set_objects(BTreeMap::from([(key, other)]));
+    let done = interrupted(&server, &[(0, Fault::Unanswered)], Ends::HungUp, put);
+    assert_eq!(done.unwrap(), Outcome::Changed);
+    // The request may still be on its way; then the object cannot be read either.
+    server.set_objects(BTreeMap::default());
+    for faults in [vec![(0, Fault::Silence)], silent(0).collect()] {
+        let done = interrupted(&server, &faults, Ends::Hurried, put);
+        assert!(
+            matches!(&done, Err(Error::Unsettled(text)) if text.contains("gc.lock")),
+            "{done:?}"
+        );
+    }
+    let progress = Arc::new(Progress::default());
+    progress.cancel();
+    server.fail([]);
+    let store = open_with(&server, patient(), &progress);
+    assert!(matches!(store.put_if("gc.lock", b"text", None), Err(Error::Interrupted)));
+    assert!(server.requests().is_empty() && server.objects().is_empty());
+}
+
+#[test]
+fn a_collection_that_is_interrupted_removes_its_lock_or_says_that_it_may_stay() {
+    let collect = |store: &Bucket, progress: &Progress| {
+        let how = Collection { grace: Duration::ZERO, dry_run: false, break_lock: false };
+        collect(store, &how, progress)
+    };
+    let server = Server::start();
+    let collected = interrupted(&server, &[(0, Fault::Unanswered)], Ends::HungUp, collect);
+    assert!(matches!(collected, Err(Error::Interrupted)), "{collected:?}");
+    assert!(server.objects().is_empty(), "the lock is left");
+    // Whether it was put cannot be found out; it was, and cannot be removed.
+    let unknown = silent(1).chain([(0, Fault::Unanswered)]).collect();
+    for faults in [unknown, silent(1).collect::<Vec<_>>()] {
+        server.set_objects(BTreeMap::default());
+        let collected = interrupted(&server, &faults, Ends::Hurried, collect);
+        let message = collected.unwrap_err().to_string();
+        assert!(message.contains("interrupted") && message.contains("--break-lock"), "{message}");
         assert!(server.objects().contains_key("some/prefix/gc.lock"));
-        server.fail([]);
-        collect(&store, &how, &Progress::default()).unwrap();
-        assert!(!server.objects().contains_key("some/prefix/gc.lock"));
-        // With no removal but that of the lock, nothing else is in doubt.
-        assert!(open > 4 && if dry_run { closed == 1 } else { closed > 1 }, "{open} {closed}");
     }
 }

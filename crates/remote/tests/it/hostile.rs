@@ -1,11 +1,12 @@
 //! Manifests that are damaged or malicious.
 
 use crate::chains::Chain;
-use crate::round_trips::{fetch, gc, send, verify};
-use crate::stores;
-use isobath_remote::{Manifest, Names, Progress, Target, list, pull};
+use crate::round_trips::{fetch, gc, is_whole, send, verify};
+use crate::stores::{self, Watched};
+use isobath_remote::{Digest, Error, Manifest, Names, Progress, Target, list, pull};
 use serde_json::{Value, json};
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 /// A manifest of three layers, changed.
@@ -73,6 +74,128 @@ fn no_table_is_read_of_a_layer_that_is_shorter_than_the_manifest_says() {
     let directory = tempfile::tempdir().unwrap();
     let error = fetch(&store, "vm", directory.path()).unwrap_err().to_string();
     assert!(error.contains("layers/"), "{error}");
+}
+
+#[test]
+fn no_more_of_a_table_is_read_than_is_needed_for_what_is_read_of_the_layer() {
+    let chain = Chain::new();
+    let (kept, store) = stores::new();
+    send(&store, "vm", &chain).unwrap();
+    // A layer and a table that agree in their lengths, and take no room in the store.
+    let length = 1_u64 << 42;
+    let path = kept.path().join("manifests/vm.json");
+    let text = fs::read_to_string(&path).unwrap();
+    let old = fs::metadata(chain.path(0)).unwrap().len();
+    let changed = text.replace(
+        &format!("\"length\":{old},\"format\":\"raw\",\"size\":{old}"),
+        &format!("\"length\":{length},\"format\":\"raw\",\"size\":{length}"),
+    );
+    assert_ne!(changed, text);
+    fs::write(&path, &changed).unwrap();
+    let layer = &Manifest::decode("vm", changed.as_bytes()).unwrap().layers[0];
+    for (kind, digest, length) in
+        [("layers", layer.digest, length), ("tables", layer.table, length / (16 << 10))]
+    {
+        let object = kept.path().join(kind).join(digest.to_string());
+        fs::File::options().write(true).open(object).unwrap().set_len(length).unwrap();
+    }
+    let watched = Watched::recording(&store);
+    let directory = tempfile::tempdir().unwrap();
+    let error = fetch(&watched, "vm", directory.path()).unwrap_err().to_string();
+    assert!(error.contains("remote verify"), "{error}");
+    let asked = watched.asked();
+    let tables = asked.iter().filter(|(_, key, _)| key.starts_with("tables/"));
+    let bytes: usize = tables.map(|(_, _, length)| length).sum();
+    assert!(bytes < 64 << 10, "{bytes} bytes of tables");
+}
+
+#[test]
+fn a_table_that_is_read_in_several_parts_finds_damage_in_each_and_matches_its_digest() {
+    // The second part of the table begins at 256 MiB.
+    let (size, places) = ((256 << 20) + (9 << 20) + 512, [5 << 20, (256 << 20) + 7, (265 << 20)]);
+    let directory = tempfile::tempdir().unwrap();
+    let image = fs::File::create(directory.path().join("base.raw")).unwrap();
+    image.set_len(size).unwrap();
+    for place in places {
+        image.write_all_at(b"text", place).unwrap();
+    }
+    let chain = Chain { directory, names: vec!["base.raw".to_owned()] };
+    let (kept, store) = stores::new();
+    send(&store, "vm", &chain).unwrap();
+    is_whole(&store, "vm");
+    let target = tempfile::tempdir().unwrap();
+    fetch(&store, "vm", target.path()).unwrap();
+    chain.is_part(target.path(), true);
+    let text = fs::read_to_string(kept.path().join("manifests/vm.json")).unwrap();
+    let layer = &Manifest::decode("vm", text.as_bytes()).unwrap().layers[0];
+    let [layer, table] = [("layers", layer.digest), ("tables", layer.table)]
+        .map(|(kind, digest)| format!("{kind}/{digest}"));
+    let parts =
+        places.map(|place| (&layer, place)).into_iter().chain([(&table, 3), (&table, 16_385)]);
+    for (object, place) in parts {
+        let file = fs::File::options().read(true).write(true).open(kept.path().join(object));
+        let (file, mut byte) = (file.unwrap(), [0]);
+        file.read_exact_at(&mut byte, place).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], place).unwrap();
+        let found = verify(&store, "vm").unwrap().problems;
+        assert!(found.len() == 1 && found[0].starts_with(&format!("'{object}'")), "{found:?}");
+        let target = tempfile::tempdir().unwrap();
+        let error = fetch(&store, "vm", target.path()).unwrap_err();
+        assert!(matches!(&error, Error::Damaged(text) if text.contains(object)), "{error}");
+        assert!(fs::read_dir(target.path()).unwrap().next().is_none());
+        file.write_all_at(&byte, place).unwrap();
+    }
+    is_whole(&store, "vm");
+}
+
+#[test]
+fn an_object_is_asked_for_once_where_its_length_is_known() {
+    let chain = Chain::new();
+    let (_kept, store) = stores::new();
+    send(&store, "vm", &chain).unwrap();
+    let watched = Watched::recording(&store);
+    let (directory, progress) = (tempfile::tempdir().unwrap(), Progress::default());
+    let target = Target { directory: directory.path().to_owned(), name: None };
+    pull(&watched, "vm", &target, Names::Rebased, &progress).unwrap();
+    for (what, key, _) in watched.asked() {
+        assert!(what != "head" || key.starts_with("layers/"), "{what} {key}");
+    }
+}
+
+#[test]
+fn heads_that_have_another_header_or_l1_table_than_a_layer_are_found() {
+    let chain = Chain::new();
+    let (kept, store) = stores::new();
+    send(&store, "vm", &chain).unwrap();
+    let path = kept.path().join("manifests/vm.json");
+    let text = fs::read_to_string(&path).unwrap();
+    let manifest = Manifest::decode("vm", text.as_bytes()).unwrap();
+    let heads = fs::read(kept.path().join(format!("heads/{}", manifest.heads.digest))).unwrap();
+    // Before the headers are 16 bytes, and 8 for each of three layers; the last byte is of the top's L1 table.
+    for at in [40 + 8, heads.len() - 1] {
+        let mut changed = heads.clone();
+        changed[at] ^= 1;
+        let digest = Digest::of(&changed);
+        fs::write(kept.path().join(format!("heads/{digest}")), changed).unwrap();
+        let named = text.replace(&manifest.heads.digest.to_string(), &digest.to_string());
+        fs::write(&path, named).unwrap();
+        let found = verify(&store, "vm").unwrap().problems;
+        assert!(found.len() == 1 && found[0].contains("L1 table"), "{at}: {found:?}");
+        let (directory, progress) = (tempfile::tempdir().unwrap(), Progress::default());
+        let target = Target { directory: directory.path().to_owned(), name: None };
+        // Nothing of the heads goes into files that are as they were pushed.
+        pull(&store, "vm", &target, Names::Kept, &progress).unwrap();
+        chain.is_part(directory.path(), true);
+        for name in &chain.names {
+            fs::remove_file(directory.path().join(name)).unwrap();
+        }
+        let error = pull(&store, "vm", &target, Names::Rebased, &progress).unwrap_err();
+        assert!(error.to_string().contains("L1 table"), "{error}");
+        assert!(!directory.path().join("top.qcow2").exists());
+    }
+    // A push makes them right.
+    send(&store, "vm", &chain).unwrap();
+    is_whole(&store, "vm");
 }
 
 #[test]

@@ -238,3 +238,30 @@ fn an_interrupted_push_says_that_the_chain_is_unchanged_only_if_its_manifest_was
         assert!(before > 5 && after == 1, "{before} {after}");
     }
 }
+
+#[test]
+fn an_interrupted_collection_that_leaves_its_lock_says_so() {
+    let chain = Chain::small("disk.qcow2", 1);
+    let (kept, store) = stores::new();
+    send(&store, "vm", &chain).unwrap();
+    for broken in [false, true] {
+        let mut left = 0;
+        for number in 0.. {
+            let (copied, store) = stores::copy(kept.path());
+            let lock = copied.path().join("gc.lock");
+            if broken {
+                fs::write(&lock, "another").unwrap();
+            }
+            let watched = Watched::dying(&store, Death::Interrupted(number));
+            let collected = gc(&watched, Duration::ZERO, broken);
+            let Err(error) = collected else { break };
+            let message = error.to_string();
+            let told = message.starts_with("interrupted; ") && message.contains("--break-lock");
+            // Nothing was asked of the store that could have changed it.
+            let begun = number > 0;
+            assert_eq!(told, lock.exists() && begun, "{broken} {number}: {message}");
+            left += usize::from(told);
+        }
+        assert!(left > 5, "{left}");
+    }
+}

@@ -6,6 +6,8 @@ mod buckets;
 mod chains;
 mod hostile;
 mod interrupted;
+mod proxied;
+mod proxy;
 mod round_trips;
 mod s3;
 mod stores;

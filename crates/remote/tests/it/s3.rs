@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
+use std::time::Duration;
 
 /// What goes wrong with a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,8 +21,12 @@ pub(crate) enum Fault {
     Truncated,
     /// One bit of the answer's body differs.
     WrongByte,
+    /// The answer's body comes byte for byte, far too slowly, until the client gives up.
+    Drops,
     /// No answer comes until the client gives up.
     Silence,
+    /// It is done, and no answer comes until the client gives up.
+    Unanswered,
 }
 
 #[derive(Default)]
@@ -30,6 +35,8 @@ struct State {
     uploads: BTreeMap<String, BTreeMap<u32, Vec<u8>>>,
     requests: Vec<String>,
     faults: BTreeMap<usize, Fault>,
+    /// The connections on which an answer does not come.
+    silent: Vec<TcpStream>,
     /// Conditional puts are not implemented.
     unconditional: bool,
 }
@@ -86,6 +93,7 @@ impl Server {
     pub(crate) fn fail(&self, faults: impl IntoIterator<Item = (usize, Fault)>) {
         let mut state = self.state();
         state.requests.clear();
+        state.silent.clear();
         state.faults = faults.into_iter().collect();
     }
 
@@ -105,6 +113,26 @@ impl Server {
         self.state().objects = objects;
     }
 
+    /// How many requests are without an answer, and stay so.
+    pub(crate) fn unanswered(&self) -> usize {
+        self.state().silent.len()
+    }
+
+    /// Closes the connections on which an answer does not come.
+    pub(crate) fn hang_up(&self) {
+        for stream in self.state().silent.drain(..) {
+            // The client may have closed it.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Until the client closes the connection, or the test does.
+    fn be_silent(&self, mut reader: BufReader<&TcpStream>) {
+        let stream = reader.get_ref().try_clone().unwrap();
+        self.state().silent.push(stream);
+        let _ = reader.read(&mut [0]);
+    }
+
     fn serve(&self, stream: &TcpStream) {
         let mut reader = BufReader::new(stream);
         while let Some(request) = read(&mut reader) {
@@ -118,11 +146,7 @@ impl Server {
             };
             match fault {
                 Some(Fault::Reset) => return,
-                Some(Fault::Silence) => {
-                    // Until the client closes the connection.
-                    let _ = reader.read(&mut [0]);
-                    return;
-                }
+                Some(Fault::Silence) => return self.be_silent(reader),
                 _ => {}
             }
             let mut response = match fault {
@@ -132,6 +156,7 @@ impl Server {
             let length = response.body.len();
             match fault {
                 Some(Fault::AnswerLost) => return,
+                Some(Fault::Unanswered) => return self.be_silent(reader),
                 Some(Fault::Truncated) => response.body.truncate(length / 2),
                 Some(Fault::WrongByte) if length > 0 && request.method == "GET" => {
                     response.body[length / 2] ^= 1;
@@ -147,6 +172,15 @@ impl Server {
             }
             head.push_str("\r\n");
             let mut out = stream;
+            if fault == Some(Fault::Drops) {
+                let _ = out.write_all(head.as_bytes());
+                for byte in response.body.iter().cycle() {
+                    if out.write_all(&[*byte]).is_err() {
+                        return;
+                    }
+                    thread::sleep(Duration::from_millis(10));
+                }
+            }
             if out.write_all(head.as_bytes()).and_then(|()| out.write_all(&response.body)).is_err()
             {
                 return;

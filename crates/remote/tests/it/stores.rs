@@ -3,6 +3,7 @@
 use isobath_remote::store::{Directory, Entry, Found, Outcome, Parts, Store, Version};
 use isobath_remote::{Error, Result};
 use std::path::Path;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime};
 use tempfile::TempDir;
@@ -34,17 +35,36 @@ pub(crate) enum Death {
     Interrupted(usize),
 }
 
+/// What was asked of a store: an operation, an object, and how many of its bytes.
+pub(crate) type Asked = (&'static str, String, usize);
+
 /// A store whose user is killed, or at one of whose operations something else happens.
 pub(crate) struct Watched<'s> {
     inner: &'s dyn Store,
     count: AtomicUsize,
+    asked: Mutex<Vec<Asked>>,
     death: Option<Death>,
     at: Option<(usize, &'s (dyn Fn() + Sync))>,
 }
 
 impl<'s> Watched<'s> {
     pub(crate) fn dying(inner: &'s dyn Store, death: Death) -> Self {
-        Self { inner, count: AtomicUsize::new(0), death: Some(death), at: None }
+        Self { death: Some(death), ..Self::recording(inner) }
+    }
+
+    /// Only records what was asked.
+    pub(crate) fn recording(inner: &'s dyn Store) -> Self {
+        let (count, asked) = (AtomicUsize::new(0), Mutex::default());
+        Self { inner, count, asked, death: None, at: None }
+    }
+
+    /// What was asked so far.
+    pub(crate) fn asked(&self) -> Vec<Asked> {
+        self.asked.lock().unwrap().clone()
+    }
+
+    fn note(&self, what: &'static str, key: &str, length: usize) {
+        self.asked.lock().unwrap().push((what, key.to_owned(), length));
     }
 
     /// Calls `what` before the operation of this number.
@@ -53,7 +73,7 @@ impl<'s> Watched<'s> {
         number: usize,
         what: &'s (dyn Fn() + Sync),
     ) -> Self {
-        Self { inner, count: AtomicUsize::new(0), death: None, at: Some((number, what)) }
+        Self { at: Some((number, what)), ..Self::recording(inner) }
     }
 
     /// Operations so far.
@@ -79,6 +99,7 @@ impl<'s> Watched<'s> {
 
 impl Store for Watched<'_> {
     fn head(&self, key: &str) -> Result<Option<Found>> {
+        self.note("head", key, 0);
         self.step(|| self.inner.head(key))
     }
 
@@ -87,6 +108,7 @@ impl Store for Watched<'_> {
     }
 
     fn read(&self, key: &str, offset: u64, length: usize) -> Result<Vec<u8>> {
+        self.note("read", key, length);
         self.step(|| self.inner.read(key, offset, length))
     }
 
