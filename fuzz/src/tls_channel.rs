@@ -22,8 +22,8 @@ const SOON: u8 = 8;
 
 /// The most data that the peer sends as such.
 const MOST_DATA: usize = 400_000;
-/// Records that the keys encrypt where they change soon.
-const SOON_LIMIT: u64 = 6;
+/// Records that the keys encrypt where they change soon: a few more than a channel leaves to what is no data.
+const SOON_LIMIT: u64 = 38;
 /// Bytes of a record's header.
 const HEADER: usize = 5;
 /// Bytes that a record grows by at most, with a message that the keys change.
@@ -45,8 +45,6 @@ pub fn tls_channel(mut input: &[u8]) {
         peer: Receiver::new(peer, false),
         wire: Vec::new(),
         allowance: OWN,
-        foul: false,
-        closed: false,
     };
     while !input.is_empty() {
         session.step(&mut input);
@@ -66,11 +64,6 @@ struct Session {
     wire: Vec<Vec<u8>>,
     /// Bytes that the tested side may have for its socket.
     allowance: usize,
-    /// Not all records are as an implementation sends them.
-    foul: bool,
-    /// The tested side has said that it sends nothing more. From then on all records are as they should be: with
-    /// debug assertions, rustls 0.23 panics where it has an alert to send after that.
-    closed: bool,
 }
 
 /// One side.
@@ -90,14 +83,7 @@ struct Receiver {
 
 impl Session {
     fn step(&mut self, input: &mut &[u8]) {
-        let step = take::<1>(input)[0] % 16;
-        if matches!(step, 1..=8 | 15) {
-            if self.closed {
-                return;
-            }
-            self.foul = true;
-        }
-        match step {
+        match take::<1>(input)[0] % 16 {
             0 => {
                 let length = usize::from(u16::from_le_bytes(take(input))) % 40_000;
                 if self.tested.sent.len() < MOST_DATA {
@@ -169,12 +155,10 @@ impl Session {
                     self.fill_wire();
                 }
             }
-            13 if !self.foul => {
-                self.closed = true;
+            13 => {
                 self.tested.channel.end();
                 self.peer.ends.push(self.peer.sent.len());
             }
-            13 => {}
             14 => self.tested.read(),
             _ => {
                 // A record whose header is of one length, and whose bytes are of another.
@@ -509,6 +493,9 @@ pub(crate) fn valid_inputs() -> Vec<Vec<u8>> {
     let nothing =
         [forged(22, &[]), data(9), forged(22, &[]), end.clone(), deliver.clone(), data(9)].concat();
     let parts = [forged(22, &[4, 0, 0]), forged(22, &[200]), data(5)].concat();
+    // The keys are to change while the other side has sent a part of a message.
+    let cut = [forged(22, &[24, 0, 0]), deliver.clone(), write(1).repeat(40)].concat();
+    let after_the_end = [vec![13], forged(22, &[24, 0, 0, 1, 9]), deliver.clone()].concat();
     let network: [&[u8]; 9] = [
         &[4, 0, 9, 0, 1],
         &[5, 1, 30, 0],
@@ -523,8 +510,21 @@ pub(crate) fn valid_inputs() -> Vec<Vec<u8>> {
     let network = network.map(|change| {
         [data(20), data(30), end.clone(), change.to_vec(), deliver.clone(), data(9)].concat()
     });
-    let sessions =
-        [both, many, closed, update, renegotiation, ticket, alerts, padded, empty, nothing, parts];
+    let sessions = [
+        both,
+        many,
+        closed,
+        update,
+        renegotiation,
+        ticket,
+        alerts,
+        padded,
+        empty,
+        nothing,
+        parts,
+        cut,
+        after_the_end,
+    ];
     let mut inputs = Vec::new();
     for (number, session) in sessions.into_iter().chain(network).enumerate() {
         for mode in [0, SERVER, OLD, OLD | SERVER, LAZY, SOON, SOON | SERVER | LAZY] {

@@ -6,7 +6,7 @@ use std::io::{self, ErrorKind, IoSlice, Read, Write};
 
 /// The most bytes of data in a record.
 const RECORD: usize = 16 << 10;
-/// Records of TLS 1.2 that are left to the handshake and to alerts.
+/// Records of each key that are left to the handshake, to tickets and to alerts.
 const RESERVED: u64 = 32;
 
 /// The state of one connection, either side of it.
@@ -15,14 +15,29 @@ const RESERVED: u64 = 32;
 /// Data is encrypted by [`write`](Self::write), and [`output`](Self::output) gives the bytes for the socket.
 pub struct Channel {
     connection: Connection,
-    /// Records of data that were encrypted, by TLS 1.2.
+    /// Records of data that were encrypted since this side has asked for new keys, at least as many as with the
+    /// present key.
     records: u64,
-    /// This side has sent its last.
-    ended: bool,
-    /// Why nothing more is received.
-    failed: Option<Error>,
+    /// Why nothing more is received or encrypted: this side has sent its last, or the connection has failed. rustls
+    /// may have queued an alert by then, and sends no more than one: with debug assertions, 0.23 panics at another.
+    closed: Option<Closed>,
     /// The peer has sent its last.
     peer_ended: bool,
+}
+
+#[derive(Clone, Debug)]
+enum Closed {
+    Ended,
+    Failed(Error),
+}
+
+impl Closed {
+    fn error(&self) -> Error {
+        match self {
+            Self::Ended => Error::General("this side has ended the connection".into()),
+            Self::Failed(error) => error.clone(),
+        }
+    }
 }
 
 impl fmt::Debug for Channel {
@@ -40,7 +55,7 @@ impl Channel {
     pub(crate) fn new(mut connection: Connection) -> Self {
         // What is written is taken out at once.
         connection.set_buffer_limit(None);
-        Self { connection, records: 0, ended: false, failed: None, peer_ended: false }
+        Self { connection, records: 0, closed: None, peer_ended: false }
     }
 
     /// Whether the handshake is still going on. Until it has ended, nothing can be written or read.
@@ -53,17 +68,18 @@ impl Channel {
     ///
     /// # Errors
     /// The peer breaks the protocol, is not admitted, or somebody has changed the bytes: [`output`](Self::output) then
-    /// has the alert for it, and every later call fails as this one did.
+    /// has the alert for it, and every later call fails as this one did. Or this side has [ended](Self::end), or can
+    /// encrypt no more.
     pub fn received(&mut self, input: &[u8]) -> Result<usize, Error> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
+        if let Some(closed) = &self.closed {
+            return Err(closed.error());
         }
         // rustls 0.23 panics where it is asked for more, if an empty record of a handshake came before the end.
         if self.peer_ended {
             return Ok(0);
         }
         let taken = self.decrypt(input);
-        self.failed = taken.as_ref().err().cloned();
+        self.closed = taken.as_ref().err().cloned().map(Closed::Failed);
         taken
     }
 
@@ -91,8 +107,8 @@ impl Channel {
     /// Encrypts these bytes.
     ///
     /// # Errors
-    /// The handshake has not ended, so that they would be kept or lost; this side has ended; or the keys are used up,
-    /// which ends this side.
+    /// The handshake has not ended, so that they would be kept or lost; this side has ended; the connection has failed;
+    /// or the keys are used up and cannot be changed, which closes the connection.
     pub fn write(&mut self, parts: &[IoSlice<'_>]) -> io::Result<()> {
         if self.is_handshaking() {
             return Err(io::Error::other("TLS: data before the end of the handshake"));
@@ -101,8 +117,12 @@ impl Channel {
         if length == 0 {
             return Ok(());
         }
-        if self.ended {
-            return Err(io::Error::new(ErrorKind::BrokenPipe, "TLS: data after the last"));
+        match &self.closed {
+            None => {}
+            Some(Closed::Ended) => {
+                return Err(io::Error::new(ErrorKind::BrokenPipe, "TLS: data after the last"));
+            }
+            Some(Closed::Failed(error)) => return Err(aborted(format!("TLS: {error}"))),
         }
         self.spend(length)?;
         let written = self.connection.writer().write_vectored(parts)?;
@@ -114,23 +134,34 @@ impl Channel {
         }
     }
 
-    /// Counts the records for so many bytes, where the keys do not change as they do in TLS 1.3.
+    /// Counts the records for so many bytes. Before they are more than a key may encrypt, the keys change; those of
+    /// TLS 1.2 cannot.
     fn spend(&mut self, length: usize) -> io::Result<()> {
-        let suite = self.connection.negotiated_cipher_suite();
-        let Some(SupportedCipherSuite::Tls12(suite)) = suite else { return Ok(()) };
-        self.records = self.records.saturating_add(length.div_ceil(RECORD) as u64);
-        if self.records.saturating_add(RESERVED) <= suite.common.confidentiality_limit {
+        let Some(suite) = self.connection.negotiated_cipher_suite() else { return Ok(()) };
+        let (common, fixed) = match suite {
+            SupportedCipherSuite::Tls12(suite) => (&suite.common, true),
+            SupportedCipherSuite::Tls13(suite) => (&suite.common, false),
+        };
+        let more = length.div_ceil(RECORD) as u64;
+        self.records = self.records.saturating_add(more);
+        if self.records.saturating_add(RESERVED) <= common.confidentiality_limit {
             return Ok(());
         }
-        self.end();
-        Err(io::Error::new(
-            ErrorKind::ConnectionAborted,
-            format!(
-                "TLS: version 1.2 with {:?} encrypts no more on this connection; connect again, or \
-                 use TLS 1.3",
-                suite.common.suite
-            ),
-        ))
+        if fixed {
+            self.end();
+            return Err(aborted(format!(
+                "TLS: version 1.2 with {:?} encrypts no more on this connection; connect again, or use TLS 1.3",
+                common.suite
+            )));
+        }
+        // rustls would do so by itself, but hides a failure, and would encrypt more than the key may.
+        if let Err(error) = self.connection.refresh_traffic_keys() {
+            let text = format!("TLS: the keys are used up and cannot be changed: {error}");
+            self.closed = Some(Closed::Failed(error));
+            return Err(aborted(text));
+        }
+        self.records = more;
+        Ok(())
     }
 
     /// Takes bytes for the socket into `buf`, and returns how many there were.
@@ -146,11 +177,18 @@ impl Channel {
         before - room.len()
     }
 
-    /// Tells the peer that nothing more will be sent: [`output`](Self::output) has the bytes for it.
+    /// Tells the peer that nothing more will be sent: [`output`](Self::output) has the bytes for it. Nothing more is
+    /// [received](Self::received) either. Does nothing if the connection has failed.
     pub fn end(&mut self) {
-        self.ended = true;
-        self.connection.send_close_notify();
+        if self.closed.is_none() {
+            self.closed = Some(Closed::Ended);
+            self.connection.send_close_notify();
+        }
     }
+}
+
+fn aborted(text: String) -> io::Error {
+    io::Error::new(ErrorKind::ConnectionAborted, text)
 }
 
 #[cfg(test)]
@@ -235,9 +273,96 @@ mod tests {
         server.write(&[IoSlice::new(b"")]).unwrap();
         assert_eq!(hand_over(&mut server, &mut client), b"last");
         assert_eq!(client.read(&mut [0; 9]).unwrap(), 0);
-        // The other side may go on.
-        client.write(&[IoSlice::new(b"more")]).unwrap();
-        assert_eq!(hand_over(&mut client, &mut server), b"more");
+    }
+
+    /// What a channel has for its socket.
+    fn output(channel: &mut Channel) -> Vec<u8> {
+        let mut room = vec![0; 64 << 10];
+        let count = channel.output(&mut room);
+        assert!(count < room.len());
+        room.truncate(count);
+        room
+    }
+
+    #[test]
+    fn after_the_end_nothing_is_received_and_no_alert_follows() {
+        for old in [true, false] {
+            let one = || speaking(all().cipher_suites.into_iter(), old);
+            let (mut server, mut client) = connected(one(), one());
+            client.write(&[IoSlice::new(b"before")]).unwrap();
+            let bytes = output(&mut client);
+            assert_eq!(server.received(&bytes).unwrap(), bytes.len());
+            server.end();
+            assert!(!output(&mut server).is_empty());
+            // A record that somebody has changed, one of the peer, and the end of the stream.
+            client.write(&[IoSlice::new(b"after")]).unwrap();
+            let good = output(&mut client);
+            let mut bad = good.clone();
+            *bad.last_mut().unwrap() ^= 1;
+            for bytes in [&bad[..], &good, b""] {
+                assert!(server.received(bytes).is_err());
+                server.end();
+                assert_eq!(output(&mut server), b"");
+            }
+            let mut room = [0; 100];
+            assert_eq!(server.read(&mut room).unwrap(), 6);
+            assert!(server.read(&mut room).is_err());
+        }
+    }
+
+    #[test]
+    fn keys_that_cannot_change_end_the_connection_with_one_alert() {
+        // A message that the keys change, cut within its header and behind it, and a ticket.
+        for part in [&[24, 0][..], &[24, 0, 0, 1], &[4, 0, 0, 15, 0]] {
+            for of_server in [true, false] {
+                let soon = || speaking(all().cipher_suites.into_iter().map(limited), false);
+                let forged = || hostile(speaking(all().cipher_suites.into_iter(), false));
+                let (mut channel, mut peer) = if of_server {
+                    connected(soon(), forged())
+                } else {
+                    let (peer, channel) = connected(forged(), soon());
+                    (channel, peer)
+                };
+                let records = [(ContentType::Handshake, part.to_vec())];
+                instead_of(ContentType::ApplicationData, records, || {
+                    peer.write(&[IoSlice::new(b"-")]).unwrap();
+                });
+                assert_eq!(hand_over(&mut peer, &mut channel), b"");
+                let mut written = 0;
+                let error = loop {
+                    assert!(written <= LIMIT, "there is no limit");
+                    match channel.write(&[IoSlice::new(b"data")]) {
+                        Ok(()) => written += 1,
+                        Err(error) => break error,
+                    }
+                };
+                assert_eq!(written, LIMIT - RESERVED);
+                for _ in 0..3 {
+                    assert!(channel.write(&[IoSlice::new(b"data")]).is_err());
+                    assert!(channel.received(b"").is_err());
+                    channel.end();
+                }
+                let records = output(&mut channel);
+                let mut rest = &records[..];
+                let (mut arrived, mut refused) = (Vec::new(), 0);
+                while let [_, _, _, high, low, ..] = *rest {
+                    let length = 5 + usize::from(u16::from_be_bytes([high, low]));
+                    match peer.received(&rest[..length]) {
+                        Ok(taken) => assert_eq!(taken, length),
+                        Err(Error::AlertReceived(_)) => refused += 1,
+                        Err(error) => panic!("{error}"),
+                    }
+                    let mut room = [0; 100];
+                    while let Ok(count @ 1..) = peer.read(&mut room) {
+                        arrived.extend_from_slice(&room[..count]);
+                    }
+                    rest = &rest[length..];
+                }
+                assert_eq!(arrived, b"data".repeat(written as usize));
+                assert_eq!(refused, 1, "the alert is the last record");
+                assert!(error.to_string().contains("cannot be changed"), "{error}");
+            }
+        }
     }
 
     #[test]

@@ -185,6 +185,28 @@ fn an_amend_of_which_a_part_is_refused_does_nothing() {
     assert!(std::fs::read(&image).unwrap() == before, "the image has changed");
 }
 
+#[test]
+fn what_is_refused_leaves_an_image_as_long_as_it_is() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join(NAME);
+    qemu::create(&image, "qcow2", 1 << 20, "compat=0.10");
+    let before = std::fs::read(&image).unwrap();
+    assert!(!before.len().is_multiple_of(512), "this is about a file that ends within a sector");
+    for refused in [
+        args!["amend", "-o", "refcount_bits=8", NAME],
+        args!["amend", "-o", "data_file=x", NAME],
+        args!["amend", "-o", "lazy_refcounts=on", NAME],
+        args!["snapshot", "-d", "none", NAME],
+        args!["snapshot", "-a", "none", NAME],
+        args!["bitmap", "--add", NAME, "none"],
+        args!["resize", "--shrink", NAME, "-2M"],
+        args!["resize", NAME, "512k"],
+    ] {
+        let done = isobath(directory.path(), &refused).exits(1);
+        assert!(std::fs::read(&image).unwrap() == before, "{refused:?}: {}", done.report());
+    }
+}
+
 /// Makes the image one of version 3 whose snapshots lack the disk's size, as a program leaves it that only raises the
 /// version of an old image.
 fn forget_sizes(image: &Path) {

@@ -55,6 +55,8 @@ pub struct Qcow2Writer<S> {
     /// There is no layer below: unallocated clusters read as zeroes.
     alone: AtomicBool,
     bitmaps: bitmaps::Bitmaps,
+    /// Bytes of the file when it was opened for this.
+    length: u64,
 }
 
 impl<S: Storage> Writer<S> {
@@ -482,11 +484,12 @@ impl<S: Storage> Qcow2Writer<S> {
             && qcow2.header.read().autoclear.contains(AutoclearFeatures::DATA_FILE_RAW)
     }
 
-    /// Extends the file to whole sectors: compressed data may end anywhere.
+    /// Extends the file to whole sectors: compressed data may end anywhere. A file that ends where it did stays as it
+    /// is.
     async fn pad_file(&self) -> Result<()> {
         let storage = self.metadata.layer.storage();
         let length = storage.len().await?;
-        if length % 512 != 0 {
+        if length != self.length && length % 512 != 0 {
             storage.set_len(length.next_multiple_of(512)).await?;
         }
         Ok(())

@@ -20,6 +20,7 @@ impl<S: Storage> Writer<S> {
     pub async fn open(layer: &Qcow2Layer<S>, options: &OpenOptions, alone: bool) -> Result<Self> {
         let qcow2 = layer.qcow2();
         let header = qcow2.header.read().clone();
+        let length = layer.storage().len().await?;
         for (_, entry) in qcow2.l1.read().allocated() {
             qcow2.l2_table(entry).map_err(|error| layer.format_error(error))?;
         }
@@ -73,7 +74,7 @@ impl<S: Storage> Writer<S> {
         Ok(Self::new(
             layer.layer(),
             policy,
-            Some(Qcow2Writer { metadata, alone: alone.into(), bitmaps }),
+            Some(Qcow2Writer { metadata, alone: alone.into(), bitmaps, length }),
         ))
     }
 }
