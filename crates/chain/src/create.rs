@@ -466,6 +466,32 @@ async fn backing<H: Host>(
     Ok(Some(Backing { present, chain, frozen: false }))
 }
 
+/// The backing chain of a new image, kept from being written to while this is there.
+///
+/// # Errors
+/// Another program has a file of it open for writing, or it cannot be opened.
+pub(crate) async fn unwritten<H: Host>(
+    host: &H,
+    name: &Path,
+    new: &NewDisk,
+) -> Result<Option<Chain<H::File>>> {
+    let (Some(file), Some(format)) = (&new.backing_file, &new.backing_format) else {
+        return Ok(None);
+    };
+    backing_format(name, file, Some(format))?;
+    let refused = |reason| DiskError::Refused { image: name.to_owned(), reason };
+    let format = ImageFormat::of_backing(format)
+        .ok_or_else(|| refused(format!("Unknown driver '{}'", format.escape_debug())))?;
+    let path = host.resolve(name, &name_in_header(host, name, "backing file", file, &Trust::Full)?);
+    let options = OpenOptions::new().format(format).secrets(Secrets::unneeded());
+    let chain = open_chain(host, &path, &options.locking(Locking::Immediate)).await;
+    let unsuitable = |source: DiskError| DiskError::Backing {
+        overlay: name.to_owned(),
+        source: Box::new(source),
+    };
+    chain.map(Some).map_err(unsuitable)
+}
+
 /// The index for the overlay of a chain, if the chain is suited.
 async fn index_of<H: Host>(
     host: &H,
@@ -676,6 +702,7 @@ impl<H: Host> Created<'_, H> {
         let Made { file, is_new } = made;
         let is_other = !others.contains(&file.id());
         invariant(is_other, name, "a file that an image is made from is not emptied for it")?;
+        invariant(is_new || !self.fresh, name, "a file that was there is not taken for a new one")?;
         let file = Arc::new(file);
         file.lay_out(self.layout).await;
         // A link stays.

@@ -1,11 +1,9 @@
 //! Many overlays of one base.
 
-use crate::create::{Created, NewDisk, Prepared, prepare};
+use crate::create::{Created, NewDisk, Prepared, prepare, unwritten};
 use futures_util::stream::{self, StreamExt};
-use isobath_image::name::name_in_header;
-use isobath_image::options::Trust;
 use isobath_image::{DiskError, Result};
-use isobath_storage::{Host, OpenMode};
+use isobath_storage::Host;
 use std::path::{Path, PathBuf};
 
 /// Overlays that are written at once: enough for a file system to make many durable together.
@@ -35,47 +33,53 @@ impl<H: Host> Forks<'_, H> {
     }
 }
 
-/// Creates an image for each name, durably: all of them, or none. None replaces a file. The backing chain is opened once,
+/// What became of images that were to be made together.
+pub enum Forked<'a, H: Host> {
+    /// They are there.
+    All(Forks<'a, H>),
+    /// They are not wanted any more, and those that were made were removed, except for so many that could not be.
+    Stopped(usize),
+}
+
+/// Creates an image for each name, durably: all of them, or none. None replaces a file. The backing chain is read once,
 /// and its direct-access index computed once.
 ///
-/// `go_on` is told after each image how many there are, and returns whether to continue; if it does not, those that were
-/// made are removed and the result is `None`. Dropped before it ends, it leaves those that it has made.
+/// `go_on` is told before the first image and after each one how many there are, and returns whether to continue; if it
+/// does not, those that were made are removed. Dropped before `go_on` is called, this has made none; dropped later, it
+/// leaves those that it has made.
 ///
 /// # Errors
-/// As [`create`](crate::create::create); if another program writes to the backing file; if there is a file of one of the
-/// names; if the images are to be encrypted or to
-/// have data files, of which each would need its own; and if the names are in several directories and the
-/// backing file's name is a relative one.
+/// As [`create`](crate::create::create); if another program writes to a file of the backing chain; if there is a file of
+/// one of the names; if the images are to be encrypted or to have data files, of which each would need its own; and if
+/// the names are in several directories and the backing file's name is a relative one.
 pub async fn fork<'a, H: Host>(
     host: &'a H,
     names: &[PathBuf],
     new: &NewDisk,
     go_on: &dyn Fn(usize) -> bool,
-) -> Result<Option<Forks<'a, H>>> {
+) -> Result<Forked<'a, H>> {
     let Some(first) = names.first() else {
-        return Ok(Some(Forks { size: 0, index_left: false, made: Vec::new() }));
+        return Ok(Forked::All(Forks { size: 0, index_left: false, made: Vec::new() }));
     };
     check(host, first, names, new)?;
     // A disk that is being written is no base: what the overlays show would change.
-    let _unwritten = match &new.backing_file {
-        Some(backing) => {
-            let path = name_in_header(host, first, "backing file", backing, &Trust::Full)?;
-            Some(host.open(&host.resolve(first, &path), OpenMode::default()).await?)
-        }
-        None => None,
-    };
+    let _unwritten = unwritten(host, first, new).await?;
     let prepared = prepare(host, first, new).await?;
+    if !go_on(0) {
+        return Ok(Forked::Stopped(0));
+    }
     let mut made = Vec::new();
     match write_all(host, names, &prepared, go_on, &mut made).await {
         Ok(true) => {
             let (size, index_left) = (prepared.size(), prepared.is_index_left());
-            Ok(Some(Forks { size, index_left, made }))
+            Ok(Forked::All(Forks { size, index_left, made }))
         }
         stopped => {
+            let mut left = 0;
             for created in made {
-                created.remove().await;
+                left += usize::from(!created.remove().await);
             }
-            stopped.map(|_| None)
+            stopped.map(|_| Forked::Stopped(left))
         }
     }
 }
@@ -130,7 +134,15 @@ fn check<H: Host>(host: &H, first: &Path, names: &[PathBuf], new: &NewDisk) -> R
     }
     if let Some(backing) = &new.backing_file {
         let of_first = host.resolve(first, backing);
-        if let Some(name) = names.iter().find(|name| host.resolve(name, backing) != of_first) {
+        let other = |name: &&PathBuf| {
+            let path = host.resolve(name, backing);
+            path != of_first
+                && match (host.find(&path), host.find(&of_first)) {
+                    (Ok(Some(one)), Ok(Some(other))) => one != other,
+                    _ => true,
+                }
+        };
+        if let Some(name) = names.iter().find(other) {
             let reason = format!(
                 "it is in another directory than '{}', so that the backing file's name '{}' is another's there; give \
                  its absolute path",
@@ -141,4 +153,34 @@ fn check<H: Host>(host: &H, first: &Path, names: &[PathBuf], new: &NewDisk) -> R
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_executor::block_on;
+    use isobath_storage::memory::MemoryHost;
+    use isobath_storage_test::careless::{CarelessHost, Slip};
+
+    #[test]
+    fn a_host_that_empties_a_file_for_a_fork_is_noticed() {
+        let (host, name) = (CarelessHost::around(MemoryHost::new()), PathBuf::from("image"));
+        block_on(crate::create::create(&host, &name, &NewDisk::new(1 << 20))).unwrap();
+        host.slips().set(Slip::SparesNone);
+        match block_on(fork(&host, &[name], &NewDisk::new(1 << 20), &|_| true)) {
+            Err(DiskError::Internal { violated, .. }) => {
+                assert_eq!(violated, "a file that was there is not taken for a new one");
+            }
+            Err(other) => panic!("{other:?}"),
+            Ok(_) => panic!("the file is taken"),
+        }
+    }
+
+    #[test]
+    fn what_is_not_wanted_before_the_first_image_makes_none() {
+        let (host, name) = (MemoryHost::new(), PathBuf::from("image"));
+        let forked = block_on(fork(&host, &[name], &NewDisk::new(1 << 20), &|_| false));
+        assert!(matches!(forked, Ok(Forked::Stopped(0))));
+        assert_eq!(host.names(), [] as [PathBuf; 0]);
+    }
 }

@@ -228,14 +228,20 @@ async fn emptied(
             Err(error) => return Err(error.into()),
         }
         let permit = pool.admit().await;
+        // What is made here can be removed again even if there are no more descriptors.
+        let spare = pool.open(|| Ok([File::open("/")?, File::open("/")?])).await?;
         let Some((file, is_new)) = new_or_found(name, mode, pool).await? else { continue };
-        let durability = OnceLock::new();
-        if is_new {
-            let directory = pool.open(|| File::open(directory_of(name)?)).await?;
-            durability.get_or_init(|| Arc::new(Durability::created(directory.into())));
-        }
+        drop(spare);
         let created = if is_new { created_at(name, &file) } else { None };
-        let opened = match attach(file, None, name, mode, Taking::Alone, permit, pool).await {
+        let durability = OnceLock::new();
+        let attached = async {
+            if is_new {
+                let directory = pool.open(|| File::open(directory_of(name)?)).await?;
+                durability.get_or_init(|| Arc::new(Durability::created(directory.into())));
+            }
+            attach(file, None, name, mode, Taking::Alone, permit, pool).await
+        };
+        let opened = match attached.await {
             Ok(opened) => opened,
             Err(error) => {
                 // It stays if it has got another name.

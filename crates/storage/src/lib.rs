@@ -326,7 +326,7 @@ pub trait Host: Send + Sync + 'static {
     fn create(&self, name: &Path, mode: OpenMode) -> impl Future<Output = Result<Self::File>>;
 
     /// As [`create`](Self::create), unless there is a file that is to be `spared`, by its [id](StorageExt::id): then it
-    /// stays as it is, and the result is `None`. If every file is to be, the one that is made is new. A host whose names other programs may change judges the file that it
+    /// stays as it is, and the result is `None`. A host whose names other programs may change judges the file that it
     /// has opened, not what its name leads to before; the default looks before.
     fn create_unlike(
         &self,

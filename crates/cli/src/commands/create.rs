@@ -327,7 +327,7 @@ fn too_large(error: String) -> String {
 }
 
 /// QEMU's words for options that contradict each other, if these do, in its order.
-fn contradiction(new: &NewDisk) -> Option<&'static str> {
+pub(crate) fn contradiction(new: &NewDisk) -> Option<&'static str> {
     let old = new.version < 3;
     if new.extended_l2 && old {
         return Some(
@@ -380,7 +380,7 @@ fn contradiction(new: &NewDisk) -> Option<&'static str> {
 }
 
 /// Whether an option is about encryption.
-fn is_encryption(new: &NewDisk, name: &str) -> bool {
+pub(crate) fn is_encryption(new: &NewDisk, name: &str) -> bool {
     match new.format {
         ImageFormat::Qcow2 => name.starts_with("encrypt."),
         format => ENCRYPTION

@@ -6,6 +6,7 @@ use isobath_testkit::process::run;
 use isobath_testkit::{args, qemu};
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
@@ -110,14 +111,68 @@ fn all_forks_are_made_or_none() {
     none(args!["fork", "-o", "data_file=data", "top", "a"], "cannot have data files");
     none(args!["fork", "-o", "preallocation=metadata", "top", "a"], "cannot be preallocated");
     none(args!["fork", "-o", "backing_file=low", "top", "a"], "--backing-format");
-    let crowded = || {
+    for options in ["encrypt.format=luks,encrypt.key-secret=s", "encrypt.bogus=1"] {
+        none(args!["fork", "-o", options, "top", "a"], "cannot be encrypted");
+    }
+    none(args!["fork", "-o", "compat=0.10,extended_l2=on", "top", "a"], "compatibility level 1.1");
+    none(args!["fork", "-F", "host_device", "top", "a"], "'host_device' driver requires");
+    none(args!["fork", "top", "a:b"], "Unknown protocol 'a'");
+    none(args!["fork", "top", "host_device:/dev/null"], "an overlay is a new file");
+}
+
+#[test]
+fn forks_that_need_too_many_files_are_refused_before_one_is_made() {
+    let directory = tempfile::tempdir().unwrap();
+    chain(directory.path());
+    let base = directory.path().join("base");
+    let before = files(&base);
+    let limited = |count: u32| {
         let mut shell = Command::new("sh");
-        let script = "ulimit -n 200; exec \"$0\" fork -n 1000 top many-{}";
-        run(shell.current_dir(&base).args(["-c", script, ISOBATH]))
+        let script = format!("ulimit -n 400; exec \"$0\" fork -n {count} top many-{{}}");
+        run(shell.current_dir(&base).args(["-c", &script, ISOBATH]))
     };
-    let refused = crowded().exits(1);
-    assert!(refused.stderr.contains("Too many open files"), "{}", refused.report());
-    assert!(files(&base) == before, "{}", refused.report());
+    let refused = limited(145).exits(1);
+    assert!(refused.stderr.contains("at most 144 can be made at once"), "{}", refused.report());
+    assert!(files(&base) == before);
+    let _ = limited(144).ok();
+    assert_eq!(files(&base).len(), before.len() + 144);
+}
+
+/// Whatever cannot be opened because there are no more descriptors, no file without an image stays.
+#[test]
+fn an_image_that_cannot_be_made_for_lack_of_descriptors_leaves_no_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut made = 0;
+    for limit in 4..40 {
+        let mut shell = Command::new("sh");
+        let script = format!("ulimit -n {limit}; exec \"$0\" create -q -f qcow2 image 1M");
+        let done = run(shell.current_dir(directory.path()).args(["-c", &script, ISOBATH]));
+        let is_there = directory.path().join("image").exists();
+        assert_eq!(is_there, done.code() == 0, "with {limit}: {}", done.report());
+        if is_there {
+            made += 1;
+            fs::remove_file(directory.path().join("image")).unwrap();
+        }
+    }
+    assert!((1..36).contains(&made), "{made}");
+}
+
+#[test]
+fn names_of_one_directory_are_in_it_however_they_are_written() {
+    let directory = tempfile::tempdir().unwrap();
+    chain(directory.path());
+    let base = directory.path().join("base");
+    symlink("base", directory.path().join("link")).unwrap();
+    let absolute = base.join("c");
+    let names = args!["fork", "-q", "file:top", "a", "./b", &absolute, "../link/d", "file:e"];
+    let _ = isobath(&base, names).ok();
+    for name in ["a", "b", "c", "d", "e"] {
+        assert_eq!(qemu::info(&base.join(name))["backing-filename"], "top", "{name}");
+        qemu::assert_identical(&base.join(name), "qcow2", &base.join("top"), "qcow2");
+    }
+    fs::rename(base.join("top"), base.join("to:p")).unwrap();
+    let _ = isobath(&base, args!["fork", "-q", "./to:p", "f"]).ok();
+    qemu::assert_identical(&base.join("f"), "qcow2", &base.join("to:p"), "qcow2");
 }
 
 #[test]
@@ -147,10 +202,12 @@ fn a_disk_that_is_written_is_no_base() {
     let directory = tempfile::tempdir().unwrap();
     chain(directory.path());
     let base = directory.path().join("base");
-    let served = Served::start(&[base.join("top")], &[]);
-    let refused = isobath(&base, args!["fork", "top", "a", "b"]).exits(1);
-    assert!(refused.stderr.contains("lock"), "{}", refused.report());
-    assert!(!base.join("a").exists() && !base.join("b").exists());
-    let _ = served.server.stop();
+    for written in ["top", "low"] {
+        let served = Served::start(&[base.join(written)], &[]);
+        let refused = isobath(&base, args!["fork", "top", "a", "b"]).exits(1);
+        assert!(refused.stderr.contains("lock"), "{}", refused.report());
+        assert!(!base.join("a").exists() && !base.join("b").exists());
+        let _ = served.stop();
+    }
     let _ = isobath(&base, args!["fork", "top", "a", "b"]).ok();
 }
