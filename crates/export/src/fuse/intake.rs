@@ -183,7 +183,7 @@ impl<'a, S: Source> Intake<'a, S> {
 mod tests {
     use super::*;
     use std::cell::RefCell;
-    use std::collections::HashSet;
+    use std::collections::HashMap;
     use std::rc::Rc;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -217,6 +217,8 @@ mod tests {
         way: Way,
         messages: usize,
         waits: Vec<Wait>,
+        /// The waits whose end wakes their thread: those that were looked at since they began.
+        watched: Vec<bool>,
         list: Vec<usize>,
     }
 
@@ -258,11 +260,12 @@ mod tests {
         type Output = io::Result<()>;
 
         fn poll(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-            let wait = &mut self.0.borrow_mut().waits[self.1];
-            if *wait != Wait::Ended {
+            let mut kernel = self.0.borrow_mut();
+            if kernel.waits[self.1] != Wait::Ended {
+                kernel.watched[self.1] = true;
                 return Poll::Pending;
             }
-            *wait = Wait::None;
+            kernel.waits[self.1] = Wait::None;
             Poll::Ready(Ok(()))
         }
     }
@@ -273,9 +276,10 @@ mod tests {
         type Listening = Self;
 
         fn listen(&self) -> Self {
-            let wait = &mut self.0.borrow_mut().waits[self.1];
-            assert_eq!(*wait, Wait::None, "one wait at a time");
-            *wait = Wait::Begun;
+            let mut kernel = self.0.borrow_mut();
+            assert_eq!(kernel.waits[self.1], Wait::None, "one wait at a time");
+            kernel.waits[self.1] = Wait::Begun;
+            kernel.watched[self.1] = false;
             Self(self.0.clone(), self.1)
         }
 
@@ -347,7 +351,8 @@ mod tests {
         fn new(case: Case) -> Self {
             let Case { way, threads, messages, .. } = case;
             let waits = vec![Wait::None; threads];
-            let kernel = Kernel { way, messages: 0, waits, list: Vec::new() };
+            let watched = vec![false; threads];
+            let kernel = Kernel { way, messages: 0, waits, watched, list: Vec::new() };
             let todo = Todo::Nothing;
             let thread = Thread { entered: false, todo, taken: 0, running: 0, awake: true };
             let threads = vec![thread; threads];
@@ -392,8 +397,11 @@ mod tests {
                     state.threads[number].awake = true;
                 }
             }
-            for (thread, wait) in state.threads.iter_mut().zip(&state.kernel.waits) {
-                thread.awake |= *wait == Wait::Ended;
+            for (number, thread) in state.threads.iter_mut().enumerate() {
+                let ends = state.kernel.waits[number] == Wait::Ended
+                    && self.kernel.waits[number] != Wait::Ended;
+                // A thread is woken once.
+                thread.awake |= ends && state.kernel.watched[number];
             }
             state
         }
@@ -436,35 +444,74 @@ mod tests {
     fn explore(case: Case) -> usize {
         let flags: Vec<_> = (0..case.threads).map(|_| Arc::<Flag>::default()).collect();
         let first = State::new(case);
-        let mut seen = HashSet::from([format!("{first:?}")]);
+        let mut places = HashMap::from([(format!("{first:?}"), 0)]);
         // With the place of the one before and what happened then, to show the shortest way to a failure.
         let mut states = vec![(0, Event::Arrive, first)];
-        let mut at = 0;
-        while let Some((_, _, state)) = states.get(at).cloned() {
+        // Where the threads and the kernel come to by themselves, without a message or an answer.
+        let mut by_themselves: Vec<Vec<usize>> = Vec::new();
+        while let Some((_, _, state)) = states.get(by_themselves.len()).cloned() {
+            let at = by_themselves.len();
             let (next, outer) = state.next();
             let has_room = state.threads.iter().any(|thread| thread.running < case.most);
             if next.is_empty() && state.kernel.messages > 0 && has_room {
-                let mut way = Vec::new();
-                while at > 0 {
-                    way.push(states[at].1);
-                    at = states[at].0;
-                }
-                way.reverse();
+                let way = way_to(&states, at);
                 panic!("a message stays unread, and a thread has room: {case:?}, {way:?}");
             }
-            for event in next.into_iter().chain(outer) {
+            let inner = next.len();
+            let mut leads = Vec::new();
+            for (number, event) in next.into_iter().chain(outer).enumerate() {
                 let after = state.after(event, case, &flags);
-                if seen.insert(format!("{after:?}")) {
+                let known = places.len();
+                let place = *places.entry(format!("{after:?}")).or_insert(known);
+                if place == known {
                     states.push((at, event, after));
                 }
+                if number < inner {
+                    leads.push(place);
+                }
             }
-            at += 1;
+            by_themselves.push(leads);
+        }
+        if let Some(at) = endless(&by_themselves) {
+            let way = way_to(&states, at);
+            panic!("the threads go on for ever with nothing to do: {case:?}, {way:?}");
         }
         states.len()
     }
 
+    /// What has happened before a state.
+    fn way_to(states: &[(usize, Event, State)], mut at: usize) -> Vec<Event> {
+        let mut way = Vec::new();
+        while at > 0 {
+            way.push(states[at].1);
+            at = states[at].0;
+        }
+        way.reverse();
+        way
+    }
+
+    /// A state that leads to itself, or to one that does, if there is one.
+    fn endless(leads: &[Vec<usize>]) -> Option<usize> {
+        let mut before = vec![Vec::new(); leads.len()];
+        for (from, to) in leads.iter().enumerate() {
+            to.iter().for_each(|to| before[*to].push(from));
+        }
+        // Those that lead only to ends are taken away, until none is left.
+        let mut left: Vec<usize> = leads.iter().map(Vec::len).collect();
+        let mut ends: Vec<usize> = (0..leads.len()).filter(|at| left[*at] == 0).collect();
+        while let Some(end) = ends.pop() {
+            for from in &before[end] {
+                left[*from] -= 1;
+                if left[*from] == 0 {
+                    ends.push(*from);
+                }
+            }
+        }
+        left.iter().position(|left| *left > 0)
+    }
+
     #[test]
-    fn no_message_stays_unread_while_a_thread_has_room_in_whatever_order_things_happen() {
+    fn no_message_stays_unread_and_no_thread_works_in_vain_in_whatever_order_things_happen() {
         for way in [Way::Ring, Way::Epoll] {
             for lone in [0, LONE] {
                 for (threads, most, messages) in [(1, 1, 3), (2, 1, 3), (2, 2, 3), (3, 1, 2)] {

@@ -31,13 +31,19 @@ fn reads(file: &Arc<FileEnd>, count: usize) -> JoinHandle<()> {
     })
 }
 
+/// Waits until a thread has ended. A request that is never answered is told as such.
+fn ended(what: &str, io: Io, thread: JoinHandle<()>) {
+    until(&format!("{what}, with {io:?}"), || thread.is_finished());
+    thread.join().unwrap();
+}
+
 #[test]
 fn a_request_that_is_held_keeps_no_other_from_a_thread_with_room() {
     for io in WAYS {
         let mounted = mounted(io);
         let file = Arc::new(mounted.open(libc::O_DIRECT));
         // After many single requests, the threads look for no second one.
-        reads(&file, THREADS * 32).join().unwrap();
+        ended("reads alone", io, reads(&file, THREADS * 32));
         let mut writes = Vec::new();
         for held in 1..THREADS {
             *mounted.device.failing.lock() = Some((Direction::Write, libc::ENOSPC));
@@ -47,14 +53,12 @@ fn a_request_that_is_held_keeps_no_other_from_a_thread_with_room() {
             }));
             until("a write to be held", || mounted.device.pausing.state().waiting == held);
             // As many as wake every thread more than once.
-            let reads = reads(&file, THREADS * 4);
-            until(&format!("reads beside {held} writes, with {io:?}"), || reads.is_finished());
-            reads.join().unwrap();
+            ended(&format!("reads beside {held} writes"), io, reads(&file, THREADS * 4));
         }
         *mounted.device.failing.lock() = None;
         mounted.device.pausing.resume();
         for write in writes {
-            write.join().unwrap();
+            ended("a write that was held", io, write);
         }
         assert_eq!(mounted.device.bytes(4096, 3 * 4096), [7; 3 * 4096]);
     }
@@ -74,7 +78,7 @@ fn requests_that_arrive_together_each_get_a_thread() {
             });
             mounted.device.release();
             for read in together {
-                read.join().unwrap();
+                ended(&format!("a read of round {round}"), io, read);
             }
         }
     }
