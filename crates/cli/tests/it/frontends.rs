@@ -255,7 +255,7 @@ fn a_guest_goes_on_when_its_server_is_killed() {
         .arguments(["-smp", "2"])
         .spawn(&format!(
             "{}
-             ! dmesg | grep -iE 'I/O error|blk_update|timeout|virtio_blk.*fail'",
+             if dmesg | grep -iE 'I/O error|blk_update|timeout|virtio_blk.*fail'; then exit 1; fi",
             until_a_line("fio --output-format=terse /job >/tmp/fio || { cat /tmp/fio; exit 1; }")
         ));
     guest.wait_for("go");

@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 const SIZE: u64 = 64 << 20;
 
 /// No request failed, as far as the guest's kernel knows.
-const NO_ERRORS: &str = "! dmesg | grep -iE 'I/O error|blk_update|nbd.*(fail|timed out)'";
+const NO_ERRORS: &str =
+    "if dmesg | grep -iE 'I/O error|blk_update|nbd.*(fail|timed out)'; then exit 1; fi";
 
 /// Script lines with a file system at `/mnt` that has the images; `ours` and `theirs` are the two programs, and `gone
 /// PID` waits until a process has ended.
@@ -21,7 +22,7 @@ const BEGIN: &str = "
     theirs() { qemu-nbd \"$@\"; }
     gone() { while [ -e /proc/$1 ]; do sleep 0.1; done; }
     freed() { while [ -e /sys/block/$1/pid ]; do sleep 0.1; done; }
-    free() { ! [ -e /sys/block/$1/pid ]; }
+    free() { [ ! -e /sys/block/$1/pid ]; }
     fails() { if \"$@\" >out 2>&1; then echo \"not refused: $*\"; cat out; return 1; fi; cat out; }
 ";
 const END: &str = "

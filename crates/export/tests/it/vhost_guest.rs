@@ -15,7 +15,8 @@ use std::thread;
 use std::time::{Duration, SystemTime};
 
 /// No request failed, as far as the guest's kernel knows.
-const NO_ERRORS: &str = "! dmesg | grep -iE 'I/O error|blk_update|timeout|virtio_blk.*fail'";
+const NO_ERRORS: &str =
+    "if dmesg | grep -iE 'I/O error|blk_update|timeout|virtio_blk.*fail'; then exit 1; fi";
 
 fn options(queues: u16) -> Options {
     Options { serial: "isobath-0123456789ab".into(), queues, ..Options::default() }
@@ -89,7 +90,7 @@ fn a_guest_sees_that_its_disk_has_grown_and_that_it_may_not_write() {
     served.restart(Options { writable: false, ..options(1) });
     Guest::new().vhost_user(&served.socket, 1).run(
         "test $(cat /sys/block/vda/ro) = 1
-         ! dd if=/dev/zero of=/dev/vda bs=1M count=1 oflag=direct
+         if dd if=/dev/zero of=/dev/vda bs=1M count=1 oflag=direct; then exit 1; fi
          dd if=/dev/vda of=/dev/null bs=1M count=8 iflag=direct",
     );
     close(served, disk);

@@ -13,7 +13,8 @@
 //! println!("{}", done.output);
 //! ```
 //!
-//! The script is busybox's `sh`, with `set -eu`. It has `/proc`, `/sys`, `/dev`, an empty `/mnt`, and
+//! The script is busybox's `sh`, with `set -eu`, which does not end it where a command behind `!` succeeds: such lines
+//! are refused. It has `/proc`, `/sys`, `/dev`, an empty `/mnt`, and
 //! a `/tmp` in memory; the disks are `/dev/vda`, `/dev/vdb` and so on, in the order given. Its output is
 //! [`Done::output`]; its exit status is the guest's.
 
@@ -220,6 +221,10 @@ impl Guest {
     /// Boots the guest and runs the script concurrently with the test.
     #[track_caller]
     pub fn spawn(mut self, script: &str) -> RunningGuest {
+        let goes_on = |line: &&str| line.trim_start().starts_with("! ");
+        if let Some(line) = script.lines().find(goes_on) {
+            panic!("a script goes on whatever comes of a command behind '!': {line}");
+        }
         self.files.file(Path::new("/init"), init(self.root).as_bytes(), 0o755);
         self.files.file(Path::new("/script"), format!("set -eu\n{script}\n").as_bytes(), 0o755);
         let mut initrd = NamedTempFile::new().expect("a temporary file");
