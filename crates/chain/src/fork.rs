@@ -41,17 +41,17 @@ pub enum Forked<'a, H: Host> {
     Stopped(usize),
 }
 
-/// Creates an image for each name, durably: all of them, or none. None replaces a file. The backing chain is read once,
-/// and its direct-access index computed once.
+/// Creates an image for each name, durably: all of them, or none. None replaces a file. The backing chain is read
+/// once, and its direct-access index computed once.
 ///
 /// `go_on` is told before the first image and after each one how many there are, and returns whether to continue; if it
 /// does not, those that were made are removed. Dropped before `go_on` is called, this has made none; dropped later, it
 /// leaves those that it has made.
 ///
 /// # Errors
-/// As [`create`](crate::create::create); if another program writes to a file of the backing chain; if there is a file of
-/// one of the names; if the images are to be encrypted or to have data files, of which each would need its own; and if
-/// the names are in several directories and the backing file's name is a relative one.
+/// As [`create`](crate::create::create); if another program writes to a file of the backing chain; if there is a file
+/// of one of the names; if the images are to be encrypted or to have data files, of which each would need its own; and
+/// if the names are in several directories and the backing file's name is a relative one.
 pub async fn fork<'a, H: Host>(
     host: &'a H,
     names: &[PathBuf],

@@ -494,7 +494,9 @@ mod tests {
     fn endless(leads: &[Vec<usize>]) -> Option<usize> {
         let mut before = vec![Vec::new(); leads.len()];
         for (from, to) in leads.iter().enumerate() {
-            to.iter().for_each(|to| before[*to].push(from));
+            for to in to {
+                before[*to].push(from);
+            }
         }
         // Those that lead only to ends are taken away, until none is left.
         let mut left: Vec<usize> = leads.iter().map(Vec::len).collect();
