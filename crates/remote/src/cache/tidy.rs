@@ -3,6 +3,7 @@
 use super::census::Census;
 use super::common::Common;
 use super::directory::{Directory, is_temporary};
+use super::objects;
 use super::pair::{self, LayerKey, Pair};
 use super::protocol::{self, Shared};
 use super::word::State;
@@ -111,7 +112,7 @@ pub(super) fn run(
         }
     }
     for key in &keys {
-        let is_empty = find(key).ok().flatten().is_some_and(|pair| pair.present().next().is_none());
+        let is_empty = find(key).ok().flatten().is_some_and(|pair| pair.is_empty());
         if is_empty {
             // One that is in use stays.
             let _ = Pair::remove(&rooms.layers, key);
@@ -171,7 +172,10 @@ fn remove_left(rooms: &Rooms) -> io::Result<()> {
 /// Removes the objects that were not used for longest, if they are too many or there is no other way; how many.
 fn remove_objects(rooms: &Rooms, common: &Common) -> io::Result<u64> {
     let mut objects = entries(&rooms.objects)?;
-    objects.extend(entries(&rooms.manifests)?);
+    objects.retain(|entry| objects::is_object(&entry.name));
+    let mut manifests = entries(&rooms.manifests)?;
+    manifests.retain(|entry| objects::is_manifest(&entry.name));
+    objects.append(&mut manifests);
     objects.sort_unstable_by_key(|entry| entry.used);
     let used = count(rooms)?;
     let sum: u64 = objects.iter().map(|entry| entry.bytes).sum();
