@@ -163,14 +163,14 @@ impl CachedLayer {
         }
         let Some(pair) = self.pair() else { return Filled::NotKept(NotKept::Detached) };
         pair.look_for_losses(&self.upkeep.rooms.layers);
+        if pair.is_lost() {
+            return Filled::NotKept(NotKept::Detached);
+        }
         if let Look::Verified(stamp) = Look::at(pair.load(block)) {
             return Filled::Kept(stamp);
         }
         if let Err(reason) = self.upkeep.common.admit(BLOCK) {
             return Filled::NotKept(reason);
-        }
-        if pair.is_lost() {
-            return Filled::NotKept(NotKept::Detached);
         }
         let filled = protocol::fill(pair, block, bytes, self.upkeep.common.usage.now());
         if let Err(error) = &filled {

@@ -148,6 +148,18 @@ impl Failing {
         self.below.fill();
     }
 
+    /// Takes a page with these bytes out of the disk, which the kernel has in memory.
+    fn take_away(&self, page: &[u8]) {
+        let path = self.below.path().join("image");
+        let image = fs::read(&path).unwrap();
+        let number = image.chunks(4096).position(|found| found == page).unwrap();
+        let file = OpenOptions::new().write(true).open(path).unwrap();
+        let flags = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        let offset = number as libc::off_t * 4096;
+        // SAFETY: a system call without memory.
+        assert_eq!(unsafe { libc::fallocate(file.as_raw_fd(), flags, offset, 4096) }, 0);
+    }
+
     /// Nothing is refused any more.
     fn mend(&self) {
         fs::remove_file(self.below.path().join("filler")).unwrap();
@@ -210,6 +222,35 @@ fn blocks_that_the_disk_refused_while_nobody_used_them_are_read_from_it() {
     of_store.present(&layer);
     forget(layer.file());
     of_store.present(&layer);
+}
+
+#[test]
+fn a_map_that_the_disk_refused_is_used_no_more() {
+    let disk = Failing::new();
+    let of_store = Layer::new(1, 100 << 10);
+    let cache = open(&disk.path());
+    let layer = of_store.open(&cache);
+    // The data has its place on the disk.
+    let data = OpenOptions::new().write(true).open(layer.path()).unwrap();
+    data.write_all_at(&vec![1; 100 << 10], 0).unwrap();
+    disk.sync();
+    // The words lose theirs, and find no other.
+    disk.take_away(&fs::read(&files(&disk.path().join("layers"), ".map")[0]).unwrap()[4096..]);
+    disk.below.fill();
+    of_store.fill(&layer, 0);
+    let other = of_store.open(&open(&disk.path()));
+    assert!(of_store.read(&other, 0));
+    disk.sync();
+    for one in [&layer, &other] {
+        assert_eq!(one.fill(0, of_store.block(0)), Filled::NotKept(NotKept::Detached));
+        assert_eq!(one.look(0), Look::Absent);
+        assert!(!one.is_attached());
+    }
+    assert_eq!(files(&disk.path().join("layers"), ".map").len(), 0);
+    disk.mend();
+    let again = of_store.open(&cache);
+    of_store.fill(&again, 0);
+    assert!(of_store.read(&again, 0));
 }
 
 #[test]

@@ -4,9 +4,11 @@ use crate::cache::{Layer, files, names, open, tidy};
 use isobath_remote::cache::{Cache, CachedLayer, Filled, LEAST_LIMIT, Look, NotKept, ObjectKind};
 use isobath_remote::store::Version;
 use isobath_remote::{BLOCK, Digest};
-use std::fs;
+use std::fs::{self, File, OpenOptions};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 use std::thread;
 
@@ -152,4 +154,138 @@ fn the_layers_of_a_process_are_opened_once_and_closed_with_the_last_user() {
     assert!(matches!(two.look(0), Look::Verified(_)), "it is in use still");
     drop(two);
     assert_eq!(of_store.open(&cache).look(0), Look::Unverified);
+}
+
+#[test]
+fn the_smaller_limit_counts_also_while_who_has_it_does_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let _small = Cache::open(directory.path(), LEAST_LIMIT).unwrap();
+    let large = open(directory.path());
+    let of_store = Layer::new(1, 100 * BLOCK);
+    let layer = of_store.open(&large);
+    (0..100).for_each(|block| of_store.fill(&layer, block));
+    isobath_testkit::until("it is within the smaller limit", || {
+        used(directory.path()) <= LEAST_LIMIT
+    });
+}
+
+#[test]
+fn a_layer_is_kept_within_the_limit_after_its_cache_was_dropped() {
+    let directory = tempfile::tempdir().unwrap();
+    let cache = Cache::open(directory.path(), LEAST_LIMIT).unwrap();
+    let of_store = Layer::new(1, 200 * BLOCK);
+    let layer = of_store.open(&cache);
+    drop(cache);
+    for block in 0..200 {
+        isobath_testkit::until("there is room", || {
+            matches!(layer.fill(block, of_store.block(block)), Filled::Kept(_))
+        });
+        assert!(used(directory.path()) <= LEAST_LIMIT);
+    }
+}
+
+#[test]
+fn counts_that_were_lost_are_counted_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let cache = open(directory.path());
+    let of_store = Layer::new(1, 40 * BLOCK);
+    let layer = of_store.open(&cache);
+    of_store.fill(&layer, 0);
+    let usage = directory.path().join("usage");
+    // More often than the file is mapped.
+    for block in 1..20 {
+        let file = OpenOptions::new().write(true).open(&usage).unwrap();
+        file.set_len(0).unwrap();
+        layer.fill(block, of_store.block(block));
+        tidy(&cache);
+        of_store.fill(&layer, block);
+    }
+    assert_eq!(of_store.present(&layer), 20);
+}
+
+#[test]
+fn files_that_are_removed_while_they_are_in_use_do_not_grow() {
+    for suffix in [".map", ".data"] {
+        let directory = tempfile::tempdir().unwrap();
+        let cache = open(directory.path());
+        let of_store = Layer::new(1, 4 * BLOCK);
+        let layer = of_store.open(&cache);
+        of_store.fill(&layer, 0);
+        fs::remove_file(&files(&directory.path().join("layers"), suffix)[0]).unwrap();
+        tidy(&cache);
+        assert!(!layer.is_attached());
+        assert_eq!(layer.look(0), Look::Absent);
+        assert_eq!(layer.fill(1, of_store.block(1)), Filled::NotKept(NotKept::Detached));
+        // Who opens it now begins anew.
+        let again = of_store.open(&cache);
+        assert_eq!(again.look(0), Look::Absent);
+        of_store.fill(&again, 0);
+        assert!(of_store.read(&again, 0));
+    }
+}
+
+/// Set for a process that is to be alone.
+const ALONE: &str = "ISOBATH_TEST_CACHE_ALONE";
+
+#[test]
+fn layers_leave_descriptors_for_others() {
+    if std::env::var_os(ALONE).is_none() {
+        let mut alone = Command::new(std::env::current_exe().unwrap());
+        let name = "cache_limits::layers_leave_descriptors_for_others";
+        let ended = alone.args(["--exact", name]).env(ALONE, "1").output().unwrap();
+        let text = String::from_utf8_lossy(&ended.stdout);
+        assert!(ended.status.success() && text.contains("1 passed"), "{text}");
+        return;
+    }
+    let limit = libc::rlimit { rlim_cur: 256, rlim_max: 256 };
+    // SAFETY: `limit` is a live value.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
+    let directory = tempfile::tempdir().unwrap();
+    let cache = open(directory.path());
+    let layers: Vec<Layer> = (0..200).map(|number| Layer::new(number, 5 + number)).collect();
+    let opened: Vec<_> = layers.iter().map(|layer| layer.open(&cache)).collect();
+    let attached = opened.iter().filter(|layer| layer.is_attached()).count();
+    assert_eq!(attached, 32);
+    for (of_store, layer) in layers.iter().zip(&opened) {
+        assert!(layer.file().metadata().unwrap().len() >= of_store.key.length);
+    }
+    let own: Vec<File> = (0..128).map(|_| File::open("/dev/null").unwrap()).collect();
+    drop((own, opened));
+    assert!(layers[199].open(&cache).is_attached());
+}
+
+#[test]
+fn opening_one_layer_does_not_wait_for_another_one() {
+    let directory = tempfile::tempdir().unwrap();
+    let cache = open(directory.path());
+    let (stuck, other) = (Layer::new(1, 2 * BLOCK), Layer::new(2, 2 * BLOCK));
+    let layer = stuck.open(&cache);
+    stuck.fill(&layer, 0);
+    drop(layer);
+    // A process that was stopped while it was opening it.
+    let map = files(&directory.path().join("layers"), ".map");
+    let map =
+        map.iter().find(|path| path.to_str().unwrap().contains(&stuck.key.digest.to_string()));
+    let file = OpenOptions::new().read(true).write(true).open(map.unwrap()).unwrap();
+    // SAFETY: all bytes may be zero.
+    let mut range: libc::flock = unsafe { std::mem::zeroed() };
+    (range.l_type, range.l_start, range.l_len) = (libc::F_WRLCK as libc::c_short, 1, 1);
+    isobath_testkit::until("nobody else opens it", || {
+        // SAFETY: `range` is a live value.
+        unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) == 0 }
+    });
+    thread::scope(|scope| {
+        let waits = scope.spawn(|| stuck.open(&cache));
+        let mut opened = 0;
+        while !waits.is_finished() {
+            drop(other.open(&cache));
+            opened += 1;
+        }
+        assert!(opened > 1, "{opened}");
+        assert!(!waits.join().unwrap().is_attached());
+    });
+    drop(file);
+    let later = stuck.open(&cache);
+    assert!(later.is_attached());
+    assert!(stuck.read(&later, 0));
 }
