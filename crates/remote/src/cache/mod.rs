@@ -2,8 +2,8 @@
 //!
 //! A layer has a sparse file with its bytes at their own offsets, so that it is read like a local layer, and a map of
 //! which blocks are there. Each block is checked against the layer's table before it is shown, and again if the files
-//! were out of use: nothing is flushed, and whatever a power failure, a full disk or another program does to the files
-//! costs time, not correctness. `docs/decisions/0050-a-cache-that-servers-share.md` shows why.
+//! were out of use: nothing is flushed, and whatever a power failure or a full disk does to the files, or another
+//! program while nobody uses them, costs time, not correctness. Nobody else may write to files in use. `docs/decisions/0050-a-cache-that-servers-share.md` shows why.
 
 mod census;
 mod common;
@@ -65,7 +65,7 @@ impl Cache {
     }
 
     /// A layer, whose table of checksums is given. Blocks. If it can have no files, because the disk is full or fails,
-    /// it [keeps nothing](CachedLayer::is_attached).
+    /// another process keeps it locked or too many files are open, it [keeps nothing](CachedLayer::is_attached).
     ///
     /// # Errors
     /// The table is not that of the key, or there is no memory.

@@ -154,6 +154,16 @@ impl Drop for Pair {
     }
 }
 
+/// The right to evict blocks of a layer.
+pub(super) struct Evicting<'p>(&'p Pair);
+
+impl Drop for Evicting<'_> {
+    fn drop(&mut self) {
+        // It does not fail for a lock that was taken.
+        let _ = sys::try_lock(&self.0.map, Part::Evicting, Lock::Free);
+    }
+}
+
 /// Whether a lock is waited for that others hold for moments only.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Wait {
@@ -348,6 +358,16 @@ impl Pair {
         if sys::has_lost_writes(&self.data, self.key.length) {
             (0..self.key.blocks()).for_each(|block| protocol::lose(self, block));
         }
+    }
+
+    /// Keeps other evictors out until it is dropped, also those that have the files in another directory; `None` if
+    /// there is one. Whoever calls it has the lock of evictions of the directory.
+    ///
+    /// # Errors
+    /// The file system has no locks.
+    pub(super) fn evicting(&self) -> io::Result<Option<Evicting<'_>>> {
+        let is_alone = sys::try_lock(&self.map, Part::Evicting, Lock::Alone)?;
+        Ok(is_alone.then_some(Evicting(self)))
     }
 
     fn detach(&self) {

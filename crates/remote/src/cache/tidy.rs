@@ -86,13 +86,16 @@ pub(super) fn run(
     let now = common.usage.now();
     let mut census = Census::new(now);
     for pair in pairs() {
-        restore(&pair, now);
+        if let Some(_evicting) = pair.evicting()? {
+            restore(&pair, now);
+        }
         for (_, word) in pair.present() {
             census.add(word);
         }
     }
+    let before = common.usage.bytes();
     let used = count(rooms)?;
-    common.counted(used);
+    common.counted(before, used);
     let mut evicted = 0;
     if used > common.high() {
         let need = (used - common.low()).div_ceil(BLOCK);
@@ -101,6 +104,7 @@ pub(super) fn run(
             if victims.is_done() {
                 break;
             }
+            let Some(_evicting) = pair.evicting()? else { continue };
             for (block, word) in pair.present() {
                 // One that cannot be taken out is seen when the files are counted.
                 if victims.take(word)
@@ -119,7 +123,8 @@ pub(super) fn run(
         }
     }
     evicted += remove_objects(rooms, common)?;
-    common.counted(count(rooms)?);
+    let before = common.usage.bytes();
+    common.counted(before, count(rooms)?);
     Ok(Some(evicted))
 }
 

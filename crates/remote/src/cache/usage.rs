@@ -104,9 +104,14 @@ impl Usage {
         (!self.words().is_lost()).then_some(bytes)
     }
 
-    /// Sets what was counted.
-    pub(super) fn counted(&self, bytes: u64) {
-        self.word(BYTES).store(bytes, Ordering::Relaxed);
+    /// Replaces what was known `before` the files were counted by what was counted. What was added meanwhile stays.
+    pub(super) fn counted(&self, before: Option<u64>, bytes: u64) {
+        match before {
+            Some(before) => {
+                self.word(BYTES).fetch_add(bytes.wrapping_sub(before), Ordering::Relaxed);
+            }
+            None => self.word(BYTES).store(bytes, Ordering::Relaxed),
+        }
     }
 
     /// Adds bytes that were written.
@@ -156,4 +161,22 @@ fn is_whole(file: &File) -> io::Result<bool> {
     Ok(length == PAGE as u64
         && std::os::unix::fs::FileExt::read_at(file, &mut magic, 0)? == 8
         && u64::from_ne_bytes(magic) == MAGIC)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_filled_while_the_files_are_counted_is_counted_too() {
+        let directory = tempfile::tempdir().unwrap();
+        let usage = Usage::open(&Directory::open(directory.path()).unwrap(), 1 << 30).unwrap();
+        usage.add(700);
+        let before = usage.bytes();
+        usage.filled(50);
+        usage.counted(before, 600);
+        assert_eq!(usage.bytes(), Some(650));
+        usage.counted(usage.bytes(), 3);
+        assert_eq!(usage.bytes(), Some(3));
+    }
 }

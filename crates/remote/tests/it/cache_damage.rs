@@ -114,13 +114,15 @@ fn a_copy_of_a_map_begins_no_second_session_on_the_data() {
     let copy = map.with_extension("copy");
     fs::copy(&map, &copy).unwrap();
     fs::rename(&copy, &map).unwrap();
-    let second = Cache::open(directory.path(), LEAST_LIMIT).unwrap();
+    let second = open(directory.path());
     let two = of_store.open(&second);
     assert!(two.is_attached() && two.path() != one.path());
     assert_eq!(two.look(0), Look::Absent);
     of_store.fill(&two, 1);
     assert!(of_store.read(&two, 1));
-    tidy(&second);
+    // Somebody evicts.
+    let small = Cache::open(directory.path(), LEAST_LIMIT).unwrap();
+    tidy(&small);
     of_store.present(&one);
     // Nobody else sees its map.
     tidy(&first);
@@ -319,4 +321,57 @@ fn the_last_manifest_is_remembered_with_its_version() {
         fs::write(path(second), damaged).unwrap();
         assert!(cache.manifest(second).is_none(), "{at}");
     }
+}
+
+#[test]
+fn a_block_that_a_killed_evictor_left_is_filled_again() {
+    let of_store = Layer::new(1, 8 * BLOCK);
+    let directory = tempfile::tempdir().unwrap();
+    let cache = open(directory.path());
+    let layer = of_store.open(&cache);
+    tidy(&cache);
+    let map = writable(&the_file(directory.path(), ".map"));
+    map.write_all_at(&(5_u64 << 24 | 3).to_ne_bytes(), 4096).unwrap();
+    let counted = || {
+        let usage = fs::read(directory.path().join("usage")).unwrap();
+        u64::from_ne_bytes(usage[24..32].try_into().unwrap())
+    };
+    let before = counted();
+    // Whoever tries lets it be done soon, and nothing is counted that is not kept.
+    of_store.fill(&layer, 0);
+    assert!(of_store.read(&layer, 0));
+    assert!(counted() <= before + 2 * BLOCK, "{} {before}", counted());
+}
+
+#[test]
+fn users_of_one_file_in_two_directories_evict_one_after_the_other() {
+    let of_store = Layer::new(1, 60 * BLOCK);
+    let directory = tempfile::tempdir().unwrap();
+    let (first, second) = (directory.path().join("first"), directory.path().join("second"));
+    let cache = open(&first);
+    let layer = of_store.open(&cache);
+    drop(open(&second));
+    for suffix in [".data", ".map"] {
+        let file = the_file(&first, suffix);
+        fs::hard_link(&file, second.join("layers").join(file.file_name().unwrap())).unwrap();
+    }
+    let others = Cache::open(&second, LEAST_LIMIT).unwrap();
+    let other = of_store.open(&others);
+    assert!(other.is_attached());
+    std::thread::scope(|scope| {
+        for cache in [&cache, &others] {
+            scope.spawn(|| {
+                (0..20).for_each(|_| {
+                    cache.tidy().unwrap();
+                })
+            });
+        }
+        for _ in 0..3 {
+            for block in 0..60 {
+                layer.fill(block, of_store.block(block));
+                of_store.read(&other, block);
+                of_store.read(&layer, block);
+            }
+        }
+    });
 }
