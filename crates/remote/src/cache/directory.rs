@@ -89,8 +89,8 @@ impl Directory {
         } else if self.file(MARK).map_err(failed)?.is_none() {
             let shown = crate::error::shown(&self.path);
             return Err(Error::refused(format_args!(
-                "'{shown}' cannot hold a cache: it is not empty, and no cache, as it has no file '{MARK}'; name a new or \
-                 an empty directory"
+                "'{shown}' cannot hold a cache: it is not empty, and no cache, as it has no file '{MARK}'; name \
+                 a new or an empty directory"
             )));
         }
         Ok(())

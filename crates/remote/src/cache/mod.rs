@@ -3,7 +3,8 @@
 //! A layer has a sparse file with its bytes at their own offsets, so that it is read like a local layer, and a map of
 //! which blocks are there. Each block is checked against the layer's table before it is shown, and again if the files
 //! were out of use: nothing is flushed, and whatever a power failure or a full disk does to the files, or another
-//! program while nobody uses them, costs time, not correctness. Nobody else may write to files in use. `docs/decisions/0050-a-cache-that-servers-share.md` shows why.
+//! program while nobody uses them, costs time, not correctness. Nobody else may write to files in use.
+//! `docs/decisions/0050-a-cache-that-servers-share.md` shows why.
 
 mod census;
 mod common;

@@ -363,7 +363,7 @@ fn users_of_one_file_in_two_directories_evict_one_after_the_other() {
             scope.spawn(|| {
                 (0..20).for_each(|_| {
                     cache.tidy().unwrap();
-                })
+                });
             });
         }
         for _ in 0..3 {
