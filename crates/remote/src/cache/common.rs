@@ -97,10 +97,10 @@ impl Common {
         }
     }
 
-    /// Notes that the files were counted.
-    pub(super) fn counted(&self, bytes: u64) {
+    /// Notes that the files were counted, and how much was known [`before`](Usage::counted).
+    pub(super) fn counted(&self, before: Option<u64>, bytes: u64) {
         self.uncounted.store(0, Ordering::Relaxed);
-        self.usage.counted(bytes);
+        self.usage.counted(before, bytes);
     }
 
     /// Notes that something could not be written: for a while nothing is.

@@ -12,13 +12,17 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 /// What the name of a file begins with that is not in use yet.
-const TEMPORARY: &str = ".tmp-";
+const TEMPORARY: &str = ".new-";
+
+/// The file that makes a directory a cache. It is empty.
+const MARK: &str = "isobath-cache";
 
 /// How often something is tried again that another process has just removed.
 pub(super) const ATTEMPTS: usize = 8;
 
-/// File systems of this machine alone, whose mappings and files show the same, with their magic numbers.
-const LOCAL: [(&str, u64); 10] = [
+/// File systems of this machine alone, whose mappings and files show the same and which can take blocks out of files,
+/// with their magic numbers.
+const LOCAL: [(&str, u64); 8] = [
     ("ext4", 0xef53),
     ("XFS", 0x5846_5342),
     ("Btrfs", 0x9123_683e),
@@ -27,8 +31,6 @@ const LOCAL: [(&str, u64); 10] = [
     ("ZFS", 0x2fc1_2fc1),
     ("bcachefs", 0xca45_1a4e),
     ("overlayfs", 0x794c_7630),
-    ("ramfs", 0x8584_58f6),
-    ("JFS", 0x3153_464a),
 ];
 
 /// A directory that is open.
@@ -44,19 +46,54 @@ impl Directory {
     /// # Errors
     /// It cannot be used, or others could write to it.
     pub(super) fn open(path: &Path) -> Result<Self> {
+        // Without a slash or a dot at the end, for which a link is followed.
+        let path: &Path = &path.components().collect::<PathBuf>();
         match rustix::fs::mkdir(path, Mode::RWXU) {
             Ok(()) | Err(Errno::EXIST) => {}
             Err(error) => return Err(Error::local("create the cache directory", path, error)),
         }
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let opened = rustix::fs::open(path, flags, Mode::empty());
-        let opened =
-            opened.map_err(|error| Error::local("open the cache directory", path, error))?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let opened = match rustix::fs::open(path, flags, Mode::empty()) {
+            Ok(opened) => opened,
+            // Another user may have made it.
+            Err(Errno::LOOP | Errno::NOTDIR) if path.is_symlink() => {
+                let shown = crate::error::shown(path);
+                return Err(Error::refused(format_args!(
+                    "the cache directory '{shown}' is a symbolic link; name the directory that it leads to"
+                )));
+            }
+            Err(error) => return Err(Error::local("open the cache directory", path, error)),
+        };
         // Later changes of the process's own directory do not matter.
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         let opened = Self { path, opened };
         opened.check()?;
+        opened.mark()?;
         Ok(opened)
+    }
+
+    /// Makes an empty directory a cache, and refuses any other one that is none.
+    fn mark(&self) -> Result<()> {
+        let path = self.path(MARK);
+        let failed = |error: io::Error| Error::local("open the mark of a cache", &path, error);
+        if self.file(MARK).map_err(failed)?.is_some() {
+            return Ok(());
+        }
+        let is_empty = self.names().map_err(failed)?.is_empty();
+        // Another process may have made it a cache meanwhile.
+        if is_empty {
+            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            rustix::fs::openat(&self.opened, MARK, flags, Mode::RUSR | Mode::WUSR)
+                .and_then(|_| rustix::fs::fsync(&self.opened))
+                .map_err(|error| failed(error.into()))?;
+        } else if self.file(MARK).map_err(failed)?.is_none() {
+            let shown = crate::error::shown(&self.path);
+            return Err(Error::refused(format_args!(
+                "'{shown}' cannot hold a cache: it is not empty, and no cache, as it has no file '{MARK}'; name \
+                 a new or an empty directory"
+            )));
+        }
+        Ok(())
     }
 
     /// Opens a directory in this one, which is created if it does not exist.
@@ -164,6 +201,20 @@ impl Directory {
         Ok(Temporary { directory: self, name, file })
     }
 
+    /// Removes the name of an open file if it is still that of this file. That it is not is no error.
+    ///
+    /// # Errors
+    /// It stays.
+    pub(super) fn unlink_file(&self, name: &str, file: &File) -> io::Result<()> {
+        let ours = rustix::fs::fstat(file)?;
+        match self.stat(name)? {
+            Some(stat) if (stat.st_dev, stat.st_ino) == (ours.st_dev, ours.st_ino) => {
+                self.unlink(name)
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Removes a name. That it does not exist is no error.
     ///
     /// # Errors
@@ -213,7 +264,7 @@ impl Directory {
         Ok(removed)
     }
 
-    /// All names.
+    /// All names. One that is no text is not one of ours, and is not like one here.
     ///
     /// # Errors
     /// They cannot be read.
@@ -221,10 +272,8 @@ impl Directory {
         let mut names = Vec::new();
         for entry in rustix::fs::Dir::read_from(&self.opened)? {
             let name = entry?.file_name().to_owned();
-            // Ours are text.
-            if let Ok(name) = name.into_string()
-                && !matches!(&*name, "." | "..")
-            {
+            let name = name.to_string_lossy().into_owned();
+            if !matches!(&*name, "." | "..") {
                 names.push(name);
             }
         }
@@ -260,7 +309,12 @@ impl Directory {
 
 /// Whether a name is that of a file that is not in use yet.
 pub(super) fn is_temporary(name: &str) -> bool {
-    name.starts_with(TEMPORARY)
+    name.strip_prefix(TEMPORARY).is_some_and(|id| is_hex(id, 32))
+}
+
+/// Whether a text has so many digits of a hexadecimal number, as [`unique`] writes them.
+pub(super) fn is_hex(text: &str, digits: usize) -> bool {
+    text.len() == digits && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
 }
 
 /// Whether a file that is open still has a name.

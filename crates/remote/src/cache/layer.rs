@@ -1,10 +1,9 @@
 //! A layer in a cache.
 
-use super::common::{Common, NotKept};
-use super::directory::Directory;
+use super::common::NotKept;
 use super::pair::{LayerKey, Pair};
 use super::protocol::{self, Look, Shared, Stamp};
-
+use super::upkeep::Upkeep;
 use crate::digest::{BLOCK, Table};
 use std::fs::File;
 use std::io;
@@ -38,7 +37,7 @@ pub struct CachedLayer {
     key: LayerKey,
     table: Arc<[u8]>,
     files: Files,
-    common: Arc<Common>,
+    upkeep: Arc<Upkeep>,
 }
 
 impl CachedLayer {
@@ -46,26 +45,23 @@ impl CachedLayer {
         key: &LayerKey,
         table: Arc<[u8]>,
         pair: Arc<Pair>,
-        common: &Arc<Common>,
+        upkeep: &Arc<Upkeep>,
     ) -> Self {
-        Self { key: *key, table, files: Files::Pair(pair), common: Arc::clone(common) }
+        Self { key: *key, table, files: Files::Pair(pair), upkeep: Arc::clone(upkeep) }
     }
 
     /// A layer that has no files, and keeps nothing.
     ///
     /// # Errors
-    /// The system has no memory.
+    /// It is longer than any file can be.
     pub(super) fn detached(
         key: &LayerKey,
         table: Arc<[u8]>,
-        directory: &Directory,
-        common: &Arc<Common>,
+        path: PathBuf,
+        upkeep: &Arc<Upkeep>,
     ) -> io::Result<Self> {
-        let flags = rustix::fs::MemfdFlags::CLOEXEC;
-        let file = File::from(rustix::fs::memfd_create("isobath-cache", flags)?);
-        file.set_len(key.length)?;
-        let files = Files::Detached { file: Arc::new(file), path: directory.path(&key.map()) };
-        Ok(Self { key: *key, table, files, common: Arc::clone(common) })
+        let files = Files::Detached { file: upkeep.nothing(key.length)?, path };
+        Ok(Self { key: *key, table, files, upkeep: Arc::clone(upkeep) })
     }
 
     /// Which layer it is.
@@ -74,7 +70,7 @@ impl CachedLayer {
     }
 
     /// The file with the layer's bytes at their own offsets, where they are [verified](Self::look); it has the layer's
-    /// length. It is not to be written to.
+    /// length, or a greater one if it is in place of files that there are not. It is not to be written to.
     pub fn file(&self) -> &Arc<File> {
         match &self.files {
             Files::Pair(pair) => pair.data(),
@@ -119,7 +115,7 @@ impl CachedLayer {
             return Look::Absent;
         }
         if let Look::Verified(_) = look {
-            pair.note(block, word, self.common.usage.now());
+            pair.note(block, word, self.upkeep.common.usage.now());
         }
         look
     }
@@ -141,7 +137,7 @@ impl CachedLayer {
     /// If the layer has no such block.
     pub fn verify(&self, block: u64) -> Look {
         let Some(pair) = self.pair() else { return Look::Absent };
-        pair.look_for_losses();
+        pair.look_for_losses(&self.upkeep.rooms.layers);
         let look = protocol::verify(pair, block, |bytes| self.matches(block, bytes));
         if pair.is_lost() { Look::Absent } else { look }
     }
@@ -166,22 +162,31 @@ impl CachedLayer {
             return Filled::Wrong;
         }
         let Some(pair) = self.pair() else { return Filled::NotKept(NotKept::Detached) };
-        pair.look_for_losses();
+        pair.look_for_losses(&self.upkeep.rooms.layers);
+        if pair.is_lost() {
+            return Filled::NotKept(NotKept::Detached);
+        }
         if let Look::Verified(stamp) = Look::at(pair.load(block)) {
             return Filled::Kept(stamp);
         }
-        if let Err(reason) = self.common.admit(BLOCK) {
+        if let Err(reason) = self.upkeep.common.admit(BLOCK) {
             return Filled::NotKept(reason);
         }
-        let filled = protocol::fill(pair, block, bytes, self.common.usage.now());
+        let filled = protocol::fill(pair, block, bytes, self.upkeep.common.usage.now());
         if let Err(error) = &filled {
-            self.common.failed(error);
+            self.upkeep.common.failed(error);
             return Filled::NotKept(NotKept::Failing);
         }
-        self.common.filled(bytes.len() as u64);
         match filled {
-            Ok(Some(stamp)) if !pair.is_lost() => Filled::Kept(stamp),
-            _ => Filled::NotKept(NotKept::Busy),
+            Ok(Some(stamp)) if !pair.is_lost() => {
+                self.upkeep.common.filled(bytes.len() as u64);
+                Filled::Kept(stamp)
+            }
+            _ => {
+                // An evictor may have been killed there; who tidies up ends what it began.
+                self.upkeep.common.wake();
+                Filled::NotKept(NotKept::Busy)
+            }
         }
     }
 

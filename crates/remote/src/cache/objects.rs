@@ -35,6 +35,18 @@ impl ObjectKind {
     }
 }
 
+/// Whether a name is that of an object's file.
+pub(super) fn is_object(name: &str) -> bool {
+    let kinds = [ObjectKind::Manifest, ObjectKind::Heads, ObjectKind::Table];
+    let digest = name.split_once('-').and_then(|(_, digest)| Digest::parse(digest));
+    digest.is_some_and(|digest| kinds.iter().any(|kind| kind.file(&digest) == name))
+}
+
+/// Whether a name is that of the file for a chain's manifest.
+pub(super) fn is_manifest(name: &str) -> bool {
+    Digest::parse(name).is_some_and(|digest| digest.to_string() == name)
+}
+
 /// An object in memory. Its file, if it has one, is not evicted before this is dropped.
 #[derive(Debug)]
 pub struct Held {

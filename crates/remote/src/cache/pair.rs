@@ -4,19 +4,22 @@
 //! ever taken for that of files which were removed. Who uses them holds shared locks on both. "Verified" means nothing
 //! to whoever finds the files unused: anything may have happened to them since. So who opens them first makes all
 //! blocks unverified, before anybody else can open them.
+//!
+//! Whatever makes it doubtful that the words are those that other users see, or will be, *detaches* the files: this
+//! process shows and keeps nothing in them any more.
 
-use super::directory::{ATTEMPTS, Directory, is_linked};
+use super::directory::{ATTEMPTS, Directory, is_hex, is_linked};
 use super::protocol::{self, Shared};
 use super::sys::{self, Lock, PAGE, Part, Words};
 use super::word::{State, Word};
 use crate::digest::{BLOCK, Digest};
-use rustix::fs::FallocateFlags;
+use rustix::fs::{Advice, FallocateFlags};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
 /// Which layer it is, and by what its blocks are checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -82,6 +85,7 @@ fn data_name(key: &LayerKey, id: &Id) -> String {
 /// The key and the id in the name of a layer's data.
 pub(super) fn of_data(name: &str) -> Option<(LayerKey, String)> {
     let (key, id) = name.strip_suffix(DATA)?.rsplit_once('-')?;
+    is_hex(id, 2 * ID).then_some(())?;
     Some((LayerKey::parse(key)?, id.to_owned()))
 }
 
@@ -139,6 +143,8 @@ pub(super) struct Pair {
     path: PathBuf,
     /// The generation of the next word that is changed for the first time.
     first: AtomicU64,
+    /// Whether the files were found not to be usable.
+    detached: AtomicBool,
 }
 
 impl Drop for Pair {
@@ -148,8 +154,31 @@ impl Drop for Pair {
     }
 }
 
-/// How a lock is taken.
-type Locking = fn(&File, Part, Lock) -> io::Result<()>;
+/// The right to evict blocks of a layer.
+pub(super) struct Evicting<'p>(&'p Pair);
+
+impl Drop for Evicting<'_> {
+    fn drop(&mut self) {
+        // It does not fail for a lock that was taken.
+        let _ = sys::try_lock(&self.0.map, Part::Evicting, Lock::Free);
+    }
+}
+
+/// Whether a lock is waited for that others hold for moments only.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Wait {
+    Little,
+    Never,
+}
+
+impl Wait {
+    fn lock(self, file: &File, part: Part, lock: Lock) -> io::Result<()> {
+        match self {
+            Self::Little => sys::lock(file, part, lock),
+            Self::Never => sys::lock_at_once(file, part, lock),
+        }
+    }
+}
 
 /// What was found where the files of a layer may be.
 enum Found {
@@ -166,7 +195,7 @@ impl Pair {
     /// They cannot be opened, or somebody else is just opening them.
     pub(super) fn find(directory: &Directory, key: &LayerKey) -> io::Result<Option<Self>> {
         for _ in 0..ATTEMPTS {
-            match Self::look(directory, key, sys::lock_at_once)? {
+            match Self::look(directory, key, Wait::Never)? {
                 Found::Pair(pair) => return Ok(Some(pair)),
                 Found::None => return Ok(None),
                 Found::Removed => {}
@@ -181,7 +210,7 @@ impl Pair {
     /// They can be neither opened nor created.
     pub(super) fn open(directory: &Directory, key: &LayerKey) -> io::Result<Self> {
         for _ in 0..ATTEMPTS {
-            match Self::look(directory, key, sys::lock)? {
+            match Self::look(directory, key, Wait::Little)? {
                 Found::Pair(pair) => return Ok(pair),
                 Found::None => create(directory, key)?,
                 Found::Removed => {}
@@ -190,7 +219,7 @@ impl Pair {
         Err(restless())
     }
 
-    fn look(directory: &Directory, key: &LayerKey, lock: Locking) -> io::Result<Found> {
+    fn look(directory: &Directory, key: &LayerKey, wait: Wait) -> io::Result<Found> {
         let name = key.map();
         let map = match directory.file(&name) {
             Ok(Some(map)) => map,
@@ -201,41 +230,57 @@ impl Pair {
             Err(error) => return Err(error),
         };
         // It ends with the file if it is not given up before.
-        lock(&map, Part::Opening, Lock::Alone)?;
+        wait.lock(&map, Part::Opening, Lock::Alone)?;
         if !is_linked(&map)? {
             return Ok(Found::Removed);
         }
-        let found = Self::join(directory, key, map)?;
-        if let Found::Removed = found {
-            // Others that have the files open go on with them; nobody else opens them.
-            directory.unlink(&name)?;
-        }
-        Ok(found)
+        Self::join(directory, key, map, wait)
     }
 
     /// Becomes a user of a map that nobody else begins to use or removes meanwhile.
-    fn join(directory: &Directory, key: &LayerKey, map: File) -> io::Result<Found> {
-        let Some(id) = read_id(&map, key)? else { return Ok(Found::Removed) };
+    fn join(directory: &Directory, key: &LayerKey, map: File, wait: Wait) -> io::Result<Found> {
+        // Before its locks are given up, so that it is not the map of somebody who has made it anew. Others that have
+        // it open detach it.
+        let remove = |map: &File| directory.unlink_file(&key.map(), map).map(|()| Found::Removed);
+        let Some(id) = read_id(&map, key)? else { return remove(&map) };
         let name = data_name(key, &id);
         let data = match directory.file(&name) {
             Ok(Some(data)) => data,
-            Ok(None) => return Ok(Found::Removed),
-            Err(error) if error.kind() == io::ErrorKind::InvalidData => return Ok(Found::Removed),
+            Ok(None) => return remove(&map),
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => return remove(&map),
             Err(error) => return Err(error),
         };
         // Whoever looks for data without a map holds this one for a moment.
-        sys::lock(&data, Part::Use, Lock::Shared)?;
+        wait.lock(&data, Part::Use, Lock::Shared)?;
         if data.metadata()?.len() != key.length || !is_linked(&data)? {
-            return Ok(Found::Removed);
+            return remove(&map);
         }
         sys::lock(&map, Part::Use, Lock::Shared)?;
         let words = Words::map(Some(&map), map_length(key)?)?;
         let mut first = [0; 8];
         getrandom::fill(&mut first).map_err(io::Error::other)?;
         let (first, path) = (AtomicU64::new(u64::from_ne_bytes(first)), directory.path(&name));
-        let pair = Self { key: *key, words, map, data: Arc::new(data), path, first };
+        let (data, detached) = (Arc::new(data), AtomicBool::new(false));
+        let pair = Self { key: *key, words, map, data, path, first, detached };
         if sys::try_lock(&pair.map, Part::Use, Lock::Alone)? {
+            // Who creates the files holds the data for a moment after the map has its name.
+            match wait.lock(&pair.data, Part::Use, Lock::Alone) {
+                Ok(()) => {}
+                Err(error)
+                    if error.kind() == io::ErrorKind::ResourceBusy && wait == Wait::Little =>
+                {
+                    // Another map, of which this one is a copy, is in use with the same data.
+                    return remove(&pair.map);
+                }
+                Err(error) => return Err(error),
+            }
+            // What the disk does not have is shown by the disk, not by the kernel, which may have failed to write it.
+            rustix::fs::fadvise(&*pair.data, 0, None, Advice::DontNeed)?;
             (0..key.blocks()).for_each(|block| protocol::renew(&pair, block));
+            if pair.is_lost() {
+                return remove(&pair.map);
+            }
+            sys::try_lock(&pair.data, Part::Use, Lock::Shared)?;
             sys::try_lock(&pair.map, Part::Use, Lock::Shared)?;
         }
         sys::try_lock(&pair.map, Part::Opening, Lock::Free)?;
@@ -288,20 +333,60 @@ impl Pair {
         block_length(&self.key, block)
     }
 
-    /// Whether a part of the map was gone: others do not see what is done here, and nothing in it counts.
+    /// Whether the files are detached: others may not see what is done here, and nothing in them counts.
     pub(super) fn is_lost(&self) -> bool {
-        self.words.is_lost()
+        self.words.is_lost() || self.detached.load(Ordering::Acquire)
     }
 
-    /// Makes all verified blocks such that are checked again.
-    fn doubt_all(&self) {
-        (0..self.key.blocks()).for_each(|block| protocol::doubt(self, block));
+    /// Whether no block is there.
+    pub(super) fn is_empty(&self) -> bool {
+        self.present().next().is_none() && !self.is_lost()
     }
 
-    /// Makes all blocks such that are checked again if the kernel has lost what was written to the file.
-    pub(super) fn look_for_losses(&self) {
+    /// Makes all blocks absent if the kernel has lost what was written to the data, and detaches the files if that
+    /// concerns the map, which is removed then.
+    pub(super) fn look_for_losses(&self, directory: &Directory) {
+        let has_lost_words = match map_length(&self.key) {
+            Ok(length) => sys::has_lost_writes(&self.map, length as u64),
+            Err(_) => unreachable!("the map is mapped"),
+        };
+        if has_lost_words {
+            self.detach();
+            // If its name stays, so does this user, and who opens it hears of the error from the kernel.
+            let _ = directory.unlink_file(&self.key.map(), &self.map);
+        }
         if sys::has_lost_writes(&self.data, self.key.length) {
-            self.doubt_all();
+            (0..self.key.blocks()).for_each(|block| protocol::lose(self, block));
+        }
+    }
+
+    /// Keeps other evictors out until it is dropped, also those that have the files in another directory; `None` if
+    /// there is one. Whoever calls it has the lock of evictions of the directory.
+    ///
+    /// # Errors
+    /// The file system has no locks.
+    pub(super) fn evicting(&self) -> io::Result<Option<Evicting<'_>>> {
+        let is_alone = sys::try_lock(&self.map, Part::Evicting, Lock::Alone)?;
+        Ok(is_alone.then_some(Evicting(self)))
+    }
+
+    fn detach(&self) {
+        self.detached.store(true, Ordering::Release);
+    }
+
+    /// Detaches files that were removed: nobody counts or evicts what is in them.
+    pub(super) fn look_for_names(&self) {
+        if !matches!((is_linked(&self.map), is_linked(&self.data)), (Ok(true), Ok(true))) {
+            self.detach();
+        }
+    }
+
+    /// Ends the use of files that are detached, so that who opens them next begins anew. Whoever calls it has the lock
+    /// of evictions: nobody in this process is just taking out a block that others may fill then.
+    pub(super) fn leave_if_lost(&self) {
+        if self.is_lost() {
+            sys::unlock(&self.map);
+            sys::unlock(&self.data);
         }
     }
 
@@ -354,6 +439,10 @@ impl Shared for Pair {
         replaced.is_ok() && !self.is_lost()
     }
 
+    fn is_shared(&self) -> bool {
+        !self.is_lost()
+    }
+
     fn first(&self) -> u64 {
         // All bits change, so that none of these is near another one's successors.
         self.first.fetch_add(STEP, Ordering::Relaxed)
@@ -385,6 +474,7 @@ fn create(directory: &Directory, key: &LayerKey) -> io::Result<()> {
     if !matches!(added, Ok(true)) {
         directory.unlink(&name)?;
     }
+    sys::unlock(&data);
     added.map(drop)
 }
 

@@ -22,6 +22,9 @@ pub(super) trait Shared {
     /// written afterwards only by those who see it.
     fn replace(&self, block: u64, from: Word, to: Word) -> bool;
 
+    /// Whether the words are those that others see: if not, none of them is replaced.
+    fn is_shared(&self) -> bool;
+
     /// The generation of a word that is changed for the first time.
     fn first(&self) -> u64;
 
@@ -124,14 +127,34 @@ pub(super) fn doubt(shared: &impl Shared, block: u64) {
     }
 }
 
+/// Makes a block absent, whatever it is: the disk may have refused what was written to the file. Whoever is just
+/// checking or filling it does so again. An evictor makes it absent itself.
+///
+/// It would not do to check the block again: as long as the kernel has what the disk refused, it shows the right bytes,
+/// but will never try to write them again.
+pub(super) fn lose(shared: &impl Shared, block: u64) {
+    loop {
+        let word = shared.load(block);
+        if word.state() == State::Evicting {
+            return;
+        }
+        if shared.replace(block, word, word.changed(State::Absent, shared.first())) {
+            return;
+        }
+        if !shared.is_shared() {
+            return;
+        }
+    }
+}
+
 /// Begins the use of a block that nobody uses, and nobody is evicting. It counts as unverified, or as absent if
-/// somebody was killed who was evicting it.
+/// somebody was killed who was evicting it. The word changes in any case, so that the page that has it is written to
+/// the disk, or fails to be: the kernel may have refused to write it before, and show what the disk has later.
 pub(super) fn renew(shared: &impl Shared, block: u64) {
     let word = shared.load(block);
     let state = match word.state() {
-        State::Absent | State::Unverified => return,
-        State::Verified => State::Unverified,
-        State::Evicting => State::Absent,
+        State::Verified | State::Unverified => State::Unverified,
+        State::Absent | State::Evicting => State::Absent,
     };
     // If the map is not ours any more, nobody looks at it.
     shared.replace(block, word, word.changed(state, shared.first()));
@@ -195,6 +218,10 @@ mod tests {
         Write(usize, u8),
         Read(usize),
         Punch(usize),
+        /// The disk refuses what was written, and the user is told.
+        Refuse,
+        /// The user has done what follows from that.
+        Mended,
     }
 
     /// The word and the file.
@@ -202,11 +229,15 @@ mod tests {
     struct World {
         word: u64,
         file: [u8; 2],
+        /// Whether the disk has something else than the file, and will have it for good.
+        refused: [bool; 2],
+        is_mended: bool,
     }
 
     impl World {
         fn new(state: State, file: [u8; 2]) -> Self {
-            Self { word: Word::from_bits(0).changed(state, 100).bits(), file }
+            let word = Word::from_bits(0).changed(state, 100).bits();
+            Self { word, file, refused: [false; 2], is_mended: false }
         }
 
         fn take(&mut self, step: Step) -> u64 {
@@ -221,11 +252,20 @@ mod tests {
                 }
                 Step::Write(half, byte) => {
                     self.file[half] = byte;
+                    self.refused[half] = false;
                     0
                 }
                 Step::Read(half) => self.file[half].into(),
                 Step::Punch(half) => {
                     self.file[half] = 0;
+                    0
+                }
+                Step::Refuse => {
+                    self.refused = [true; 2];
+                    0
+                }
+                Step::Mended => {
+                    self.is_mended = true;
                     0
                 }
             }
@@ -235,6 +275,9 @@ mod tests {
             let is_verified = Word::from_bits(self.word).state() == State::Verified;
             if is_verified && self.file != RIGHT {
                 return Err(format!("verified, and wrong: {self:?}"));
+            }
+            if is_verified && self.is_mended && self.refused.contains(&true) {
+                return Err(format!("verified, and not what the disk will have: {self:?}"));
             }
             Ok(())
         }
@@ -270,6 +313,10 @@ mod tests {
 
         fn replace(&self, _: u64, from: Word, to: Word) -> bool {
             self.ask(Step::Replace(from.bits(), to.bits())) != 0
+        }
+
+        fn is_shared(&self) -> bool {
+            true
         }
 
         fn first(&self) -> u64 {
@@ -311,6 +358,22 @@ mod tests {
 
     const DOUBTER: User = |seen| {
         doubt(seen, 0);
+        Ok(())
+    };
+
+    /// Hears that the disk has refused what was written.
+    const LOSER: User = |seen| {
+        seen.ask(Step::Refuse);
+        lose(seen, 0);
+        seen.ask(Step::Mended);
+        Ok(())
+    };
+
+    /// Hears of it, and believes what the kernel still shows.
+    const BELIEVER: User = |seen| {
+        seen.ask(Step::Refuse);
+        doubt(seen, 0);
+        seen.ask(Step::Mended);
         Ok(())
     };
 
@@ -419,13 +482,16 @@ mod tests {
 
     #[test]
     fn in_no_order_of_steps_and_deaths_is_a_wrong_block_verified_or_read() {
-        let casts: [&[User]; 6] = [
+        let casts: [&[User]; 9] = [
             &[filler, evictor, reader],
             &[filler, filler, evictor],
             &[filler, verifier, evictor],
             &[verifier, DOUBTER, evictor],
             &[reader, DOUBTER, filler],
             &[evictor, evictor, filler],
+            &[LOSER, filler, evictor],
+            &[LOSER, filler, verifier],
+            &[LOSER, verifier, DOUBTER],
         ];
         let mut moments = 0;
         for users in casts {
@@ -438,11 +504,13 @@ mod tests {
 
     #[test]
     fn a_step_out_of_order_is_found() {
-        let wrong: [&[User]; 4] = [
+        let wrong: [&[User]; 6] = [
             &[hasty_evictor, filler],
             &[late_evictor, reader],
             &[early_filler, reader],
             &[evictor, trusting_reader],
+            &[BELIEVER, verifier],
+            &[BELIEVER, filler],
         ];
         for users in wrong {
             let found = worlds().into_iter().any(|world| explore(world, users).is_err());

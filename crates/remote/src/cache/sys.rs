@@ -20,6 +20,8 @@ pub(super) enum Part {
     Use = 0,
     /// Held alone by who begins to use the file, or removes it.
     Opening = 1,
+    /// Held alone by who evicts blocks.
+    Evicting = 2,
 }
 
 /// How a part is locked.
@@ -92,7 +94,7 @@ fn locked() -> io::Error {
 
 /// Gives all locks up: a mapping of the file, or a child that was just forked, would keep them.
 pub(super) fn unlock(file: &File) {
-    for part in [Part::Opening, Part::Use] {
+    for part in [Part::Opening, Part::Use, Part::Evicting] {
         // It does not fail for a lock that was taken, and nothing can be done.
         let _ = try_lock(file, part, Lock::Free);
     }

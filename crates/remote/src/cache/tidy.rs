@@ -3,6 +3,7 @@
 use super::census::Census;
 use super::common::Common;
 use super::directory::{Directory, is_temporary};
+use super::objects;
 use super::pair::{self, LayerKey, Pair};
 use super::protocol::{self, Shared};
 use super::word::State;
@@ -85,13 +86,16 @@ pub(super) fn run(
     let now = common.usage.now();
     let mut census = Census::new(now);
     for pair in pairs() {
-        restore(&pair, now);
+        if let Some(_evicting) = pair.evicting()? {
+            restore(&pair, now);
+        }
         for (_, word) in pair.present() {
             census.add(word);
         }
     }
+    let before = common.usage.bytes();
     let used = count(rooms)?;
-    common.counted(used);
+    common.counted(before, used);
     let mut evicted = 0;
     if used > common.high() {
         let need = (used - common.low()).div_ceil(BLOCK);
@@ -100,6 +104,7 @@ pub(super) fn run(
             if victims.is_done() {
                 break;
             }
+            let Some(_evicting) = pair.evicting()? else { continue };
             for (block, word) in pair.present() {
                 // One that cannot be taken out is seen when the files are counted.
                 if victims.take(word)
@@ -111,14 +116,15 @@ pub(super) fn run(
         }
     }
     for key in &keys {
-        let is_empty = find(key).ok().flatten().is_some_and(|pair| pair.present().next().is_none());
+        let is_empty = find(key).ok().flatten().is_some_and(|pair| pair.is_empty());
         if is_empty {
             // One that is in use stays.
             let _ = Pair::remove(&rooms.layers, key);
         }
     }
     evicted += remove_objects(rooms, common)?;
-    common.counted(count(rooms)?);
+    let before = common.usage.bytes();
+    common.counted(before, count(rooms)?);
     Ok(Some(evicted))
 }
 
@@ -171,7 +177,10 @@ fn remove_left(rooms: &Rooms) -> io::Result<()> {
 /// Removes the objects that were not used for longest, if they are too many or there is no other way; how many.
 fn remove_objects(rooms: &Rooms, common: &Common) -> io::Result<u64> {
     let mut objects = entries(&rooms.objects)?;
-    objects.extend(entries(&rooms.manifests)?);
+    objects.retain(|entry| objects::is_object(&entry.name));
+    let mut manifests = entries(&rooms.manifests)?;
+    manifests.retain(|entry| objects::is_manifest(&entry.name));
+    objects.append(&mut manifests);
     objects.sort_unstable_by_key(|entry| entry.used);
     let used = count(rooms)?;
     let sum: u64 = objects.iter().map(|entry| entry.bytes).sum();

@@ -6,7 +6,8 @@ use super::sys::{PAGE, Words};
 use crate::digest::BLOCK;
 use std::fs::File;
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 const NAME: &str = "usage";
@@ -27,10 +28,15 @@ pub(super) fn per_tick(limit: u64) -> u64 {
     (limit / PER_ROUND).max(LEAST_TICK)
 }
 
+/// How often the page is mapped; the last time it is memory of this process alone.
+const MAPPINGS: usize = 8;
+
 /// The shared counts.
 #[derive(Debug)]
 pub(super) struct Usage {
-    words: Words,
+    /// The page as it was mapped first, and whenever it was lost, up to `last`.
+    mappings: [OnceLock<Words>; MAPPINGS],
+    last: AtomicUsize,
     /// Blocks that are filled in a tick.
     tick: u64,
 }
@@ -41,13 +47,37 @@ impl Usage {
     /// # Errors
     /// There is no memory.
     pub(super) fn open(directory: &Directory, limit: u64) -> io::Result<Self> {
-        let shared = shared(directory).and_then(|file| Words::map(Some(&file), PAGE));
-        let words = shared.or_else(|_| Words::map(None, PAGE))?;
-        Ok(Self { words, tick: per_tick(limit / BLOCK) })
+        let (last, tick) = (AtomicUsize::new(0), per_tick(limit / BLOCK));
+        let mut mappings: [OnceLock<Words>; MAPPINGS] = Default::default();
+        let [first, ..] = &mut mappings;
+        *first = OnceLock::from(mapped(directory)?);
+        Ok(Self { mappings, last, tick })
+    }
+
+    fn words(&self) -> &Words {
+        let words = self.mappings.get(self.last.load(Ordering::Acquire)).and_then(OnceLock::get);
+        words.unwrap_or_else(|| unreachable!("the last page was mapped"))
+    }
+
+    /// Maps the page again if it was lost.
+    ///
+    /// # Errors
+    /// There is no memory.
+    pub(super) fn look_after(&self, directory: &Directory) -> io::Result<()> {
+        let next = self.last.load(Ordering::Acquire) + 1;
+        let Some(place) = self.mappings.get(next).filter(|_| self.words().is_lost()) else {
+            return Ok(());
+        };
+        let is_last = next + 1 == MAPPINGS;
+        let words = if is_last { Words::map(None, PAGE)? } else { mapped(directory)? };
+        // Another thread may have done it.
+        place.get_or_init(|| words);
+        self.last.fetch_max(next, Ordering::AcqRel);
+        Ok(())
     }
 
     fn word(&self, number: usize) -> &AtomicU64 {
-        self.words.get(number)
+        self.words().get(number)
     }
 
     /// The current tick.
@@ -71,12 +101,17 @@ impl Usage {
     /// Bytes of all files, as far as is known; `None` if it is not.
     pub(super) fn bytes(&self) -> Option<u64> {
         let bytes = self.word(BYTES).load(Ordering::Relaxed);
-        (!self.words.is_lost()).then_some(bytes)
+        (!self.words().is_lost()).then_some(bytes)
     }
 
-    /// Sets what was counted.
-    pub(super) fn counted(&self, bytes: u64) {
-        self.word(BYTES).store(bytes, Ordering::Relaxed);
+    /// Replaces what was known `before` the files were counted by what was counted. What was added meanwhile stays.
+    pub(super) fn counted(&self, before: Option<u64>, bytes: u64) {
+        match before {
+            Some(before) => {
+                self.word(BYTES).fetch_add(bytes.wrapping_sub(before), Ordering::Relaxed);
+            }
+            None => self.word(BYTES).store(bytes, Ordering::Relaxed),
+        }
     }
 
     /// Adds bytes that were written.
@@ -92,6 +127,12 @@ impl Usage {
             self.advance();
         }
     }
+}
+
+/// The page of the counts: that of the file, or if that is impossible one of this process.
+fn mapped(directory: &Directory) -> io::Result<Words> {
+    let shared = shared(directory).and_then(|file| Words::map(Some(&file), PAGE));
+    shared.or_else(|_| Words::map(None, PAGE))
 }
 
 /// The file with the counts.
@@ -120,4 +161,22 @@ fn is_whole(file: &File) -> io::Result<bool> {
     Ok(length == PAGE as u64
         && std::os::unix::fs::FileExt::read_at(file, &mut magic, 0)? == 8
         && u64::from_ne_bytes(magic) == MAGIC)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_filled_while_the_files_are_counted_is_counted_too() {
+        let directory = tempfile::tempdir().unwrap();
+        let usage = Usage::open(&Directory::open(directory.path()).unwrap(), 1 << 30).unwrap();
+        usage.add(700);
+        let before = usage.bytes();
+        usage.filled(50);
+        usage.counted(before, 600);
+        assert_eq!(usage.bytes(), Some(650));
+        usage.counted(usage.bytes(), 3);
+        assert_eq!(usage.bytes(), Some(3));
+    }
 }

@@ -1,6 +1,6 @@
 //! A cache shows a layer's bytes or nothing, whatever happens to its files.
 
-use isobath_remote::cache::{Cache, CachedLayer, Filled, LEAST_LIMIT, LayerKey, Look};
+use isobath_remote::cache::{Cache, CachedLayer, Filled, LEAST_LIMIT, LayerKey, Look, NotKept};
 use isobath_remote::{BLOCK, Digest};
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -35,8 +35,13 @@ impl Layer {
 
     /// Fills a block.
     pub(crate) fn fill(&self, layer: &CachedLayer, block: u64) {
-        let filled = layer.fill(block, self.block(block));
-        assert!(matches!(filled, Filled::Kept(_)), "{filled:?}");
+        // The thread of a cache may just be taking out what was left in the file.
+        isobath_testkit::until("nobody else changes the block", || {
+            let filled = layer.fill(block, self.block(block));
+            let is_kept = matches!(filled, Filled::Kept(_));
+            assert!(is_kept || filled == Filled::NotKept(NotKept::Busy), "{filled:?}");
+            is_kept
+        });
     }
 
     /// Reads a block as a server does, and says whether it was there. It is right then.
@@ -64,6 +69,10 @@ impl Layer {
 
 pub(crate) fn open(directory: &Path) -> Arc<Cache> {
     Cache::open(directory, 1 << 30).unwrap()
+}
+
+pub(crate) fn tidy(cache: &Cache) {
+    isobath_testkit::until("nobody else tidies up", || cache.tidy().unwrap());
 }
 
 /// The files of a directory of the cache whose names end so.

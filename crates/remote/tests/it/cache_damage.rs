@@ -1,8 +1,8 @@
 //! Whatever happens to the files of a cache while they are out of use, and much of what may happen while they are in
 //! use, shows no wrong byte.
 
-use crate::cache::{Layer, files, names, open};
-use isobath_remote::cache::{Cache, Filled, LayerKey, Look, NotKept, ObjectKind};
+use crate::cache::{Layer, files, names, open, tidy};
+use isobath_remote::cache::{Cache, Filled, LEAST_LIMIT, LayerKey, Look, NotKept, ObjectKind};
 use isobath_remote::store::Version;
 use isobath_remote::{BLOCK, Digest};
 use std::fs::{self, File, OpenOptions, Permissions};
@@ -94,14 +94,43 @@ fn a_copy_of_a_cache_in_use_is_as_good_as_one() {
     let before = fs::read(&data).unwrap();
     of_store.fill(&layer, 1);
     let copied = tempfile::tempdir().unwrap();
-    fs::set_permissions(copied.path(), Permissions::from_mode(0o700)).unwrap();
+    drop(open(copied.path()));
     let inner = copied.path().join("layers");
-    fs::create_dir(&inner).unwrap();
-    fs::set_permissions(&inner, Permissions::from_mode(0o700)).unwrap();
     let map = the_file(directory.path(), ".map");
     fs::write(inner.join(data.file_name().unwrap()), before).unwrap();
     fs::copy(&map, inner.join(map.file_name().unwrap())).unwrap();
     assert_eq!(reopened(copied.path(), &of_store), 1);
+}
+
+#[test]
+fn a_copy_of_a_map_begins_no_second_session_on_the_data() {
+    let of_store = Layer::new(1, 60 * BLOCK);
+    let directory = tempfile::tempdir().unwrap();
+    let first = open(directory.path());
+    let one = of_store.open(&first);
+    (0..60).for_each(|block| of_store.fill(&one, block));
+    // As other programs replace a file.
+    let map = the_file(directory.path(), ".map");
+    let copy = map.with_extension("copy");
+    fs::copy(&map, &copy).unwrap();
+    fs::rename(&copy, &map).unwrap();
+    let second = open(directory.path());
+    let two = of_store.open(&second);
+    assert!(two.is_attached() && two.path() != one.path());
+    assert_eq!(two.look(0), Look::Absent);
+    of_store.fill(&two, 1);
+    assert!(of_store.read(&two, 1));
+    // Somebody evicts.
+    let small = Cache::open(directory.path(), LEAST_LIMIT).unwrap();
+    tidy(&small);
+    of_store.present(&one);
+    // Nobody else sees its map.
+    tidy(&first);
+    assert!(!one.is_attached());
+    assert_eq!(of_store.present(&one), 0);
+    drop(one);
+    tidy(&second);
+    assert_eq!(files(&directory.path().join("layers"), ".data").len(), 1);
 }
 
 #[test]
@@ -292,4 +321,57 @@ fn the_last_manifest_is_remembered_with_its_version() {
         fs::write(path(second), damaged).unwrap();
         assert!(cache.manifest(second).is_none(), "{at}");
     }
+}
+
+#[test]
+fn a_block_that_a_killed_evictor_left_is_filled_again() {
+    let of_store = Layer::new(1, 8 * BLOCK);
+    let directory = tempfile::tempdir().unwrap();
+    let cache = open(directory.path());
+    let layer = of_store.open(&cache);
+    tidy(&cache);
+    let map = writable(&the_file(directory.path(), ".map"));
+    map.write_all_at(&(5_u64 << 24 | 3).to_ne_bytes(), 4096).unwrap();
+    let counted = || {
+        let usage = fs::read(directory.path().join("usage")).unwrap();
+        u64::from_ne_bytes(usage[24..32].try_into().unwrap())
+    };
+    let before = counted();
+    // Whoever tries lets it be done soon, and nothing is counted that is not kept.
+    of_store.fill(&layer, 0);
+    assert!(of_store.read(&layer, 0));
+    assert!(counted() <= before + 2 * BLOCK, "{} {before}", counted());
+}
+
+#[test]
+fn users_of_one_file_in_two_directories_evict_one_after_the_other() {
+    let of_store = Layer::new(1, 60 * BLOCK);
+    let directory = tempfile::tempdir().unwrap();
+    let (first, second) = (directory.path().join("first"), directory.path().join("second"));
+    let cache = open(&first);
+    let layer = of_store.open(&cache);
+    drop(open(&second));
+    for suffix in [".data", ".map"] {
+        let file = the_file(&first, suffix);
+        fs::hard_link(&file, second.join("layers").join(file.file_name().unwrap())).unwrap();
+    }
+    let others = Cache::open(&second, LEAST_LIMIT).unwrap();
+    let other = of_store.open(&others);
+    assert!(other.is_attached());
+    std::thread::scope(|scope| {
+        for cache in [&cache, &others] {
+            scope.spawn(|| {
+                (0..20).for_each(|_| {
+                    cache.tidy().unwrap();
+                });
+            });
+        }
+        for _ in 0..3 {
+            for block in 0..60 {
+                layer.fill(block, of_store.block(block));
+                of_store.read(&other, block);
+                of_store.read(&layer, block);
+            }
+        }
+    });
 }

@@ -58,7 +58,7 @@ fn check(directory: &Path, layers: &[Layer]) {
     }
     for inner in ["", "layers", "objects", "manifests"] {
         let left = names(&directory.join(inner));
-        assert!(!left.iter().any(|name| name.starts_with(".tmp-")), "{left:?}");
+        assert!(!left.iter().any(|name| name.starts_with(".new-")), "{left:?}");
     }
     let inner = directory.join("layers");
     // The cache's own thread may just be removing what is empty.

@@ -1,12 +1,10 @@
 //! A cache stays within its limit, keeps what is in use, and does without a disk that is full.
 
-use crate::cache::{Layer, files, names, open};
+use crate::cache::{Layer, files, names, open, tidy};
 use isobath_remote::cache::{Cache, CachedLayer, Filled, LEAST_LIMIT, Look, NotKept, ObjectKind};
 use isobath_remote::store::Version;
 use isobath_remote::{BLOCK, Digest};
-use isobath_testkit::process::run;
-use std::fs::{self, File};
-use std::io::Write;
+use std::fs::{self, File, OpenOptions};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -20,10 +18,6 @@ fn used(directory: &Path) -> u64 {
     // What others remove meanwhile has none.
     let bytes = |path: &Path| fs::symlink_metadata(path).map_or(0, |data| data.blocks() * 512);
     entries.map(|path| if path.is_dir() { used(&path) } else { bytes(&path) }).sum()
-}
-
-fn tidy(cache: &Cache) {
-    isobath_testkit::until("nobody else tidies up", || cache.tidy().unwrap());
 }
 
 /// Keeps a block, after others were evicted if there is no room.
@@ -162,116 +156,136 @@ fn the_layers_of_a_process_are_opened_once_and_closed_with_the_last_user() {
     assert_eq!(of_store.open(&cache).look(0), Look::Unverified);
 }
 
-/// A file system of this size, until it is dropped.
-struct Small(tempfile::TempDir);
+#[test]
+fn the_smaller_limit_counts_also_while_who_has_it_does_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let _small = Cache::open(directory.path(), LEAST_LIMIT).unwrap();
+    let large = open(directory.path());
+    let of_store = Layer::new(1, 100 * BLOCK);
+    let layer = of_store.open(&large);
+    (0..100).for_each(|block| of_store.fill(&layer, block));
+    isobath_testkit::until("it is within the smaller limit", || {
+        used(directory.path()) <= LEAST_LIMIT
+    });
+}
 
-impl Small {
-    fn new(size: &str) -> Self {
-        let options = format!("size={size},mode=700");
-        Self::mounted(&["-t", "tmpfs", "-o", &options], Path::new("none"))
+#[test]
+fn a_layer_is_kept_within_the_limit_after_its_cache_was_dropped() {
+    let directory = tempfile::tempdir().unwrap();
+    let cache = Cache::open(directory.path(), LEAST_LIMIT).unwrap();
+    let of_store = Layer::new(1, 200 * BLOCK);
+    let layer = of_store.open(&cache);
+    drop(cache);
+    for block in 0..200 {
+        isobath_testkit::until("there is room", || {
+            matches!(layer.fill(block, of_store.block(block)), Filled::Kept(_))
+        });
+        assert!(used(directory.path()) <= LEAST_LIMIT);
     }
+}
 
-    fn mounted(options: &[&str], what: &Path) -> Self {
+#[test]
+fn counts_that_were_lost_are_counted_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let cache = open(directory.path());
+    let of_store = Layer::new(1, 40 * BLOCK);
+    let layer = of_store.open(&cache);
+    of_store.fill(&layer, 0);
+    let usage = directory.path().join("usage");
+    // More often than the file is mapped.
+    for block in 1..20 {
+        let file = OpenOptions::new().write(true).open(&usage).unwrap();
+        file.set_len(0).unwrap();
+        layer.fill(block, of_store.block(block));
+        tidy(&cache);
+        of_store.fill(&layer, block);
+    }
+    assert_eq!(of_store.present(&layer), 20);
+}
+
+#[test]
+fn files_that_are_removed_while_they_are_in_use_do_not_grow() {
+    for suffix in [".map", ".data"] {
         let directory = tempfile::tempdir().unwrap();
-        let mut mount = Command::new("mount");
-        let mounted = run(mount.args(options).arg(what).arg(directory.path()));
-        assert_eq!(mounted.code(), 0, "this test mounts a file system, which needs root");
-        Self(directory)
-    }
-
-    fn path(&self) -> &Path {
-        self.0.path()
-    }
-
-    /// Takes all the space.
-    fn fill(&self) {
-        let mut file = File::create(self.path().join("filler")).unwrap();
-        while file.write(&[1; 4096]).is_ok_and(|count| count > 0) {}
+        let cache = open(directory.path());
+        let of_store = Layer::new(1, 4 * BLOCK);
+        let layer = of_store.open(&cache);
+        of_store.fill(&layer, 0);
+        fs::remove_file(&files(&directory.path().join("layers"), suffix)[0]).unwrap();
+        tidy(&cache);
+        assert!(!layer.is_attached());
+        assert_eq!(layer.look(0), Look::Absent);
+        assert_eq!(layer.fill(1, of_store.block(1)), Filled::NotKept(NotKept::Detached));
+        // Who opens it now begins anew.
+        let again = of_store.open(&cache);
+        assert_eq!(again.look(0), Look::Absent);
+        of_store.fill(&again, 0);
+        assert!(of_store.read(&again, 0));
     }
 }
 
-impl Drop for Small {
-    fn drop(&mut self) {
-        // The thread of a cache may be using it for a moment.
-        run(Command::new("umount").arg("-l").arg(self.path()));
+/// Set for a process that is to be alone.
+const ALONE: &str = "ISOBATH_TEST_CACHE_ALONE";
+
+#[test]
+fn layers_leave_descriptors_for_others() {
+    if std::env::var_os(ALONE).is_none() {
+        let mut alone = Command::new(std::env::current_exe().unwrap());
+        let name = "cache_limits::layers_leave_descriptors_for_others";
+        let ended = alone.args(["--exact", name]).env(ALONE, "1").output().unwrap();
+        let text = String::from_utf8_lossy(&ended.stdout);
+        assert!(ended.status.success() && text.contains("1 passed"), "{text}");
+        return;
     }
+    let limit = libc::rlimit { rlim_cur: 256, rlim_max: 256 };
+    // SAFETY: `limit` is a live value.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
+    let directory = tempfile::tempdir().unwrap();
+    let cache = open(directory.path());
+    let layers: Vec<Layer> = (0..200).map(|number| Layer::new(number, 5 + number)).collect();
+    let opened: Vec<_> = layers.iter().map(|layer| layer.open(&cache)).collect();
+    let attached = opened.iter().filter(|layer| layer.is_attached()).count();
+    assert_eq!(attached, 32);
+    for (of_store, layer) in layers.iter().zip(&opened) {
+        assert!(layer.file().metadata().unwrap().len() >= of_store.key.length);
+    }
+    let own: Vec<File> = (0..128).map(|_| File::open("/dev/null").unwrap()).collect();
+    drop((own, opened));
+    assert!(layers[199].open(&cache).is_attached());
 }
 
 #[test]
-fn a_full_disk_keeps_nothing_more_and_is_used_again_when_there_is_room() {
-    let small = Small::new("12m");
-    let reserve = small.path().join("reserve");
-    fs::write(&reserve, vec![1; 4 << 20]).unwrap();
-    let cache = open(small.path());
-    let of_store = Layer::new(1, 60 * BLOCK);
-    let layer = of_store.open(&cache);
-    let mut kept = 0;
-    for block in 0..60 {
-        match layer.fill(block, of_store.block(block)) {
-            Filled::Kept(_) => kept += 1,
-            filled => assert_eq!(filled, Filled::NotKept(NotKept::Failing)),
-        }
-    }
-    assert!((20..32).contains(&kept), "{kept}");
-    small.fill();
-    assert_eq!(of_store.present(&layer), kept);
-    // Another layer can have no files, and objects none.
-    let other = Layer::new(2, 3 * BLOCK);
-    let detached = other.open(&cache);
-    assert!(!detached.is_attached());
-    assert_eq!((detached.blocks(), detached.file().metadata().unwrap().len()), (3, 3 * BLOCK));
-    assert_eq!((detached.look(2), detached.verify(2)), (Look::Absent, Look::Absent));
-    assert_eq!(detached.fill(2, other.block(2)), Filled::NotKept(NotKept::Detached));
-    assert_eq!(detached.fill(2, other.block(1)), Filled::Wrong);
-    let (digest, object) = (Digest::of(&[7; 9000]), [7; 9000]);
-    let held = cache.keep(ObjectKind::Heads, &digest, &object).unwrap();
-    assert!(!held.is_kept());
-    assert_eq!(**held.bytes(), object);
-    cache.keep_manifest("s3://b/vm", &object, &Version { tag: None, number: None });
-    assert!(cache.manifest("s3://b/vm").is_none());
-    // A cache that is opened now works, and shows what is there.
-    let second = open(small.path());
-    assert_eq!(of_store.present(&of_store.open(&second)), kept);
-    fs::remove_file(small.path().join("filler")).unwrap();
-    fs::remove_file(reserve).unwrap();
-    tidy(&cache);
-    let tried = (0..20_000).find(|_| matches!(layer.fill(59, of_store.block(59)), Filled::Kept(_)));
-    assert!(tried.is_some());
-    assert!(of_store.read(&layer, 59));
-    assert!(other.open(&cache).is_attached());
-}
-
-/// Drops what the kernel has of a file in memory and can read from the disk again.
-fn forget(file: &File) {
-    // SAFETY: a system call without memory.
-    let done = unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
-    assert_eq!(done, 0);
-}
-
-#[test]
-fn blocks_that_the_disk_refused_after_they_were_kept_are_not_believed() {
-    // A file system on a disk that is full before its file system is.
-    let below = Small::new("12m");
-    let image = below.path().join("image");
-    File::create(&image).unwrap().set_len(64 << 20).unwrap();
-    let mkfs = isobath_testkit::tools::require("mkfs.ext4");
-    let lazy = "lazy_itable_init=0,lazy_journal_init=0";
-    let made = run(Command::new(mkfs).args(["-q", "-F", "-E", lazy]).arg(&image));
-    assert_eq!(made.code(), 0, "{}", made.report());
-    let small = Small::mounted(&["-o", "loop"], &image);
-    let of_store = Layer::new(1, 60 * BLOCK);
-    // The modes of a new file system's root are those of the system.
-    let inner = small.path().join("cache");
-    let cache = open(&inner);
-    let layer = of_store.open(&cache);
-    below.fill();
-    (0..60).for_each(|block| of_store.fill(&layer, block));
-    let _ = run(Command::new("sync").arg("-f").arg(layer.path()));
-    forget(layer.file());
-    // Whoever verifies or fills a block hears of it, and what was lost is not shown any more.
-    layer.verify(0);
-    assert!(of_store.present(&layer) < 60);
+fn opening_one_layer_does_not_wait_for_another_one() {
+    let directory = tempfile::tempdir().unwrap();
+    let cache = open(directory.path());
+    let (stuck, other) = (Layer::new(1, 2 * BLOCK), Layer::new(2, 2 * BLOCK));
+    let layer = stuck.open(&cache);
+    stuck.fill(&layer, 0);
     drop(layer);
-    let again = of_store.open(&cache);
-    assert!(of_store.present(&again) < 60);
+    // A process that was stopped while it was opening it.
+    let map = files(&directory.path().join("layers"), ".map");
+    let map =
+        map.iter().find(|path| path.to_str().unwrap().contains(&stuck.key.digest.to_string()));
+    let file = OpenOptions::new().read(true).write(true).open(map.unwrap()).unwrap();
+    // SAFETY: all bytes may be zero.
+    let mut range: libc::flock = unsafe { std::mem::zeroed() };
+    (range.l_type, range.l_start, range.l_len) = (libc::F_WRLCK as libc::c_short, 1, 1);
+    isobath_testkit::until("nobody else opens it", || {
+        // SAFETY: `range` is a live value.
+        unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) == 0 }
+    });
+    thread::scope(|scope| {
+        let waits = scope.spawn(|| stuck.open(&cache));
+        let mut opened = 0;
+        while !waits.is_finished() {
+            drop(other.open(&cache));
+            opened += 1;
+        }
+        assert!(opened > 1, "{opened}");
+        assert!(!waits.join().unwrap().is_attached());
+    });
+    drop(file);
+    let later = stuck.open(&cache);
+    assert!(later.is_attached());
+    assert!(stuck.read(&later, 0));
 }

@@ -5,6 +5,8 @@
 mod buckets;
 mod cache;
 mod cache_damage;
+mod cache_directory;
+mod cache_disks;
 mod cache_kills;
 mod cache_limits;
 mod chains;
