@@ -63,8 +63,10 @@ impl Profile {
         let setting = |name: &str| settings.get(name).filter(|value| !value.is_empty()).cloned();
         let keys = setting("aws_access_key_id").zip(setting("aws_secret_access_key"));
         let keys = keys.map(|(id, secret)| (id, secret, setting("aws_session_token")));
-        let elsewhere = ELSEWHERE.into_iter().find(|name| settings.contains_key(*name));
-        let lacks = match elsewhere.filter(|_| keys.is_none()) {
+        // The tools prefer the keys to those of a process, and everything else to the keys.
+        let counts = |name: &str| keys.is_none() || name != "credential_process";
+        let elsewhere = ELSEWHERE.into_iter().find(|name| setting(name).is_some() && counts(name));
+        let lacks = match elsewhere {
             Some(how) => format!(
                 "the profile '{name}' gets its keys by '{how}', which is not supported: export them with 'aws \
                  configure export-credentials --format env'"
@@ -108,7 +110,10 @@ fn text(path: &Path) -> Result<String> {
     Ok(text)
 }
 
-/// The settings of a profile, of which the first file counts more; `None` if neither has it.
+/// What belongs to one pair of keys.
+const KEYS: [&str; 3] = ["aws_access_key_id", "aws_secret_access_key", "aws_session_token"];
+
+/// The settings of a profile, of which the first file counts more; `None` if neither has it. Keys are of one file.
 fn settings(name: &str, credentials: &str, config: &str) -> Option<BTreeMap<String, String>> {
     let in_credentials = section(credentials, |header| header == name);
     let in_config = section(config, |header| {
@@ -119,8 +124,11 @@ fn settings(name: &str, credentials: &str, config: &str) -> Option<BTreeMap<Stri
     match (in_credentials, in_config) {
         (None, None) => None,
         (first, second) => {
-            let mut settings = second.unwrap_or_default();
-            settings.extend(first.unwrap_or_default());
+            let (first, mut settings) = (first.unwrap_or_default(), second.unwrap_or_default());
+            if KEYS.iter().any(|key| first.contains_key(*key)) {
+                settings.retain(|name, _| !KEYS.contains(&name.as_str()));
+            }
+            settings.extend(first);
             Some(settings)
         }
     }
@@ -173,6 +181,7 @@ mod tests {
         [default]\n\
         region = eu-central-1\n\
         aws_access_key_id = another\n\
+        aws_session_token = another\n\
         [profile lab]\n\
         Region = nowhere\n\
         services = here\n\
@@ -180,6 +189,14 @@ mod tests {
         endpoint_url = http://127.0.0.1:7070\n\
         [profile role]\n\
         role_arn = arn:aws:iam::1:role/x\n\
+        [profile both]\n\
+        role_arn = arn:aws:iam::1:role/x\n\
+        aws_access_key_id = third\n\
+        aws_secret_access_key = secret\n\
+        [profile process]\n\
+        credential_process = true\n\
+        aws_access_key_id = fourth\n\
+        aws_secret_access_key = secret\n\
         [profile empty]\n\
         [lab2]\n\
         region = not-a-profile\n";
@@ -222,7 +239,10 @@ mod tests {
             let message = profile(Some(name)).err().unwrap().to_string();
             assert!(message.contains(name) && message.contains("credentials"), "{message}");
         }
-        for (name, why) in [("role", "role_arn"), ("empty", "aws_access_key_id")] {
+        assert_eq!(keys(&profile(Some("process")).ok().unwrap()), ("fourth", "secret", None));
+        for (name, why) in
+            [("role", "role_arn"), ("both", "role_arn"), ("empty", "aws_access_key_id")]
+        {
             let message = profile(Some(name)).ok().unwrap().keys().err().unwrap().to_string();
             assert!(message.contains(name) && message.contains(why), "{message}");
         }
