@@ -54,13 +54,32 @@ pub fn remove(store: &dyn Store, name: &str) -> Result<()> {
 /// A push is at work, or another collection; a manifest is damaged or of a later version, so that it is unknown what it
 /// needs; those of the store.
 pub fn collect(store: &dyn Store, how: &Collection, progress: &Progress) -> Result<Collected> {
-    let lock = Lock::take(store, how.break_lock)?;
+    let lock = Lock::take(store, how)?;
     let mut removals = Removals { store, dry_run: how.dry_run, in_doubt: false };
     let collected = lock.now().and_then(|now| locked(&mut removals, how, now, progress));
     // A removal whose outcome is unknown may still take effect: no push must find the object meanwhile. The collection
     // whose lock was broken may have left one.
     if removals.in_doubt || (lock.broken && collected.is_err()) {
         return collected.map_err(stays);
+    }
+    if lock.broken
+        && let Ok(collected) = &collected
+    {
+        if how.dry_run {
+            return Ok(collected.clone());
+        }
+        // What the other may have removed, and is not removed again here.
+        if collected.young > 0 && lock.reaches.is_none_or(|grace| how.grace > grace) {
+            let shorter = lock.reaches.map_or_else(
+                || "shorter --grace".to_owned(),
+                |grace| format!("--grace of at most {} seconds", grace.as_secs()),
+            );
+            return Err(stays(Error::Refused(format!(
+                "{} objects that no chain needs are younger than --grace: the collection whose lock was broken may \
+                 have been removing them, and that can take effect later; use a {shorter}",
+                collected.young
+            ))));
+        }
     }
     match (collected, lock.release()) {
         (Ok(collected), Ok(())) => Ok(collected),
@@ -73,7 +92,7 @@ pub fn collect(store: &dyn Store, how: &Collection, progress: &Progress) -> Resu
 fn stays(error: Error) -> Error {
     error.and(format_args!(
         "the lock '{}' is still in the store: no push begins until 'isobath remote gc --break-lock' has ended without \
-         an error",
+         an error, and not with --dry-run",
         keys::COLLECTOR
     ))
 }
@@ -99,7 +118,7 @@ impl Removals<'_> {
             return Ok(());
         }
         let deleted = self.store.delete(key);
-        self.in_doubt |= matches!(deleted, Err(Error::Store(_)));
+        self.in_doubt |= matches!(deleted, Err(Error::Store(_) | Error::Unknown(_)));
         deleted
     }
 }
@@ -170,21 +189,50 @@ struct Lock<'s> {
     store: &'s dyn Store,
     /// Another collection had it, which did not end.
     broken: bool,
+    /// The shortest grace of the collections whose locks were broken; `None` if one did not say. What was younger was
+    /// removed by none of them.
+    reaches: Option<Duration>,
+}
+
+/// What a lock contains: a line that no other collection writes, with the grace in seconds.
+struct Line(String);
+
+impl Line {
+    const MOST: u64 = 256;
+
+    fn new(reaches: Option<Duration>) -> Result<Self> {
+        let grace = reaches.map_or_else(String::new, |grace| format!(" grace {}", grace.as_secs()));
+        Ok(Self(format!("isobath remote gc {}{grace}\n", unique()?)))
+    }
+
+    /// The grace of the collection that has written these bytes.
+    fn grace(bytes: &[u8]) -> Option<Duration> {
+        let (_, grace) = std::str::from_utf8(bytes).ok()?.trim_end().rsplit_once(" grace ")?;
+        grace.parse().ok().map(Duration::from_secs)
+    }
 }
 
 impl<'s> Lock<'s> {
-    fn take(store: &'s dyn Store, break_lock: bool) -> Result<Self> {
-        let text = format!("isobath remote gc {}\n", unique()?);
-        if break_lock {
-            let broken = store.head(keys::COLLECTOR)?.is_some();
-            let put = store.put(keys::COLLECTOR, text.as_bytes()).map(|()| Self { store, broken });
+    fn take(store: &'s dyn Store, how: &Collection) -> Result<Self> {
+        // One that only says what it would remove removes nothing, however young.
+        let own = if how.dry_run { Duration::MAX } else { how.grace };
+        if how.break_lock {
+            let (broken, reaches) = match store.get(keys::COLLECTOR, Line::MOST) {
+                Ok(Some((line, _))) => (true, Line::grace(&line)),
+                Ok(None) => (false, Some(Duration::MAX)),
+                Err(Error::Damaged(_)) => (true, None),
+                Err(error) => return Err(error),
+            };
+            let Line(text) = Line::new(reaches.map(|grace| grace.min(own)))?;
+            let lock = Self { store, broken, reaches };
+            let put = store.put(keys::COLLECTOR, text.as_bytes()).map(|()| lock);
             return put.map_err(|error| match error {
                 error if broken => stays(error),
-                Error::Interrupted => may_stay(Error::Interrupted),
-                error => error,
+                error => may_stay(error),
             });
         }
-        let lock = Self { store, broken: false };
+        let Line(text) = Line::new(Some(own))?;
+        let lock = Self { store, broken: false, reaches: Some(own) };
         match store.put_if(keys::COLLECTOR, text.as_bytes(), None) {
             Ok(Outcome::Done) => Ok(lock),
             Ok(Outcome::Unsupported) => Err(Error::refused(
@@ -197,10 +245,17 @@ impl<'s> Lock<'s> {
             ))),
             // Nothing was put.
             Err(error @ Error::Interrupted) => Err(error),
+            // It was perhaps put, but is perhaps not durable.
+            Err(error @ Error::Local(_)) => match store.head(keys::COLLECTOR) {
+                Ok(None) => Err(error),
+                _ => Err(may_stay(error)),
+            },
             // The put may have succeeded without our knowledge.
             Err(error) => match store.get(keys::COLLECTOR, text.len() as u64) {
                 Ok(Some((now, _))) if now == text.as_bytes() => Ok(lock),
-                _ if matches!(error, Error::Unsettled(_)) => Err(may_stay(error)),
+                _ if matches!(error, Error::Unsettled(_) | Error::Unknown(_)) => {
+                    Err(may_stay(error))
+                }
                 _ => Err(error),
             },
         }

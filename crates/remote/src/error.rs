@@ -25,6 +25,9 @@ pub enum Error {
     /// The store does not do what was asked of it.
     #[error("{0}")]
     Store(String),
+    /// The same, and what was asked may have been done, or may be done later; says so.
+    #[error("{0}")]
+    Unknown(String),
     /// A local file cannot be read or written.
     #[error("{0}")]
     Local(String),
@@ -93,6 +96,7 @@ impl Error {
             Self::Refused(message) => Self::Refused(with(message)),
             Self::Damaged(message) => Self::Damaged(with(message)),
             Self::Store(message) => Self::Store(with(message)),
+            Self::Unknown(message) => Self::Unknown(with(message)),
             Self::Local(message) => Self::Local(with(message)),
             Self::Conflict(message) => Self::Conflict(with(message)),
             Self::Interrupted => Self::Unsettled(more.to_string()),
@@ -110,6 +114,7 @@ impl Error {
             Self::Refused(message) => Self::Refused(named(message)),
             Self::Damaged(message) => Self::Damaged(named(message)),
             Self::Store(message) => Self::Store(named(message)),
+            Self::Unknown(message) => Self::Unknown(named(message)),
             Self::Local(message) => Self::Local(named(message)),
             Self::Conflict(message) => Self::Conflict(named(message)),
             Self::Interrupted | Self::Unsettled(_) => self,

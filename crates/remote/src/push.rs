@@ -153,11 +153,13 @@ struct Manifests {
 impl Manifests {
     /// An error that ends the push, which says so if the chain is perhaps no longer what it was.
     fn told(&self, name: &str, error: Error) -> Error {
+        let how = format!(
+            "the manifest of '{name}' was being put, so that the chain there is the old one or the new one: push \
+             again, or see with 'isobath remote verify'"
+        );
         match error {
-            Error::Interrupted | Error::Unsettled(_) if self.begun => Error::Unsettled(format!(
-                "the manifest of '{name}' was being put, so that the chain there is the old one or the new one: push \
-                 again, or see with 'isobath remote verify'"
-            )),
+            Error::Interrupted | Error::Unsettled(_) if self.begun => Error::Unsettled(how),
+            error if self.begun => error.and(how),
             error => error,
         }
     }
@@ -278,8 +280,12 @@ impl Push<'_> {
         if done.done || self.was.as_ref().is_some_and(|(bytes, _)| *bytes == manifest) {
             return Ok(());
         }
-        done.begun = true;
-        self.put_manifest(&manifest)?;
+        let begun_before = std::mem::replace(&mut done.begun, true);
+        if let Err(error) = self.put_manifest(&manifest) {
+            let known = matches!(error, Error::Refused(_) | Error::Conflict(_) | Error::Store(_));
+            done.begun = begun_before || !known;
+            return Err(error);
+        }
         done.done = true;
         Ok(())
     }
@@ -288,7 +294,10 @@ impl Push<'_> {
         let Self { store, name, .. } = *self;
         let key = keys::manifest(name);
         if self.replace == Replace::Any {
-            return store.put(&key, manifest);
+            return store.put(&key, manifest).map_err(|error| match error {
+                Error::Store(message) => Error::Unknown(message),
+                error => error,
+            });
         }
         match store.put_if(&key, manifest, self.was.as_ref().map(|(_, version)| version)) {
             Ok(Outcome::Done) => Ok(()),
@@ -296,11 +305,13 @@ impl Push<'_> {
                 "this store cannot replace an object only if it is unchanged, so that another push to '{name}' could \
                  be lost: if there is none, use --overwrite"
             ))),
+            // It was perhaps put, but is perhaps not durable.
+            Err(error @ Error::Local(_)) => Err(error),
             // The put may have succeeded without our knowledge.
-            other => match (store.get(&key, MAX_MANIFEST)?, other) {
-                (Some((now, _)), _) if now == manifest => Ok(()),
+            other => match (store.get(&key, MAX_MANIFEST), other) {
+                (Ok(Some((now, _))), _) if now == manifest => Ok(()),
                 (_, Err(error)) => Err(error),
-                _ => Err(Error::Conflict(format!(
+                (_, Ok(_)) => Err(Error::Conflict(format!(
                     "another program has pushed to '{name}' or removed it meanwhile: its manifest was left as it is; \
                      push again to replace it"
                 ))),

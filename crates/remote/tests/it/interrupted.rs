@@ -4,7 +4,7 @@ use crate::chains::Chain;
 use crate::round_trips::{fetch, gc, is_whole, send, verify};
 use crate::stores::{self, Aged, Death, Watched};
 use isobath_remote::store::Store;
-use isobath_remote::{Error, Progress, Replace, push, remove};
+use isobath_remote::{Collection, Error, Progress, Replace, push, remove};
 use std::fs;
 use std::sync::Mutex;
 use std::time::Duration;
@@ -263,5 +263,80 @@ fn an_interrupted_collection_that_leaves_its_lock_says_so() {
             left += usize::from(told);
         }
         assert!(left > 5, "{left}");
+    }
+}
+
+#[test]
+fn nothing_that_is_perhaps_not_durable_counts_as_done() {
+    let chain = Chain::small("disk.qcow2", 1);
+    let (mut refused, mut told) = (0, 0);
+    for number in 0.. {
+        let (kept, store) = stores::new();
+        let watched = Watched::dying(&store, Death::NotDurable(number));
+        let pushed = send(&watched, "vm", &chain);
+        let Err(error) = pushed else {
+            // The removal of the note, which is the last operation, matters to nobody.
+            assert_eq!(watched.count(), number + 1);
+            break;
+        };
+        let message = error.to_string();
+        let is_there = kept.path().join("manifests/vm.json").exists();
+        assert_eq!(message.contains("the old one or the new one"), is_there, "{message}");
+        refused += 1;
+        told += usize::from(is_there);
+    }
+    assert!(refused > 5 && told > 0, "{refused} {told}");
+    let (kept, store) = stores::new();
+    send(&store, "vm", &chain).unwrap();
+    let mut left = 0;
+    for number in 0.. {
+        let (copied, store) = stores::copy(kept.path());
+        let watched = Watched::dying(&store, Death::NotDurable(number));
+        let collected = gc(&watched, Duration::ZERO, false);
+        if watched.count() <= number {
+            collected.unwrap();
+            break;
+        }
+        let message = collected.unwrap_err().to_string();
+        let stays = copied.path().join("gc.lock").exists();
+        assert!(!stays || message.contains("--break-lock"), "{message}");
+        left += usize::from(stays);
+    }
+    assert!(left > 0);
+}
+
+#[test]
+fn a_lock_that_was_broken_stays_until_what_its_collection_removed_is_removed_again() {
+    let (_chain, kept) = forgotten();
+    let hour = Duration::from_hours(1);
+    let collect = |store: &dyn Store, grace, dry_run| {
+        let how = Collection { grace, dry_run, break_lock: true };
+        isobath_remote::collect(store, &how, &Progress::default())
+    };
+    let (long, own) = ("x".repeat(1000), "isobath remote gc 0123 grace 3600\n".to_owned());
+    for (line, known) in
+        [(own, true), ("isobath remote gc 0123\n".to_owned(), false), (long, false)]
+    {
+        let (copied, store) = stores::copy(kept.path());
+        let lock = copied.path().join("gc.lock");
+        fs::write(&lock, line).unwrap();
+        assert!(collect(&store, Duration::ZERO, true).unwrap().objects > 0);
+        assert!(lock.exists());
+        for _ in 0..2 {
+            let message = collect(&store, DAY, false).unwrap_err().to_string();
+            assert!(message.contains("--grace") && message.contains("--break-lock"), "{message}");
+            assert_eq!(message.contains("3600"), known, "{message}");
+            assert!(lock.exists());
+        }
+        if known {
+            assert!(collect(&store, hour, false).unwrap().young > 0);
+            assert!(!lock.exists());
+        }
+        // Without a lock there is nothing to repeat.
+        fs::remove_file(&lock).or_else(|error| if known { Ok(()) } else { Err(error) }).unwrap();
+        assert!(collect(&store, DAY, false).unwrap().young > 0);
+        fs::write(&lock, "another").unwrap();
+        assert!(collect(&store, Duration::ZERO, false).unwrap().objects > 0);
+        assert!(!lock.exists());
     }
 }

@@ -33,6 +33,8 @@ pub(crate) enum Death {
     After(usize),
     /// It is interrupted, as everything that follows, and is not done.
     Interrupted(usize),
+    /// It is done, but perhaps not durable, as the user is told. What follows is done.
+    NotDurable(usize),
 }
 
 /// What was asked of a store: an operation, an object, and how many of its bytes.
@@ -90,6 +92,9 @@ impl<'s> Watched<'s> {
         match self.death {
             Some(Death::Before(at)) if number >= at => died(),
             Some(Death::Interrupted(at)) if number >= at => Err(Error::Interrupted),
+            Some(Death::NotDurable(at)) if number == at => {
+                operation().and_then(|_| Err(Error::Local("cannot flush".to_owned())))
+            }
             Some(Death::After(at)) if number > at => died(),
             Some(Death::After(at)) if number == at => operation().and_then(|_| died()),
             _ => operation(),
