@@ -6,23 +6,28 @@
 //! object's name is the digest of what it holds, so that a put whose outcome is unknown may be repeated; a conditional
 //! put is settled by reading the object.
 
+use super::answers::{Bounded, InPieces};
 use super::profile::Profile;
 use super::{Entry, Found, Limits, Outcome, Parts, Store, Version};
 use crate::error::{Error, Result};
 use crate::progress::Progress;
 use futures_util::TryStreamExt;
 use futures_util::future::{Either, select};
+use isobath_qcow2::text::Shown;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::MicrosoftAzureBuilder;
+use object_store::client::{HttpConnector, ReqwestConnector};
 use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
 use object_store::{
-    Certificate, ClientConfigKey, ClientOptions, GetOptions, GetRange, GetResult, ObjectStore,
-    ObjectStoreExt, PutMode, PutOptions, PutPayload, RetryConfig, UpdateVersion,
+    Certificate, ClientConfigKey, ClientOptions, Extensions, GetOptions, GetRange, GetResult,
+    ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, RetryConfig, UpdateVersion,
 };
+use reqwest::Url;
+use reqwest::header::HeaderValue;
 use std::collections::BTreeMap;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fmt::Display;
 use std::fs::File;
 use std::future::Future;
@@ -44,12 +49,15 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// The slowest rate in bytes a second at which a request's data is sent.
 const SLOWEST: u64 = 16 << 10;
 
+/// The slowest rate in bytes a second at which a store joins the parts of an object: some copy them.
+const JOINED: u64 = 4 << 20;
+
 /// Least bytes a second of what a store answers, and the bytes that an object of a list counts for.
 const LEAST: u64 = 1 << 10;
 const ENTRY: u64 = 256;
 
-/// Most objects of a list.
-const MOST_ENTRIES: usize = 10_000_000;
+/// Most bytes of a list in memory, which are those of some millions of objects.
+const MOST_OF_LIST: usize = 512 << 20;
 
 /// How often it is looked whether an operation was cancelled.
 const LOOK: Duration = Duration::from_millis(50);
@@ -86,30 +94,33 @@ impl Bucket {
         let retry = retry_config(limits);
         Self::new(prefix, limits, progress, || match scheme {
             "s3" => {
-                let builder =
-                    described(AmazonS3Builder::from_env(), |name| std::env::var_os(name))?;
+                let builder = described(std::env::vars_os())?;
                 let options = trusting(|name| std::env::var_os(name))?;
-                s3(builder.with_bucket_name(bucket), options, limits).map_err(wrong)
+                let builder = builder.with_bucket_name(bucket);
+                s3(builder, ReqwestConnector::default(), options, limits)?.map_err(wrong)
             }
             "gs" => {
                 let builder = GoogleCloudStorageBuilder::from_env().with_bucket_name(bucket);
                 let builder = builder.with_client_options(options).with_retry(retry);
+                let builder = builder.with_http_connector(Bounded(ReqwestConnector::default()));
                 Ok(Arc::new(builder.build().map_err(wrong)?) as Arc<dyn Client>)
             }
             _ => {
                 let builder = MicrosoftAzureBuilder::from_env().with_container_name(bucket);
                 let builder = builder.with_client_options(options).with_retry(retry);
+                let builder = builder.with_http_connector(Bounded(ReqwestConnector::default()));
                 Ok(Arc::new(builder.build().map_err(wrong)?) as Arc<dyn Client>)
             }
         })
     }
 
-    /// A bucket of S3 that is not described by the environment alone.
+    /// A bucket of S3 that is not described by the environment alone, and is reached as the connector says.
     ///
     /// # Errors
     /// The description is wrong.
     pub fn of_s3(
         builder: AmazonS3Builder,
+        connector: impl HttpConnector,
         prefix: &str,
         limits: Limits,
         progress: &Arc<Progress>,
@@ -118,7 +129,7 @@ impl Bucket {
             Error::refused(format_args!("cannot use the bucket: {}", short(&error)))
         };
         Self::new(prefix, limits, progress, || {
-            s3(builder, ClientOptions::default(), limits).map_err(wrong)
+            s3(builder, connector, ClientOptions::default(), limits)?.map_err(wrong)
         })
     }
 
@@ -247,7 +258,8 @@ impl Bucket {
         let path = self.path(key);
         let path = &path;
         let read = |silence| async move {
-            let found = self.client.get_opts(path, GetOptions::default());
+            let options = GetOptions { extensions: in_pieces(), ..GetOptions::default() };
+            let found = self.client.get_opts(path, options);
             let found = within(silence, found).await?;
             let meta = found.meta.clone();
             if meta.size > most {
@@ -278,9 +290,21 @@ impl Bucket {
     }
 }
 
+/// What marks a request whose answer is received by [`Bucket::received`].
+fn in_pieces() -> Extensions {
+    let mut extensions = Extensions::new();
+    extensions.insert(InPieces);
+    extensions
+}
+
 /// The time that so many bytes may take besides.
 fn sending(bytes: u64) -> Duration {
     Duration::from_secs(bytes / SLOWEST)
+}
+
+/// The time that a store may take besides to join parts of so many bytes in all.
+fn joining(bytes: u64) -> Duration {
+    Duration::from_secs(bytes / JOINED)
 }
 
 /// The result of an operation, which is a failure that may be repeated if it takes longer.
@@ -326,22 +350,43 @@ impl Pace {
     }
 }
 
-/// What the environment does not give is taken from the profile of Amazon's tools. Keys are never put together from
-/// both.
+/// What the environment does not give is taken from the profile of Amazon's tools, which is read only then. Keys, and
+/// the token that belongs to them, are never put together from both. A variable that is empty counts as missing.
 fn described(
-    builder: AmazonS3Builder,
-    environment: impl Fn(&str) -> Option<OsString>,
+    environment: impl IntoIterator<Item = (OsString, OsString)>,
 ) -> Result<AmazonS3Builder> {
-    let profile = Profile::of(&environment)?;
+    let environment = environment.into_iter().filter(|(_, value)| !value.is_empty());
+    let environment: BTreeMap<OsString, OsString> = environment.collect();
+    let (mut builder, mut token) = (AmazonS3Builder::new(), None);
+    for (name, value) in &environment {
+        if let (Some(name), Some(value)) = (name.to_str(), value.to_str())
+            && name.starts_with("AWS_")
+            && let Ok(key) = name.to_ascii_lowercase().parse::<AmazonS3ConfigKey>()
+        {
+            if key == AmazonS3ConfigKey::Token {
+                token = Some(value);
+            } else {
+                builder = builder.with_config(key, value);
+            }
+        }
+    }
     let lacks = |builder: &AmazonS3Builder, key| builder.get_config_value(&key).is_none();
-    let mut builder = builder;
     let keys = [AmazonS3ConfigKey::AccessKeyId, AmazonS3ConfigKey::SecretAccessKey];
+    let has_keys = keys.into_iter().any(|key| !lacks(&builder, key));
+    if let Some(token) = token.filter(|_| has_keys) {
+        builder = builder.with_token(token);
+    }
     let unsigned = builder.get_config_value(&AmazonS3ConfigKey::SkipSignature);
-    if keys.into_iter().all(|key| lacks(&builder, key))
-        && environment("AWS_WEB_IDENTITY_TOKEN_FILE").is_none()
-        && unsigned.is_none_or(|skip| skip != "true")
-        && let Some((id, secret, token)) = profile.keys()?
-    {
+    let needs_keys = !has_keys
+        && !environment.contains_key(OsStr::new("AWS_WEB_IDENTITY_TOKEN_FILE"))
+        && unsigned.is_none_or(|skip| skip != "true");
+    let needs_endpoint = lacks(&builder, AmazonS3ConfigKey::Endpoint)
+        && lacks(&builder, AmazonS3ConfigKey::S3Endpoint);
+    if !needs_keys && !needs_endpoint && !lacks(&builder, AmazonS3ConfigKey::Region) {
+        return Ok(builder);
+    }
+    let profile = Profile::of(|name| environment.get(OsStr::new(name)).cloned())?;
+    if needs_keys && let Some((id, secret, token)) = profile.keys()? {
         builder = builder.with_access_key_id(id).with_secret_access_key(secret);
         if let Some(token) = token {
             builder = builder.with_token(token);
@@ -350,10 +395,7 @@ fn described(
     if let Some(region) = profile.region.filter(|_| lacks(&builder, AmazonS3ConfigKey::Region)) {
         builder = builder.with_region(region);
     }
-    let endpoint = profile.endpoint.filter(|_| {
-        lacks(&builder, AmazonS3ConfigKey::Endpoint)
-            && lacks(&builder, AmazonS3ConfigKey::S3Endpoint)
-    });
+    let endpoint = profile.endpoint.filter(|_| needs_endpoint);
     Ok(match endpoint {
         Some(endpoint) => builder.with_endpoint(endpoint),
         None => builder,
@@ -381,17 +423,84 @@ fn trusting(environment: impl Fn(&str) -> Option<OsString>) -> Result<ClientOpti
     Ok(certificates.into_iter().fold(only, ClientOptions::with_root_certificate))
 }
 
+/// A client of S3. What would make it panic, or show up in its messages, is refused before.
 fn s3(
     builder: AmazonS3Builder,
+    connector: impl HttpConnector,
     options: ClientOptions,
     limits: Limits,
-) -> std::result::Result<Arc<dyn Client>, Failed> {
+) -> Result<std::result::Result<Arc<dyn Client>, Failed>> {
+    let mut builder = builder;
+    for key in [
+        AmazonS3ConfigKey::Endpoint,
+        AmazonS3ConfigKey::S3Endpoint,
+        AmazonS3ConfigKey::StsEndpoint,
+        AmazonS3ConfigKey::MetadataEndpoint,
+    ] {
+        if let Some(given) = builder.get_config_value(&key) {
+            builder = builder.with_config(key, endpoint(key.as_ref(), &given)?);
+        }
+    }
+    for key in [
+        AmazonS3ConfigKey::AccessKeyId,
+        AmazonS3ConfigKey::SecretAccessKey,
+        AmazonS3ConfigKey::Token,
+    ] {
+        if let Some(given) = builder.get_config_value(&key)
+            && HeaderValue::from_str(&given).is_err()
+        {
+            return Err(Error::refused(format_args!(
+                "{} (of the environment or a profile) has a character that cannot be sent, such as a newline",
+                key.as_ref()
+            )));
+        }
+    }
+    if let Some(region) = builder.get_config_value(&AmazonS3ConfigKey::Region) {
+        let is_part = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+        if region.is_empty() || !region.bytes().all(is_part) {
+            return Err(Error::refused(format_args!(
+                "the region '{}' (AWS_REGION or a profile) is not one: it has letters, digits, '-', '_' and '.'",
+                Shown(&region)
+            )));
+        }
+    }
     // The options take the place of those that the environment gave.
     let allow = builder.get_config_value(&AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp));
     let options =
         client_options(options, limits).with_allow_http(allow.is_some_and(|allow| allow == "true"));
     let builder = builder.with_client_options(options).with_retry(retry_config(limits));
-    Ok(Arc::new(builder.build()?))
+    let built = builder.with_http_connector(Bounded(connector)).build();
+    Ok(built.map(|client| Arc::new(client) as Arc<dyn Client>))
+}
+
+/// The address of a server, as the client wants it. One that may have a password in it is not shown.
+fn endpoint(setting: &str, given: &str) -> Result<String> {
+    let wrong = |why: &dyn Display| {
+        let shown = if given.contains('@') { "..." } else { given };
+        Error::refused(format_args!(
+            "{setting} '{}' (of the environment, or endpoint_url of a profile): {why}; it is as \
+             'https://objects.example.com:9000'",
+            Shown(shown)
+        ))
+    };
+    let url = Url::parse(given).map_err(|error| wrong(&error))?;
+    if !matches!(url.scheme(), "http" | "https") {
+        return Err(wrong(&"it does not begin with 'https://' or 'http://'"));
+    }
+    if !url.username().is_empty() || url.password().is_some() || given.contains('@') {
+        return Err(wrong(
+            &"it has a name or a password, which belong into AWS_ACCESS_KEY_ID and \
+                           AWS_SECRET_ACCESS_KEY",
+        ));
+    }
+    if url.query().is_some() || url.fragment().is_some() {
+        return Err(wrong(&"it has a query or a fragment"));
+    }
+    let is_part = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:[]".contains(&byte);
+    if !url.host_str().is_some_and(|host| host.bytes().all(is_part)) {
+        return Err(wrong(&"its host is not a name or an address"));
+    }
+    Ok(url.as_str().trim_end_matches('/').to_owned())
 }
 
 fn client_options(options: ClientOptions, limits: Limits) -> ClientOptions {
@@ -457,7 +566,8 @@ impl Store for Bucket {
         let end = offset + length as u64;
         let read = |silence| async move {
             let range = GetRange::Bounded(offset..end);
-            let options = GetOptions { range: Some(range), ..GetOptions::default() };
+            let extensions = in_pieces();
+            let options = GetOptions { range: Some(range), extensions, ..GetOptions::default() };
             let found = within(silence, self.client.get_opts(path, options)).await?;
             if found.meta.size < end {
                 return Ok(None);
@@ -503,6 +613,9 @@ impl Store for Bucket {
         let end = std::time::Instant::now() + self.limits.overall + more;
         let mut pause = self.limits.pause;
         let unknown = || format!("it is unknown whether '{key}' was written");
+        let told = |error: Error, given_up: bool| {
+            if given_up { Error::Unknown(format!("{error}; {}", unknown())) } else { error }
+        };
         // A request that was given up may still be on its way.
         let mut given_up = false;
         loop {
@@ -531,11 +644,16 @@ impl Store for Bucket {
                 Some(Ok(Err(error))) => Some(error),
                 Some(Err(_)) | None => None,
             };
-            given_up |= failed.as_ref().is_none_or(|error| status(error).is_none());
+            // Whoever answers with 500 or more, such as a proxy, need not know what became of it.
+            given_up |= failed
+                .as_ref()
+                .is_none_or(|error| status(error).is_none_or(|status| status >= 500));
             let refused =
                 matches!(&failed, Some(Failed::AlreadyExists { .. } | Failed::Precondition { .. }));
-            if let Some(error) = failed.as_ref().filter(|error| !refused && is_final(error)) {
-                return Err(Error::store("write", key, short(error)));
+            let is_over = failed.as_ref().is_some_and(|error| !refused && is_final(error));
+            let cause = || failed.as_ref().map_or_else(|| "no answer".to_owned(), short);
+            if is_over && !given_up {
+                return Err(Error::store("write", key, cause()));
             }
             match self.whole(key, bytes.len() as u64, false) {
                 Ok(Some((now, _))) if now == bytes => return Ok(Outcome::Done),
@@ -546,12 +664,10 @@ impl Store for Bucket {
                 Err(Error::Damaged(_)) if refused || was.is_none() => return Ok(Outcome::Changed),
                 Ok(_) | Err(Error::Damaged(_)) => {}
                 Err(_) if self.progress.is_cancelled() => return Err(Error::Unsettled(unknown())),
-                Err(error) => return Err(error.and(unknown())),
+                Err(error) => return Err(told(error, given_up)),
             }
-            if std::time::Instant::now() + pause >= end {
-                let cause = failed.map_or_else(|| "no answer".to_owned(), |error| short(&error));
-                let error = Error::store("write", key, cause);
-                return Err(if given_up { error.and(unknown()) } else { error });
+            if is_over || std::time::Instant::now() + pause >= end {
+                return Err(told(Error::store("write", key, cause()), given_up));
             }
             self.runtime.block_on(async { self.cut_short(Duration::ZERO, sleep(pause)).await });
             pause = (pause * 2).min(LONGEST_PAUSE);
@@ -577,33 +693,30 @@ impl Store for Bucket {
         let path = self.path(prefix);
         let path = &path;
         let list = |silence| async move {
-            let (mut found, mut entries) = (Vec::new(), self.client.list(Some(path)));
-            let mut pace = self.pace();
+            let (mut found, mut listed) = (Vec::new(), self.client.list(Some(path)));
+            let (mut pace, mut size) = (self.pace(), 0_usize);
             // A large store has many pages.
-            while let Some(entry) = within(silence, entries.try_next()).await? {
-                if found.len() == MOST_ENTRIES {
+            while let Some(entry) = within(silence, listed.try_next()).await? {
+                pace.add(ENTRY, Instant::now())?;
+                let name = entry.location.as_ref();
+                size = size.saturating_add(size_of::<Entry>() + name.len());
+                if size > MOST_OF_LIST {
                     return Ok(None);
                 }
-                found.push(entry);
-                pace.add(ENTRY, Instant::now())?;
+                if let Some(key) = name.strip_prefix(&self.prefix) {
+                    let (length, modified) = (entry.size, entry.last_modified.into());
+                    found.push(Entry { key: key.to_owned(), found: Found { length, modified } });
+                }
             }
             Ok(Some(found))
         };
         let found = self.repeat("list", prefix, true, Duration::ZERO, list)?;
         let found = found.map_err(|error| Error::store("list", prefix, short(&error)))?;
-        let found = found.ok_or_else(|| {
+        found.ok_or_else(|| {
             Error::damaged(format_args!(
-                "the store has more than {MOST_ENTRIES} objects '{prefix}...'"
+                "the names of the objects '{prefix}...' in the store have more than {MOST_OF_LIST} bytes"
             ))
-        })?;
-        let entries = found.into_iter().filter_map(|found| {
-            let key = found.location.as_ref().strip_prefix(&self.prefix)?.to_owned();
-            Some(Entry {
-                key,
-                found: Found { length: found.size, modified: found.last_modified.into() },
-            })
-        });
-        Ok(entries.collect())
+        })
     }
 
     fn delete(&self, key: &str) -> Result<()> {
@@ -655,13 +768,20 @@ impl Parts for Upload<'_> {
         let parts = std::mem::take(&mut *self.parts.lock().unwrap_or_else(PoisonError::into_inner));
         let parts: Vec<PartId> = parts.into_values().collect();
         let client = &self.bucket.client;
-        let finish = || client.complete_multipart(&self.path, &self.id, parts.clone());
-        let finished = self.bucket.run("write", &self.key, true, finish)?;
-        let Err(error) = finished else { return Ok(()) };
+        let finish =
+            |limit| within(limit, client.complete_multipart(&self.path, &self.id, parts.clone()));
+        let finished = self.bucket.repeat("write", &self.key, true, joining(self.length), finish);
+        let error = match finished {
+            Ok(Ok(_)) => return Ok(()),
+            Ok(Err(error)) => Error::store("write", &self.key, short(&error)),
+            Err(error @ Error::Store(_)) => error,
+            Err(error) => return Err(error),
+        };
         // If an attempt succeeded whose answer was lost, the next one finds no upload any more.
-        match self.bucket.head(&self.key)? {
-            Some(found) if found.length == self.length => Ok(()),
-            _ => Err(Error::store("write", &self.key, short(&error))),
+        match self.bucket.head(&self.key) {
+            Ok(Some(found)) if found.length == self.length => Ok(()),
+            Err(Error::Interrupted) => Err(Error::Interrupted),
+            _ => Err(error),
         }
     }
 
@@ -684,8 +804,10 @@ mod tests {
         let text = "[default]\naws_access_key_id=a\naws_secret_access_key=b\naws_session_token=c\n\
                     region=r\nendpoint_url=http://e\n";
         std::fs::write(&file, text).unwrap();
-        let environment = |name: &str| {
-            (name == "AWS_SHARED_CREDENTIALS_FILE").then(|| file.clone().into_os_string())
+        let environment = |set: &[(&str, &str)]| {
+            let file = ("AWS_SHARED_CREDENTIALS_FILE".into(), file.clone().into_os_string());
+            let set = set.iter().map(|(name, value)| (name.into(), value.into()));
+            set.chain([file]).collect::<Vec<(OsString, OsString)>>()
         };
         let value = |builder: &AmazonS3Builder| {
             [
@@ -697,11 +819,88 @@ mod tests {
             ]
             .map(|key| builder.get_config_value(&key).unwrap_or_default())
         };
-        let builder = described(AmazonS3Builder::new(), environment).unwrap();
-        assert_eq!(value(&builder), ["a", "b", "c", "r", "http://e"]);
-        let given = AmazonS3Builder::new().with_access_key_id("x").with_secret_access_key("y");
-        let builder = described(given.with_region("z"), environment).unwrap();
-        assert_eq!(value(&builder), ["x", "y", "", "z", "http://e"]);
+        let of = |set: &[(&str, &str)]| value(&described(environment(set)).unwrap());
+        assert_eq!(of(&[]), ["a", "b", "c", "r", "http://e"]);
+        let keys = [("AWS_ACCESS_KEY_ID", "x"), ("AWS_SECRET_ACCESS_KEY", "y")];
+        let (token, region) = (("AWS_SESSION_TOKEN", "t"), ("AWS_REGION", "z"));
+        assert_eq!(of(&[keys[0], keys[1], region]), ["x", "y", "", "z", "http://e"]);
+        assert_eq!(of(&[keys[0], keys[1], token]), ["x", "y", "t", "r", "http://e"]);
+        let empty = keys.map(|(name, _)| (name, ""));
+        let endpoint = ("AWS_ENDPOINT_URL", "");
+        assert_eq!(of(&[empty[0], empty[1], endpoint]), ["a", "b", "c", "r", "http://e"]);
+        // A token belongs to the keys that it comes with.
+        assert_eq!(of(&[token]), ["a", "b", "c", "r", "http://e"]);
+        std::fs::write(&file, text.replace("aws_session_token=c\n", "")).unwrap();
+        assert_eq!(of(&[token]), ["a", "b", "", "r", "http://e"]);
+        // Files of which nothing is needed are not read.
+        std::fs::write(&file, [0xff]).unwrap();
+        assert!(described(environment(&[keys[0], keys[1], region])).is_err());
+        let endpoint = ("AWS_ENDPOINT_URL", "http://h");
+        assert_eq!(of(&[keys[0], keys[1], region, endpoint]), ["x", "y", "", "z", "http://h"]);
+    }
+
+    #[test]
+    fn an_endpoint_a_key_or_a_region_that_cannot_be_used_is_refused_and_no_secret_is_shown() {
+        let builder = || {
+            AmazonS3Builder::new()
+                .with_bucket_name("bucket")
+                .with_region("nowhere")
+                .with_access_key_id("key")
+                .with_secret_access_key("secret")
+        };
+        let open = |builder| {
+            Bucket::of_s3(
+                builder,
+                ReqwestConnector::default(),
+                "",
+                Limits::default(),
+                &Arc::default(),
+            )
+            .map(drop)
+        };
+        for wrong in [
+            "",
+            " ",
+            "localhost:9000",
+            "objects.example.com",
+            "https://",
+            "https://host:port",
+            "https://host:99999",
+            "ftp://host",
+            "http://a{b/",
+            "http://host/?query",
+            "http://host/#fragment",
+            "http://host\u{1b}[0m",
+            "http://user:geheim@host:1",
+            "user:geheim@host",
+            "http://user@host",
+            "http://@host",
+        ] {
+            let message = open(builder().with_endpoint(wrong)).unwrap_err().to_string();
+            assert!(message.contains("endpoint") && message.contains("https://"), "{message}");
+            assert!(!message.contains("geheim") && !message.contains('\u{1b}'), "{message}");
+            let key = AmazonS3ConfigKey::S3Endpoint;
+            open(builder().with_config(key, wrong)).unwrap_err();
+        }
+        for right in
+            ["https://host", "http://host:9000/", " http://[::1]:1", "https://Host/path{/x"]
+        {
+            open(builder().with_endpoint(right)).unwrap();
+        }
+        for wrong in ["geheim\n", "geheim\u{7f}"] {
+            for builder in [
+                builder().with_access_key_id(wrong),
+                builder().with_secret_access_key(wrong),
+                builder().with_token(wrong),
+            ] {
+                let message = open(builder).unwrap_err().to_string();
+                assert!(message.contains("aws_") && !message.contains("geheim"), "{message}");
+            }
+        }
+        for wrong in ["", "a b", "a\n", "a/b", "a@b"] {
+            let message = open(builder().with_region(wrong)).unwrap_err().to_string();
+            assert!(message.contains("region") && !message.contains('\n'), "{message}");
+        }
     }
 
     #[test]
@@ -744,5 +943,12 @@ mod tests {
         assert_eq!(sending(100), Duration::ZERO);
         assert_eq!(sending(PART), Duration::from_secs(512));
         assert!(sending(128 << 20) > sending(PART) * 15);
+    }
+
+    #[test]
+    fn a_store_has_time_to_copy_the_parts_that_it_joins() {
+        assert_eq!(joining(1), Duration::ZERO);
+        assert!(joining(1 << 30) > Duration::from_mins(4));
+        assert!(joining(5 << 40) > Duration::from_hours(24));
     }
 }

@@ -1,6 +1,8 @@
 //! Where objects are.
 
 #[cfg(feature = "buckets")]
+mod answers;
+#[cfg(feature = "buckets")]
 mod bucket;
 mod directory;
 #[cfg(feature = "buckets")]
@@ -83,7 +85,8 @@ pub trait Store: Send + Sync {
     /// interruption it takes as long as [`Limits::hurried`] says to find out whether it has.
     ///
     /// # Errors
-    /// [`Error::Interrupted`]: the object is as it was. [`Error::Unsettled`]: that is unknown.
+    /// [`Error::Interrupted`], [`Error::Store`]: the object is as it was, as far as this put goes.
+    /// [`Error::Unknown`], [`Error::Unsettled`]: that is unknown. [`Error::Local`]: what was put may not be durable.
     fn put_if(&self, key: &str, bytes: &[u8], was: Option<&Version>) -> Result<Outcome>;
 
     /// Makes sure that the objects that were found stay, also those whose writer was killed before it did. A store

@@ -45,9 +45,8 @@ pub(crate) fn open_at(endpoint: &str, limits: Limits, progress: &Arc<Progress>) 
         .with_access_key_id("key")
         .with_secret_access_key("secret")
         .with_endpoint(endpoint)
-        .with_http_connector(Direct)
         .with_allow_http(true);
-    Bucket::of_s3(builder, "some/prefix", limits, progress).unwrap()
+    Bucket::of_s3(builder, Direct, "some/prefix", limits, progress).unwrap()
 }
 
 /// What fails is tried again at once; nobody waits for the limits.
@@ -369,4 +368,200 @@ fn a_collection_that_is_interrupted_removes_its_lock_or_says_that_it_may_stay() 
         assert!(message.contains("interrupted") && message.contains("--break-lock"), "{message}");
         assert!(server.objects().contains_key("some/prefix/gc.lock"));
     }
+}
+
+#[test]
+fn a_collection_that_fails_closes_the_store_only_if_a_removal_is_in_doubt() {
+    let (server, chain) = (Server::start(), Chain::small("disk.qcow2", 1));
+    let store = open(&server, patient());
+    send(&store, "vm", &chain).unwrap();
+    send(&store, "gone", &Chain::small("disk.qcow2", 2)).unwrap();
+    remove(&store, "gone").unwrap();
+    let objects = server.objects();
+    let is_locked = || server.objects().contains_key("some/prefix/gc.lock");
+    for dry_run in [true, false] {
+        let (mut closed, mut open, mut repeated) = (0, 0, 0);
+        for number in 1.. {
+            server.set_objects(objects.clone());
+            server.fail([(number, Fault::Status(403))]);
+            let how = Collection { grace: Duration::ZERO, dry_run, break_lock: false };
+            let collected = collect(&store, &how, &Progress::default());
+            let requests = server.requests();
+            let Some(failed) = requests.get(number) else {
+                collected.unwrap();
+                break;
+            };
+            let removal = failed.contains("delete") || failed.starts_with("DELETE");
+            let message = collected.unwrap_err().to_string();
+            assert_eq!(message.contains("--break-lock"), removal, "{failed}: {message}");
+            assert_eq!(is_locked(), removal, "{failed}");
+            *(if removal { &mut closed } else { &mut open }) += 1;
+            if removal && !dry_run {
+                // Only what repeats the removal opens it.
+                server.fail([]);
+                let broken = |grace, dry_run| {
+                    let how = Collection { grace, dry_run, break_lock: true };
+                    collect(&store, &how, &Progress::default())
+                };
+                let left = broken(Duration::ZERO, true).unwrap();
+                assert!(is_locked(), "{failed}");
+                // If all were removed, the removal of the lock has failed.
+                if left.objects > 0 {
+                    broken(Duration::from_hours(24), false).unwrap_err();
+                    assert!(is_locked(), "{failed}");
+                    repeated += 1;
+                }
+                broken(Duration::ZERO, false).unwrap();
+                assert!(!is_locked(), "{failed}");
+            }
+        }
+        // With no removal but that of the lock, nothing else is in doubt.
+        assert!(open > 4 && if dry_run { closed == 1 } else { closed > 1 }, "{open} {closed}");
+        assert_eq!(repeated, if dry_run { 0 } else { closed - 1 });
+    }
+    // The one whose lock is broken may have left a removal that is on its way.
+    server.set_objects(objects);
+    server.fail([]);
+    let how = Collection { grace: Duration::ZERO, dry_run: false, break_lock: true };
+    store.put("gc.lock", b"another").unwrap();
+    server.fail([(2, Fault::Status(403))]);
+    collect(&store, &how, &Progress::default()).unwrap_err();
+    assert!(is_locked());
+    server.fail([]);
+    collect(&store, &how, &Progress::default()).unwrap();
+    assert!(!is_locked());
+}
+
+/// Nothing is tried again.
+fn once() -> Limits {
+    Limits { pause: Duration::from_hours(24), ..Limits::default() }
+}
+
+#[test]
+fn no_more_of_an_answer_is_held_than_it_may_have() {
+    let server = Server::start();
+    let store = open(&server, once());
+    let ended = |what: &str| {
+        isobath_testkit::until("the answer ends", || !server.endless().is_empty());
+        let sent = server.endless();
+        assert!(sent.len() == 1 && sent[0] < 64 << 20, "{what}: {sent:?}");
+    };
+    for status in [400, 403, 404, 412, 500] {
+        type Asks<'a> = (&'a str, &'a dyn Fn() -> Option<Error>);
+        let asks: [Asks<'_>; 5] = [
+            ("get", &|| store.get("layers/a", 100).err()),
+            ("list", &|| store.list("layers/").err()),
+            ("put", &|| store.put("layers/a", b"a").err()),
+            ("begin", &|| store.begin("layers/a", 100).err()),
+            ("delete", &|| store.delete("layers/a").err()),
+        ];
+        for (what, ask) in asks {
+            server.fail([(0, Fault::Endless(status))]);
+            let error = ask().map(|error| error.to_string());
+            ended(what);
+            // The status is what counts.
+            if status != 404 {
+                let error = error.unwrap();
+                assert!(error.contains(&status.to_string()), "{what}: {error}");
+            }
+        }
+    }
+    server.fail([(0, Fault::Endless(200))]);
+    let error = store.list("layers/").unwrap_err().to_string();
+    assert!(error.contains("bytes"), "{error}");
+    ended("list");
+    server.fail([(0, Fault::Endless(200))]);
+    store.begin("layers/a", 100).err().unwrap();
+    ended("begin");
+    server.fail([(0, Fault::Endless(200))]);
+    store.get("layers/a", 100).unwrap_err();
+    ended("get");
+}
+
+#[test]
+fn a_conditional_put_that_a_proxy_did_not_answer_for_is_not_known_to_be_undone() {
+    let server = Server::start();
+    let long = Duration::from_hours(24);
+    for (status, unknown) in [(429, false), (500, true), (502, true), (503, true), (504, true)] {
+        let limits = Limits { overall: long * 9, pause: long, hurried: long, ..Limits::default() };
+        let progress = Arc::new(Progress::default());
+        let store = open_with(&server, limits, &progress);
+        server.fail([(0, Fault::Status(status))]);
+        let put = std::thread::scope(|scope| {
+            let putting = scope.spawn(|| store.put_if("gc.lock", b"text", None));
+            isobath_testkit::until("the object is read", || server.requests().len() == 2);
+            progress.cancel();
+            putting.join().unwrap()
+        });
+        match put {
+            Err(Error::Unsettled(text)) if unknown => assert!(text.contains("gc.lock"), "{text}"),
+            Err(Error::Interrupted) if !unknown => {}
+            put => panic!("{status}: {put:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_conditional_put_that_is_refused_after_one_that_was_given_up_may_have_been_done() {
+    let server = Server::start();
+    let store = open(&server, patient());
+    let put = || store.put_if("gc.lock", b"text", None);
+    let faults = [(0, Fault::Reset), (2, Fault::Status(403))];
+    server.fail(faults);
+    let error = put().unwrap_err();
+    assert!(matches!(&error, Error::Unknown(_)), "{error}");
+    let message = error.to_string();
+    assert!(message.contains("403") && message.contains("unknown"), "{message}");
+    // What it was written by then is read.
+    server.fail([(0, Fault::AnswerLost), (1, Fault::Reset), (3, Fault::Status(403))]);
+    assert_eq!(put().unwrap(), Outcome::Done);
+    server.set_objects(BTreeMap::default());
+    server.fail([(0, Fault::Status(403))]);
+    assert!(matches!(put(), Err(Error::Store(_))));
+    // So a collection says whether its lock may be there.
+    for (faults, told) in [(&faults[..], true), (&[(0, Fault::Status(403))], false)] {
+        server.fail(faults.iter().copied());
+        let message = gc(&store, Duration::ZERO, false).unwrap_err().to_string();
+        assert_eq!(message.contains("--break-lock"), told, "{message}");
+    }
+}
+
+#[test]
+fn a_push_whose_manifest_cannot_be_read_back_says_what_is_unknown() {
+    let (server, chain) = (Server::start(), Chain::small("disk.qcow2", 1));
+    let store = open(&server, patient());
+    send(&store, "vm", &chain).unwrap();
+    let is_put = |request: &String| request.starts_with("PUT") && request.contains("manifests/");
+    let number = server.requests().iter().position(is_put).unwrap();
+    for replace in [Replace::Unchanged, Replace::Any] {
+        server.set_objects(BTreeMap::default());
+        let refused = (number + 1..100).map(|number| (number, Fault::Status(403)));
+        server.fail(refused.chain([(number, Fault::AnswerLost)]));
+        let pushed = push(&store, "vm", &chain.layers(), replace, &Progress::default());
+        let message = pushed.unwrap_err().to_string();
+        assert!(message.contains("the old one or the new one"), "{message}");
+        assert!(message.contains("403"), "{message}");
+    }
+    // Where nothing was put it does not say so.
+    server.set_objects(BTreeMap::default());
+    server.fail((number..100).map(|number| (number, Fault::Status(403))));
+    let message = send(&store, "vm", &chain).unwrap_err().to_string();
+    assert!(!message.contains("the new one"), "{message}");
+}
+
+#[test]
+fn an_object_whose_parts_were_joined_without_an_answer_is_found() {
+    let server = Server::start();
+    // Nothing on this machine takes that long by itself.
+    let store = open(&server, Limits { attempt: Duration::from_secs(2), ..once() });
+    let parts = store.begin("layers/a", 100).unwrap();
+    parts.put(0, vec![1; 100]).unwrap();
+    server.fail([(0, Fault::Unanswered)]);
+    parts.finish().unwrap();
+    assert!(server.objects().contains_key("some/prefix/layers/a"));
+    let parts = store.begin("layers/b", 100).unwrap();
+    parts.put(0, vec![1; 100]).unwrap();
+    server.fail([(0, Fault::Silence)]);
+    let message = parts.finish().unwrap_err().to_string();
+    assert!(message.contains("layers/b") && message.contains("no answer"), "{message}");
 }

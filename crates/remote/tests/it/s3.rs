@@ -23,6 +23,8 @@ pub(crate) enum Fault {
     WrongByte,
     /// The answer's body comes byte for byte, far too slowly, until the client gives up.
     Drops,
+    /// It is answered with this status, and a body that does not end until the client gives up, or has far too much.
+    Endless(u16),
     /// No answer comes until the client gives up.
     Silence,
     /// It is done, and no answer comes until the client gives up.
@@ -37,6 +39,8 @@ struct State {
     faults: BTreeMap<usize, Fault>,
     /// The connections on which an answer does not come.
     silent: Vec<TcpStream>,
+    /// The bytes of each answer without an end that has come to one.
+    endless: Vec<usize>,
     /// Conditional puts are not implemented.
     unconditional: bool,
 }
@@ -94,6 +98,7 @@ impl Server {
         let mut state = self.state();
         state.requests.clear();
         state.silent.clear();
+        state.endless.clear();
         state.faults = faults.into_iter().collect();
     }
 
@@ -111,6 +116,11 @@ impl Server {
 
     pub(crate) fn set_objects(&self, objects: BTreeMap<String, Vec<u8>>) {
         self.state().objects = objects;
+    }
+
+    /// The bytes of each answer without an end of which the client has had enough.
+    pub(crate) fn endless(&self) -> Vec<usize> {
+        self.state().endless.clone()
     }
 
     /// How many requests are without an answer, and stay so.
@@ -133,6 +143,19 @@ impl Server {
         let _ = reader.read(&mut [0]);
     }
 
+    fn never_end(&self, status: u16, mut stream: &TcpStream) {
+        const FAR_TOO_MUCH: usize = 256 << 20;
+        let head = format!("HTTP/1.1 {status} X\r\nConnection: close\r\n\r\n");
+        let (block, mut sent) = (vec![b' '; 64 << 10], 0);
+        if stream.write_all(head.as_bytes()).is_ok() {
+            while sent < FAR_TOO_MUCH && stream.write_all(&block).is_ok() {
+                sent += block.len();
+            }
+        }
+        self.state().endless.push(sent);
+        let _ = stream.shutdown(Shutdown::Both);
+    }
+
     fn serve(&self, stream: &TcpStream) {
         let mut reader = BufReader::new(stream);
         while let Some(request) = read(&mut reader) {
@@ -147,6 +170,7 @@ impl Server {
             match fault {
                 Some(Fault::Reset) => return,
                 Some(Fault::Silence) => return self.be_silent(reader),
+                Some(Fault::Endless(status)) => return self.never_end(status, stream),
                 _ => {}
             }
             let mut response = match fault {

@@ -110,10 +110,9 @@ impl Gateway {
             .with_access_key_id("key")
             .with_secret_access_key(secret)
             .with_endpoint(&self.proxy.endpoint)
-            .with_http_connector(Direct)
             .with_allow_http(true);
         let limits = Limits { pause: Duration::from_millis(5), ..Limits::default() };
-        Bucket::of_s3(builder, "some/prefix", limits, progress).unwrap()
+        Bucket::of_s3(builder, Direct, "some/prefix", limits, progress).unwrap()
     }
 }
 
