@@ -431,27 +431,26 @@ fn s3(
     limits: Limits,
 ) -> Result<std::result::Result<Arc<dyn Client>, Failed>> {
     let mut builder = builder;
-    for key in [
-        AmazonS3ConfigKey::Endpoint,
-        AmazonS3ConfigKey::S3Endpoint,
-        AmazonS3ConfigKey::StsEndpoint,
-        AmazonS3ConfigKey::MetadataEndpoint,
+    for (name, key) in [
+        ("AWS_ENDPOINT_URL", AmazonS3ConfigKey::Endpoint),
+        ("AWS_ENDPOINT_URL_S3", AmazonS3ConfigKey::S3Endpoint),
+        ("AWS_ENDPOINT_URL_STS", AmazonS3ConfigKey::StsEndpoint),
+        ("AWS_METADATA_ENDPOINT", AmazonS3ConfigKey::MetadataEndpoint),
     ] {
         if let Some(given) = builder.get_config_value(&key) {
-            builder = builder.with_config(key, endpoint(key.as_ref(), &given)?);
+            builder = builder.with_config(key, endpoint(name, &given)?);
         }
     }
-    for key in [
-        AmazonS3ConfigKey::AccessKeyId,
-        AmazonS3ConfigKey::SecretAccessKey,
-        AmazonS3ConfigKey::Token,
+    for (name, key) in [
+        ("AWS_ACCESS_KEY_ID", AmazonS3ConfigKey::AccessKeyId),
+        ("AWS_SECRET_ACCESS_KEY", AmazonS3ConfigKey::SecretAccessKey),
+        ("AWS_SESSION_TOKEN", AmazonS3ConfigKey::Token),
     ] {
         if let Some(given) = builder.get_config_value(&key)
             && HeaderValue::from_str(&given).is_err()
         {
             return Err(Error::refused(format_args!(
-                "{} (of the environment or a profile) has a character that cannot be sent, such as a newline",
-                key.as_ref()
+                "{name} (of the environment or a profile) has a character that cannot be sent, such as a newline"
             )));
         }
     }
@@ -877,7 +876,10 @@ mod tests {
             "http://@host",
         ] {
             let message = open(builder().with_endpoint(wrong)).unwrap_err().to_string();
-            assert!(message.contains("endpoint") && message.contains("https://"), "{message}");
+            assert!(
+                message.contains("AWS_ENDPOINT_URL") && message.contains("https://"),
+                "{message}"
+            );
             assert!(!message.contains("geheim") && !message.contains('\u{1b}'), "{message}");
             let key = AmazonS3ConfigKey::S3Endpoint;
             open(builder().with_config(key, wrong)).unwrap_err();
@@ -894,7 +896,7 @@ mod tests {
                 builder().with_token(wrong),
             ] {
                 let message = open(builder).unwrap_err().to_string();
-                assert!(message.contains("aws_") && !message.contains("geheim"), "{message}");
+                assert!(message.contains("AWS_") && !message.contains("geheim"), "{message}");
             }
         }
         for wrong in ["", "a b", "a\n", "a/b", "a@b"] {
