@@ -253,7 +253,11 @@ async fn emptied(
         }
         let permit = pool.admit().await;
         // What is made here can be removed again even if there are no more descriptors.
-        let spare = pool.open(|| Ok([File::open("/")?, File::open("/")?])).await?;
+        let spare = match pool.open(|| spare_of(name)).await {
+            Err(error) if is_lack_of_descriptors(&error) => return Err(error.into()),
+            // What cannot be opened for another reason matters only if a file is made.
+            spare => spare.ok(),
+        };
         let Some((file, is_new)) = new_or_found(name, mode, pool).await? else { continue };
         drop(spare);
         let created = if is_new { created_at(name, &file) } else { None };
@@ -364,6 +368,16 @@ fn created_at(name: &Path, file: &File) -> Option<(Place, Identity)> {
     let id = place::identity_of(file).ok()?;
     let place = Place::of(&fs::canonicalize(name).ok()?).ok()?;
     place.holds(id).then_some((place, id))
+}
+
+/// As many descriptors as the removal of a file takes.
+fn spare_of(name: &Path) -> io::Result<[File; 2]> {
+    let directory = directory_of(name)?;
+    Ok([File::open(&directory)?, File::open(&directory)?])
+}
+
+fn is_lack_of_descriptors(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
 }
 
 /// The directory of a file, or of the one that its name is a link to.
