@@ -234,3 +234,115 @@ impl<S> Queue<S> {
         (flights, std::mem::take(&mut self.jobs).into())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Result;
+
+    /// A layer of which nothing is here.
+    struct Absent(u64);
+
+    impl Wanted for Absent {
+        fn number(&self) -> u64 {
+            self.0
+        }
+
+        fn key(&self) -> &'static str {
+            "layers/x"
+        }
+
+        fn range(&self, block: u64) -> (u64, usize) {
+            (block, 1)
+        }
+
+        fn is_missing(&self, _: u64) -> bool {
+            true
+        }
+
+        fn is_absent(&self, _: u64) -> bool {
+            true
+        }
+
+        fn accept(&self, _: u64, _: &[u8]) -> Result<bool> {
+            Ok(true)
+        }
+    }
+
+    fn layer(number: u64) -> Arc<dyn Wanted> {
+        Arc::new(Absent(number))
+    }
+
+    /// The layer, the blocks and whether they are read ahead of what is done next.
+    fn next(queue: &mut Queue<()>) -> Option<(u64, Range<u64>, bool)> {
+        match queue.next(1)? {
+            Next::Blocks(run) => {
+                let end = run.first + run.flights.len() as u64;
+                Some((run.layer.number(), run.first..end, run.ahead))
+            }
+            Next::Job(_) => None,
+        }
+    }
+
+    #[test]
+    fn what_is_wanted_comes_first_with_its_neighbours() {
+        let (mut queue, one, other) = (Queue::default(), layer(1), layer(2));
+        (0..4).for_each(|block| queue.read_ahead(&one, block));
+        for block in [20, 9, 8, 21, 10, 30] {
+            queue.want(&other, block);
+        }
+        assert_eq!(next(&mut queue), Some((2, 20..22, false)));
+        assert_eq!(next(&mut queue), Some((2, 8..11, false)));
+        assert_eq!(next(&mut queue), Some((2, 30..31, false)));
+        assert_eq!(next(&mut queue), Some((1, 0..4, true)));
+        queue.read_ahead(&one, 7);
+        assert_eq!(next(&mut queue), None, "no more threads read ahead");
+        queue.ended_ahead();
+        assert_eq!(next(&mut queue), Some((1, 7..8, true)));
+    }
+
+    #[test]
+    fn so_many_blocks_are_fetched_together_and_no_more() {
+        let (mut queue, layer) = (Queue::default(), layer(1));
+        (0..20).for_each(|block| drop(queue.want(&layer, block)));
+        let runs: Vec<_> = std::iter::from_fn(|| next(&mut queue)).map(|(_, run, _)| run).collect();
+        assert_eq!(runs, [0..8, 8..16, 16..20]);
+    }
+
+    #[test]
+    fn a_block_that_is_read_ahead_is_promoted_and_one_that_flies_is_shared() {
+        let (mut queue, layer) = (Queue::<()>::default(), layer(1));
+        (0..4).for_each(|block| queue.read_ahead(&layer, block));
+        let (first, is_first) = queue.want(&layer, 2).unwrap();
+        assert!(is_first, "its time begins");
+        assert_eq!(next(&mut queue), Some((1, 2..3, false)));
+        let (again, is_first) = queue.want(&layer, 2).unwrap();
+        assert!(Arc::ptr_eq(&first, &again) && !is_first);
+        assert_eq!(next(&mut queue), Some((1, 0..2, true)));
+        queue.ended(1, 2, &first);
+        let (anew, is_first) = queue.want(&layer, 2).unwrap();
+        assert!(!Arc::ptr_eq(&first, &anew) && is_first);
+    }
+
+    #[test]
+    fn what_is_read_ahead_for_nobody_is_given_up_and_nothing_else() {
+        let (mut queue, layer) = (Queue::<()>::default(), layer(1));
+        (0..8).for_each(|block| queue.read_ahead(&layer, block));
+        queue.want(&layer, 3);
+        queue.leave(1, 2..6);
+        queue.leave(2, 0..8);
+        assert_eq!(next(&mut queue), Some((1, 3..4, false)));
+        assert_eq!(next(&mut queue), Some((1, 0..2, true)));
+        queue.ended_ahead();
+        assert_eq!(next(&mut queue), Some((1, 6..8, true)));
+    }
+
+    #[test]
+    fn a_flight_that_has_ended_is_not_joined() {
+        let (mut queue, layer) = (Queue::<()>::default(), layer(1));
+        let (late, _) = queue.want(&layer, 5).unwrap();
+        late.end(Err(Arc::new(crate::Error::Interrupted)));
+        let (anew, is_first) = queue.want(&layer, 5).unwrap();
+        assert!(!anew.has_ended() && is_first);
+    }
+}

@@ -5,9 +5,10 @@ use crate::round_trips::send;
 use isobath_remote::cache::Cache;
 use isobath_remote::served::{self, RemoteHost};
 use isobath_remote::store::{Directory, Entry, Found, Outcome, Parts, Store, Version};
-use isobath_remote::{Address, Error, Result};
+use isobath_remote::{Address, Digest, Error, Result};
 use isobath_ring::block_on;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageError, StorageExt};
+use serde_json::Value;
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -543,4 +544,85 @@ fn two_servers_that_fill_one_cache_at_once_read_what_was_pushed() {
             }
         }
     });
+}
+
+impl Place {
+    /// Changes the manifest.
+    fn change_manifest(&self, change: impl FnOnce(&mut Value)) {
+        let path = self.directory.path().join("store/manifests/vm.json");
+        let mut manifest = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        change(&mut manifest);
+        fs::write(&path, serde_json::to_vec(&manifest).unwrap()).unwrap();
+    }
+
+    /// Changes the heads, and the manifest so that it names them.
+    fn change_heads(&self, change: impl FnOnce(&mut Vec<u8>)) {
+        let heads = self.directory.path().join("store/heads");
+        self.change_manifest(|manifest| {
+            let digest = manifest["heads"]["digest"].as_str().unwrap();
+            let mut bytes = fs::read(heads.join(digest)).unwrap();
+            change(&mut bytes);
+            let digest = Digest::of(&bytes).to_string();
+            fs::write(heads.join(&digest), &bytes).unwrap();
+            manifest["heads"]["digest"] = digest.into();
+            manifest["heads"]["length"] = bytes.len().into();
+        });
+    }
+
+    fn refused(&self) -> String {
+        self.open(Some(Duration::from_mins(5))).err().unwrap().to_string()
+    }
+}
+
+#[test]
+fn a_layer_whose_head_says_another_thing_is_not_read() {
+    for cached in [false, true] {
+        let place = Place::new(Chain::small("x.qcow2", 7));
+        let length = fs::metadata(place.chain.path(0)).unwrap().len();
+        if cached {
+            read(&place.opened().file(0), 0, length as usize).unwrap();
+        }
+        // The object ends with the L1 table.
+        place.change_heads(|bytes| *bytes.last_mut().unwrap() ^= 1);
+        let opened = place.opened();
+        let file = opened.file(0);
+        for _ in 0..2 {
+            let error = read(&file, 65536, 4096).unwrap_err().to_string();
+            assert!(error.contains("another L1 table"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_chain_whose_heads_are_not_what_its_manifest_says_is_not_opened() {
+    let mut chain = Chain::small("x.qcow2", 7);
+    chain.grow("y.qcow2");
+    let place = Place::new(chain);
+    type Change = fn(&mut Value);
+    let changes: [(Change, &str); 4] = [
+        (
+            |manifest| {
+                manifest["layers"][1]["size"] = (2 << 20).into();
+                manifest["size"] = (2 << 20).into();
+            },
+            "size",
+        ),
+        (|manifest| manifest["layers"][1]["backing"] = "z.qcow2".into(), "backing file"),
+        (|manifest| manifest["layers"][0]["length"] = 100.into(), "header"),
+        (|manifest| manifest["layers"][0]["format"] = "raw".into(), ""),
+    ];
+    let right = fs::read(place.directory.path().join("store/manifests/vm.json")).unwrap();
+    for (change, what) in changes {
+        place.change_manifest(change);
+        let error = place.refused();
+        assert!(error.contains(what), "{error}");
+        fs::write(place.directory.path().join("store/manifests/vm.json"), &right).unwrap();
+    }
+    place.opened();
+    place.change_heads(|bytes| bytes.truncate(40));
+    assert!(place.refused().contains("heads/"));
+    fs::write(place.directory.path().join("store/manifests/vm.json"), &right).unwrap();
+    // The L1 table of the first layer moves: what its header says counts.
+    place.change_heads(|bytes| bytes[16 + 7] ^= 8);
+    place.refused();
 }
