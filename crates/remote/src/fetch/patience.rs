@@ -40,8 +40,8 @@ impl Limits {
         let alarm = Arc::<Alarm>::default();
         let mut alarms = lock(&self.alarms);
         let was_empty = alarms.0.is_empty();
-        // Under the lock, so that they are in order. Those that were dropped go when their time comes: there are as many
-        // as were set in that time.
+        // Under the lock, so that they are in order. Those that were dropped go when their time comes: there are as
+        // many as were set in that time.
         alarms.0.push_back((Instant::now() + limit, Arc::downgrade(&alarm)));
         drop(alarms);
         if was_empty {
