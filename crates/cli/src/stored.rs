@@ -156,16 +156,25 @@ pub(crate) fn options_of(chain: &Chain, options: OpenOptions) -> OpenOptions {
     options.writable(false).format(top).backing_files(below)
 }
 
-/// The files that clients of object stores read: the certificates of authorities, and credentials.
+/// The files that clients of object stores read: the certificates of authorities, and credentials. What lies beside the
+/// certificates, such as private keys, is not among them.
 pub(crate) fn files_of_clients() -> Vec<PathBuf> {
-    const CERTIFICATES: [&str; 5] = [
-        "/etc/ssl",
-        "/etc/pki",
+    const CERTIFICATES: [&str; 10] = [
+        "/etc/ssl/certs",
+        "/etc/ssl/cert.pem",
+        "/etc/ssl/ca-bundle.pem",
+        "/etc/pki/tls/certs",
+        "/etc/pki/tls/cert.pem",
+        "/etc/pki/tls/cacert.pem",
+        "/etc/pki/ca-trust",
         "/etc/ca-certificates",
         "/usr/share/ca-certificates",
         "/usr/local/share/ca-certificates",
     ];
-    const VARIABLES: [&str; 6] = [
+    const VARIABLES: [&str; 9] = [
+        "AWS_CA_BUNDLE",
+        "AWS_CONFIG_FILE",
+        "AWS_SHARED_CREDENTIALS_FILE",
         "SSL_CERT_FILE",
         "SSL_CERT_DIR",
         "GOOGLE_APPLICATION_CREDENTIALS",
@@ -174,5 +183,27 @@ pub(crate) fn files_of_clients() -> Vec<PathBuf> {
         "AZURE_FEDERATED_TOKEN_FILE",
     ];
     let named = VARIABLES.into_iter().filter_map(env::var_os).map(PathBuf::from);
-    CERTIFICATES.into_iter().map(PathBuf::from).chain(named).collect()
+    let home = env::var_os("HOME").map(PathBuf::from);
+    let profiles = home.map(|home| [home.join(".aws/credentials"), home.join(".aws/config")]);
+    let files = CERTIFICATES.into_iter().map(PathBuf::from).chain(named);
+    files.chain(profiles.into_iter().flatten()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn private_keys_are_not_among_the_files_of_clients() {
+        let files = files_of_clients();
+        for private in [
+            "/etc/ssl/private/key.pem",
+            "/etc/pki/tls/private/key.pem",
+            "/etc/pki/libvirt/private/serverkey.pem",
+            "/etc/pki/qemu/server-key.pem",
+        ] {
+            let found = files.iter().find(|file| Path::new(private).starts_with(file));
+            assert_eq!(found, None, "{private}");
+        }
+    }
 }
