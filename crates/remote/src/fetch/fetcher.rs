@@ -1,6 +1,6 @@
 //! The threads that fetch.
 
-use super::flight::{Flight, Pilot};
+use super::flight::{Flight, Pilot, lock};
 use super::patience::{Limits, Patience};
 use super::queue::{Job, Next, Queue, Run};
 use super::source::Source;
@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::progress::Progress;
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -42,10 +42,6 @@ pub(super) struct Inner {
     queued: Condvar,
     looks: Mutex<(VecDeque<Look>, bool)>,
     looking: Condvar,
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Fetcher {

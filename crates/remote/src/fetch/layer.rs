@@ -1,7 +1,7 @@
 //! A layer in a store, as it is read.
 
-use super::fetcher::{Fetcher, lock};
-use super::flight::{Flight, Outcome, Pilot};
+use super::fetcher::Fetcher;
+use super::flight::{Flight, Outcome, Pilot, lock};
 use super::patience::Patience;
 use super::streams::Streams;
 use super::wanted::{Awaited, Shared, Wanted, may_pass};

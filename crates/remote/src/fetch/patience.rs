@@ -1,7 +1,6 @@
 //! How long somebody waits for the store.
 
-use super::fetcher::lock;
-use super::flight::{Flight, Outcome};
+use super::flight::{Flight, Outcome, lock};
 use super::wanted::Shared;
 use crate::error::Error;
 use std::collections::VecDeque;
