@@ -4,16 +4,15 @@ use crate::failure::Failure;
 use crate::host::remotes;
 use crate::messages;
 use crate::size;
-use isobath_disk::{BackingFile, Below, ImageFormat, NewDisk, OpenOptions, create};
+use isobath_disk::memory::Reserved;
+use isobath_disk::{BackingFile, Below, ImageFormat, MemoryLimit, OpenOptions};
 use isobath_remote::cache::Cache;
 use isobath_remote::served::{self, Chain};
 use isobath_remote::{Address, Format};
 use isobath_ring::unblock;
-use isobath_storage::Host;
 use std::env;
 use std::fs;
-use std::io::ErrorKind;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -39,6 +38,9 @@ pub(crate) struct CacheOptions {
 
 /// The caches in use, by their directories: one of a process shares its files.
 static CACHES: Mutex<Vec<(PathBuf, Arc<Cache>)>> = Mutex::new(Vec::new());
+
+/// The memory that chains may take, which stay known until the process ends.
+static RESERVED: Mutex<Vec<Reserved>> = Mutex::new(Vec::new());
 
 impl CacheOptions {
     /// The directory of the cache.
@@ -85,8 +87,13 @@ impl CacheOptions {
     /// Reads the manifest and the heads of a chain, whose layers can be opened from then on.
     ///
     /// # Errors
-    /// There is no such chain, it is damaged, the store does not answer, or the cache cannot be used.
-    pub(crate) async fn open(&self, address: &Address) -> Result<Arc<Chain>, Failure> {
+    /// There is no such chain, it is damaged, the store does not answer, or the cache cannot be used. Less memory is
+    /// left than reading the layers may take.
+    pub(crate) async fn open(
+        &self,
+        address: &Address,
+        memory: Option<&Arc<MemoryLimit>>,
+    ) -> Result<Arc<Chain>, Failure> {
         if let Some(chain) = remotes().chain(&address.to_string()) {
             return Ok(chain);
         }
@@ -101,6 +108,11 @@ impl CacheOptions {
             messages::complain(format_args!(
                 "'{address}' is served as it was when it was last read: {reason}"
             ));
+        }
+        if let Some(limit) = memory {
+            let reserved = limit.reserve("the checksums of its layers", opened.memory());
+            let reserved = reserved.map_err(|error| Failure::new(error).context(address))?;
+            RESERVED.lock().unwrap_or_else(PoisonError::into_inner).push(reserved);
         }
         Ok(remotes().add(&opened))
     }
@@ -117,16 +129,15 @@ fn cache(directory: &Path, size: u64) -> isobath_remote::Result<Arc<Cache>> {
     Ok(cache)
 }
 
-/// The chain in a store that a name on the command line stands for. If there is a file of the name `file:///PATH`, it
-/// is that.
+/// The chain in a store that a name on the command line stands for, if it has the form of such names. That of a file
+/// never has it there: it is a path.
 ///
 /// # Errors
 /// The name begins like that of a chain, and is none.
 pub(crate) fn address(name: &Path) -> Result<Option<Address>, Failure> {
-    let Some(text) = name.to_str().filter(|text| served::is_name(text)) else { return Ok(None) };
-    match text.strip_prefix("file://") {
-        Some(path) if Path::new(path).exists() => Ok(None),
-        _ => Ok(Some(Address::parse(text)?)),
+    match name.to_str().filter(|text| served::is_name(text)) {
+        Some(text) => Ok(Some(Address::parse(text)?)),
+        None => Ok(None),
     }
 }
 
@@ -145,75 +156,25 @@ pub(crate) fn options_of(chain: &Chain, options: OpenOptions) -> OpenOptions {
     options.writable(false).format(top).backing_files(below)
 }
 
-/// The options for opening an overlay of a chain in a store: images name what is below them, down to the chain.
-pub(crate) fn options_of_overlay(options: OpenOptions) -> OpenOptions {
-    options.format(ImageFormat::Qcow2).index(false)
-}
-
-/// Makes an overlay of a chain in a store, unless there is a file of this name that holds something.
-///
-/// # Errors
-/// It cannot be made.
-pub(crate) async fn make_overlay<H: Host>(
-    host: &H,
-    file: &Path,
-    chain: &Chain,
-) -> Result<(), Failure> {
-    let failed = |error: std::io::Error| {
-        let text = format!("cannot create the overlay '{}'", isobath_storage::shown(file));
-        Failure::new(isobath_storage::cause(&error)).context(text)
-    };
-    // Nobody else's image is replaced: only a file that is empty, or that this has just made.
-    match fs::OpenOptions::new().write(true).create_new(true).mode(0o644).open(file) {
-        Ok(_) => {}
-        Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-            if fs::metadata(file).map_err(failed)?.len() > 0 {
-                return Ok(());
-            }
-        }
-        Err(error) => return Err(failed(error)),
-    }
-    let Some((_, format)) = chain.layers().next() else { unreachable!("a chain has a layer") };
-    let pinned = chain.pinned_name().to_string_lossy().into_owned();
-    let mut new = NewDisk::overlay(pinned, format.name());
-    new.index = false;
-    create(host, file, &new).await?;
-    Ok(())
-}
-
-/// Refuses a disk that is not over a chain in a store.
-///
-/// # Errors
-/// It is over something else.
-pub(crate) fn check_overlay<'a>(
-    file: &Path,
-    address: &Address,
-    layers: impl IntoIterator<Item = &'a Path>,
-) -> Result<(), Failure> {
-    let address = address.to_string();
-    let is_of = |layer: &Path| {
-        let rest = layer.to_str().and_then(|layer| layer.strip_prefix(&address));
-        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('#'))
-    };
-    if layers.into_iter().any(is_of) {
-        return Ok(());
-    }
-    Err(Failure::new(format_args!(
-        "'{}' is no overlay of {address}; a new one is made under a name that is free",
-        isobath_storage::shown(file)
-    )))
-}
-
-/// The files that clients of object stores read: the certificates of authorities, and credentials.
+/// The files that clients of object stores read: the certificates of authorities, and credentials. What lies beside the
+/// certificates, such as private keys, is not among them.
 pub(crate) fn files_of_clients() -> Vec<PathBuf> {
-    const CERTIFICATES: [&str; 5] = [
-        "/etc/ssl",
-        "/etc/pki",
+    const CERTIFICATES: [&str; 10] = [
+        "/etc/ssl/certs",
+        "/etc/ssl/cert.pem",
+        "/etc/ssl/ca-bundle.pem",
+        "/etc/pki/tls/certs",
+        "/etc/pki/tls/cert.pem",
+        "/etc/pki/tls/cacert.pem",
+        "/etc/pki/ca-trust",
         "/etc/ca-certificates",
         "/usr/share/ca-certificates",
         "/usr/local/share/ca-certificates",
     ];
-    const VARIABLES: [&str; 6] = [
+    const VARIABLES: [&str; 9] = [
+        "AWS_CA_BUNDLE",
+        "AWS_CONFIG_FILE",
+        "AWS_SHARED_CREDENTIALS_FILE",
         "SSL_CERT_FILE",
         "SSL_CERT_DIR",
         "GOOGLE_APPLICATION_CREDENTIALS",
@@ -222,5 +183,27 @@ pub(crate) fn files_of_clients() -> Vec<PathBuf> {
         "AZURE_FEDERATED_TOKEN_FILE",
     ];
     let named = VARIABLES.into_iter().filter_map(env::var_os).map(PathBuf::from);
-    CERTIFICATES.into_iter().map(PathBuf::from).chain(named).collect()
+    let home = env::var_os("HOME").map(PathBuf::from);
+    let profiles = home.map(|home| [home.join(".aws/credentials"), home.join(".aws/config")]);
+    let files = CERTIFICATES.into_iter().map(PathBuf::from).chain(named);
+    files.chain(profiles.into_iter().flatten()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn private_keys_are_not_among_the_files_of_clients() {
+        let files = files_of_clients();
+        for private in [
+            "/etc/ssl/private/key.pem",
+            "/etc/pki/tls/private/key.pem",
+            "/etc/pki/libvirt/private/serverkey.pem",
+            "/etc/pki/qemu/server-key.pem",
+        ] {
+            let found = files.iter().find(|file| Path::new(private).starts_with(file));
+            assert_eq!(found, None, "{private}");
+        }
+    }
 }

@@ -165,9 +165,6 @@ pub struct OpenOptions {
     /// Layers of which a direct-access index has the [head](isobath_qcow2::Head) are opened without being read. Who
     /// examines or rewrites an index reads them.
     pub heads: bool,
-    /// Whether direct-access indexes are used. They are of no use where verifying one reads more than it saves, as with
-    /// layers that are read over a network.
-    pub index: bool,
     /// The image itself is named by another's header, so that it must lie where `trust` allows. A chain sets this for
     /// the images below its active one, except for those that were given.
     pub named: bool,
@@ -213,7 +210,6 @@ impl Default for OpenOptions {
             backing_files: Vec::new(),
             trust: Trust::default(),
             heads: true,
-            index: true,
             named: false,
             metadata: MetadataMode::default(),
             journal_size: None,
@@ -274,7 +270,6 @@ setters! {
     backing_files: Vec<Below>,
     trust: Trust,
     heads: bool,
-    index: bool,
     named: bool,
     metadata: MetadataMode,
     journal_size: u64,
@@ -289,8 +284,7 @@ impl OpenOptions {
     /// Whether an index is used: it is trusted, and describes what is opened. A malicious one could expose parts of the
     /// files below that no guest may see; one of the current state says nothing of a snapshot.
     pub fn may_use_index(&self) -> bool {
-        self.index
-            && self.trust == Trust::Full
+        self.trust == Trust::Full
             && self.snapshot.is_none()
             && self.backing_files.iter().all(|below| *below == Below::Named)
     }

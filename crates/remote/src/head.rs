@@ -61,6 +61,11 @@ impl KnownHead {
         Ok(Self { start, start_length, l1, l1_offset, unknown: false })
     }
 
+    /// Bytes of memory that it takes.
+    pub(crate) fn memory(&self) -> u64 {
+        (self.start.len() + self.l1.len()) as u64
+    }
+
     /// Fills a buffer from `offset` on, if all of these bytes are known.
     pub(crate) fn read(&self, offset: u64, buf: &mut [u8]) -> bool {
         let Some(end) = offset.checked_add(buf.len() as u64) else { return false };

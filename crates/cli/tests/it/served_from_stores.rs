@@ -3,8 +3,10 @@
 use crate::programs::{isobath, qemu_img};
 use crate::s3;
 use crate::serving::{ISOBATH, Served, assert_same_bytes};
+use isobath_qmp::client::{Address, Client};
 use isobath_testkit::process::{Ready, Server, run};
 use isobath_testkit::{args, qemu};
+use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -218,73 +220,106 @@ fn a_confined_server_reads_the_store_and_writes_to_the_cache_alone() {
     assert!(done.stderr.is_empty(), "{}", done.report());
 }
 
-/// Writes to the disk, and the same to what it must hold.
-fn write(place: &Place, uri: &str, what: &str) {
-    for disk in [uri, place.expected().to_str().unwrap()] {
-        let mut command = Command::new(qemu::program("qemu-io"));
-        let _ = qemu::run(command.args(["-f", "raw", "-c", what, disk])).ok();
+#[test]
+fn no_request_over_qmp_writes_the_name_of_a_layer_in_a_store_into_an_image() {
+    let place = Place::new(3, "");
+    let path = place.path();
+    let socket = path.join("q");
+    let qmp = format!("unix:{}", socket.display());
+    let base = format!("{}#0", place.vm());
+    for (file, below) in [("over-chain.qcow2", &place.vm()), ("over-layer.qcow2", &base)] {
+        let create =
+            args!["create", "-q", "-u", "-f", "qcow2", "-b", below, "-F", "qcow2", file, "8M"];
+        let _ = qemu_img(path, create).ok();
+    }
+    let served = place.serve(&["--qmp", &qmp, "--sandbox", "off"]);
+    let ask = |command: &str, arguments: &Value| {
+        let mut client = Client::connect(&Address::Unix(socket.clone())).unwrap();
+        client.execute(command, arguments.clone()).map_err(|error| error.to_string())
+    };
+    let new = path.join("new.qcow2");
+    let job = |more: Value| {
+        let mut arguments = json!({"device": "vm", "job-id": "j"});
+        let more = more.as_object().unwrap().clone();
+        arguments.as_object_mut().unwrap().extend(more);
+        arguments
+    };
+    for (command, arguments) in [
+        ("blockdev-snapshot-sync", json!({"device": "vm", "snapshot-file": new})),
+        ("block-stream", job(json!({}))),
+        ("block-stream", job(json!({"base": base}))),
+        ("block-commit", job(json!({}))),
+        ("block-commit", job(json!({"base": base}))),
+    ] {
+        let said = ask(command, &arguments).unwrap_err();
+        assert!(said.contains("read-only"), "{command} {arguments}: {said}");
+    }
+    assert!(!new.exists());
+    let open = |file: &str, node: &str, read_only: bool| {
+        let file = json!({"driver": "file", "filename": file});
+        json!({"driver": "qcow2", "node-name": node, "read-only": read_only, "file": file})
+    };
+    for name in ["over-chain.qcow2", "over-layer.qcow2"] {
+        let file = path.join(name);
+        for read_only in [false, true] {
+            ask("blockdev-add", &open(file.to_str().unwrap(), "over", read_only)).unwrap_err();
+        }
+    }
+    let said = ask("blockdev-add", &open(&place.vm(), "chain", false)).unwrap_err();
+    assert!(said.contains("chains in stores are only read"), "{said}");
+    assert_same_bytes(&served.uri("vm"), &place.expected());
+    served.stop();
+}
+
+#[test]
+fn no_layer_of_a_chain_in_a_store_is_given_as_a_file() {
+    let place = Place::new(2, "");
+    let path = place.path();
+    let create =
+        args!["create", "-q", "-u", "-f", "qcow2", "-b", "x", "-F", "qcow2", "top.qcow2", "8M"];
+    let _ = qemu_img(path, create).ok();
+    for option in ["--backing-file", "--data-file"] {
+        for given in [place.vm(), format!("{}#0", place.vm()), "s3://bucket/vm".to_owned()] {
+            let mut command = Command::new(ISOBATH);
+            command.current_dir(path).args(["serve", &place.vm(), "top.qcow2", "--nbd", "unix:n"]);
+            command.args(["--cache-dir", "cache", option, "", option, &given]);
+            let refused = run(&mut command).exits(1);
+            assert!(refused.stderr.contains("which is in a store"), "{}", refused.report());
+        }
     }
 }
 
 #[test]
-fn what_is_written_to_an_overlay_of_a_chain_in_a_store_stays_there() {
-    let place = Place::new(3, "");
-    let overlay = place.path().join("top.qcow2");
-    let next = place.path().join("next.qcow2");
-    let options = |file: &Path| ["--overlay".to_owned(), file.to_str().unwrap().to_owned()];
-    let serve = |file: &Path, more: &[&str]| {
-        let options = options(file);
-        let options: Vec<&str> =
-            options.iter().map(String::as_str).chain(more.iter().copied()).collect();
-        place.serve(&options)
-    };
-    let qmp = format!("unix:{}", place.path().join("q").display());
-    for (number, sandbox) in ["strict", "off"].into_iter().enumerate() {
-        let served = serve(&overlay, &["--sandbox", sandbox, "--qmp", &qmp]);
-        let what = format!("write -P {} {}k 100k", 77 + number, 300 * number);
-        write(&place, &served.uri("vm"), &what);
-        assert_same_bytes(&served.uri("vm"), &place.expected());
-        if number == 1 {
-            let _ = isobath(place.path(), args!["ctl", "q", "snapshot", &next]).ok();
-            write(&place, &served.uri("vm"), "write -P 99 5M 70000");
-            assert_same_bytes(&served.uri("vm"), &place.expected());
-        }
-        served.stop();
-    }
-    let served = serve(&next, &[]);
+fn a_file_with_the_name_of_a_chain_is_in_nobodys_way() {
+    let place = Place::new(2, "");
+    fs::write(place.path().join("store/vm"), "no chain").unwrap();
+    fs::write(place.path().join("store/image"), "no chain").unwrap();
+    let served = place.serve(&[]);
     assert_same_bytes(&served.uri("vm"), &place.expected());
     served.stop();
-    // The chain grows at its top.
-    fs::create_dir_all(place.path().join("images")).unwrap();
-    let _ = isobath(place.path(), args!["pull", "-q", &place.vm(), "images"]).ok();
-    let create =
-        args!["create", "-q", "-f", "qcow2", "-b", "2.qcow2", "-F", "qcow2", "images/3.qcow2"];
-    let _ = qemu_img(place.path(), create).ok();
-    let _ = isobath(place.path(), args!["push", "-q", "images/3.qcow2", &place.vm()]).ok();
-    let served = serve(&next, &[]);
-    assert_same_bytes(&served.uri("vm"), &place.expected());
-    served.stop();
-    // Another chain takes its place.
-    let _ =
-        isobath(place.path(), args!["push", "-q", "--overwrite", "images/1.qcow2", &place.vm()])
-            .ok();
     let mut command = Command::new(ISOBATH);
-    command.current_dir(place.path()).args(["serve", &place.vm(), "--nbd", "unix:n"]);
-    command.args(["--cache-dir", "cache", "--overlay", "next.qcow2"]);
-    let refused = run(&mut command).exits(1);
-    assert!(refused.stderr.contains("does not have these layers any more"), "{}", refused.report());
-    // Alone, the images name what nobody opens.
-    for command in [["map", "next.qcow2"], ["check", "next.qcow2"]] {
-        let done = isobath(place.path(), command);
-        assert!(!done.stderr.contains("panicked"), "{}", done.report());
+    let image = format!("file://{}/store/image", place.path().display());
+    command.current_dir(place.path()).args(["serve", &image, "--nbd", "unix:n"]);
+    let refused = run(command.args(["--cache-dir", "cache"])).exits(1).stderr;
+    assert!(refused.contains("has no chain 'image'"), "{refused}");
+    assert!(refused.contains("a file is named by its path"), "{refused}");
+}
+
+#[test]
+fn what_the_tables_of_a_chain_may_take_is_reserved() {
+    let place = Place::new(1, "");
+    let manifest = place.path().join("store/manifests/vm.json");
+    let written = fs::read(&manifest).unwrap();
+    for (length, said) in [(4_u64 << 40, "the checksums of its layers"), (17 << 40, "at most")] {
+        let mut changed: Value = serde_json::from_slice(&written).unwrap();
+        changed["layers"][0]["length"] = length.into();
+        fs::write(&manifest, serde_json::to_vec(&changed).unwrap()).unwrap();
+        let mut command = Command::new(ISOBATH);
+        command.current_dir(place.path()).args(["serve", &place.vm(), "--nbd", "unix:n"]);
+        command.args(["--cache-dir", "cache", "--memory-limit", "300M"]);
+        let refused = run(&mut command).exits(1).stderr;
+        assert!(refused.contains(said), "{refused}");
     }
-    let other = place.path().join("other.qcow2");
-    let _ = qemu_img(place.path(), args!["create", "-q", "-f", "qcow2", &other, "8M"]).ok();
-    let mut command = Command::new(ISOBATH);
-    command.current_dir(place.path()).args(["serve", &place.vm(), "--nbd", "unix:n"]);
-    command.args(["--cache-dir", "cache", "--overlay", "other.qcow2"]);
-    let refused = run(&mut command).exits(1);
-    assert!(refused.stderr.contains("is no overlay of"), "{}", refused.report());
 }
 
 /// The environment in which a bucket of this server is used.

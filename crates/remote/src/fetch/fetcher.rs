@@ -1,15 +1,16 @@
 //! The threads that fetch.
 
-use super::flight::{Flight, Pilot};
+use super::flight::{Flight, Pilot, lock};
+use super::patience::{Limits, Patience};
 use super::queue::{Job, Next, Queue, Run};
 use super::source::Source;
-use super::wanted::{Block, Fetched, Wanted};
+use super::wanted::{Awaited, Block, Fetched, Wanted};
 use crate::digest::{BLOCK, Digest};
 use crate::error::{Error, Result};
 use crate::progress::Progress;
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -34,29 +35,13 @@ pub(crate) struct Fetcher {
 
 pub(super) struct Inner {
     source: Source,
-    /// After this time whoever waits for the store gets an error; `None`: never.
-    limit: Option<Duration>,
+    limits: Limits,
     progress: Arc<Progress>,
     queue: Mutex<Queue<Self>>,
     /// There is something to fetch.
     queued: Condvar,
     looks: Mutex<(VecDeque<Look>, bool)>,
     looking: Condvar,
-    /// What ends at a certain time, in order.
-    ends: Mutex<(VecDeque<(Instant, Overdue)>, bool)>,
-    ending: Condvar,
-}
-
-/// What ends when its time is over.
-enum Overdue {
-    /// A block of a layer.
-    Block(u64, u64, Weak<Flight<Fetched>>),
-    /// Something else, which is told why.
-    Other(Box<dyn FnOnce(&dyn Fn(&str) -> Arc<Error>) + Send>),
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Fetcher {
@@ -71,14 +56,12 @@ impl Fetcher {
     ) -> Result<Self> {
         let shared = Arc::new(Inner {
             source,
-            limit,
+            limits: Limits::new(limit),
             progress,
             queue: Mutex::default(),
             queued: Condvar::new(),
             looks: Mutex::default(),
             looking: Condvar::new(),
-            ends: Mutex::default(),
-            ending: Condvar::new(),
         });
         let this = Self { shared: Arc::clone(&shared) };
         let start = |name: &str, work: fn(&Arc<Inner>)| {
@@ -94,36 +77,32 @@ impl Fetcher {
             start("fetch-look", Inner::look)?;
         }
         if limit.is_some() {
-            start("fetch-time", Inner::watch)?;
+            start("fetch-time", |shared| shared.limits.keep())?;
         }
         Ok(this)
     }
 
     /// The flights of these blocks of a layer, for a request that waits for them; none for those that have landed.
-    pub(super) fn want(
-        &self,
-        layer: &Arc<dyn Wanted>,
-        blocks: &[u64],
-    ) -> Vec<(u64, Arc<Flight<Fetched>>)> {
+    pub(super) fn want(&self, layer: &Arc<dyn Wanted>, blocks: &[u64]) -> Vec<Awaited> {
         let shared = &self.shared;
         let mut queue = lock(&shared.queue);
-        let mut flights = Vec::with_capacity(blocks.len());
-        let mut new = Vec::new();
-        for block in blocks {
-            let Some((flight, is_new)) = queue.want(layer, *block) else { continue };
-            if queue.closed {
-                flight.end(Err(Arc::new(Error::Interrupted)));
-            } else if is_new {
-                new.push(Overdue::Block(layer.number(), *block, Arc::downgrade(&flight)));
+        let found = blocks.iter().filter_map(|block| queue.want(layer, *block));
+        let flights: Vec<Awaited> = found.collect();
+        if queue.closed {
+            for awaited in &flights {
+                awaited.flight.end(Err(Arc::new(Error::Interrupted)));
             }
-            flights.push((*block, flight));
         }
         drop(queue);
-        if !new.is_empty() {
-            shared.limit_time(new);
+        if flights.iter().any(|awaited| awaited.is_fresh) {
             shared.queued.notify_all();
         }
         flights
+    }
+
+    /// The time that somebody who begins to wait now waits for the store.
+    pub(super) fn patience(&self) -> Patience<'_> {
+        Patience::new(&self.shared.limits)
     }
 
     /// Reads ahead, and gives up what was read ahead for another.
@@ -169,21 +148,6 @@ impl Fetcher {
         drop(queue);
         self.shared.queued.notify_one();
     }
-
-    /// Ends a flight when the time that anybody waits for the store is over.
-    pub(super) fn limit<T: Clone + Send + 'static>(
-        &self,
-        flight: &Arc<Flight<std::result::Result<T, Arc<Error>>>>,
-        key: String,
-    ) {
-        let flight = Arc::downgrade(flight);
-        let end = move |late: &dyn Fn(&str) -> Arc<Error>| {
-            if let Some(flight) = flight.upgrade() {
-                flight.end(Err(late(&key)));
-            }
-        };
-        self.shared.limit_time(vec![Overdue::Other(Box::new(end))]);
-    }
 }
 
 impl Drop for Fetcher {
@@ -199,10 +163,9 @@ impl Drop for Fetcher {
             job(None);
         }
         lock(&shared.looks).1 = true;
-        lock(&shared.ends).1 = true;
+        shared.limits.close();
         shared.queued.notify_all();
         shared.looking.notify_all();
-        shared.ending.notify_all();
     }
 }
 
@@ -248,64 +211,6 @@ impl Inner {
         }
     }
 
-    /// The thread that ends what has taken too long.
-    fn watch(self: &Arc<Self>) {
-        let mut ends = lock(&self.ends);
-        while !ends.1 {
-            let now = Instant::now();
-            let Some((end, _)) = ends.0.front() else {
-                ends = self.ending.wait(ends).unwrap_or_else(PoisonError::into_inner);
-                continue;
-            };
-            if let Some(left) = end.checked_duration_since(now).filter(|left| !left.is_zero()) {
-                let waited = self.ending.wait_timeout(ends, left);
-                ends = waited.unwrap_or_else(PoisonError::into_inner).0;
-                continue;
-            }
-            let Some((_, overdue)) = ends.0.pop_front() else { continue };
-            drop(ends);
-            self.overdue(overdue);
-            ends = lock(&self.ends);
-        }
-    }
-
-    fn overdue(&self, overdue: Overdue) {
-        let limit = self.limit.unwrap_or_default();
-        let late = |key: &str| {
-            Arc::new(Error::Store(format!(
-                "cannot read '{key}' in the store: no answer within {limit:?} (--remote-timeout)"
-            )))
-        };
-        match overdue {
-            Overdue::Block(number, block, flight) => {
-                let Some(flight) = flight.upgrade() else { return };
-                let layer = {
-                    let mut queue = lock(&self.queue);
-                    let layer = queue.layer_of(number, block, &flight);
-                    queue.ended(number, block, &flight);
-                    layer
-                };
-                flight.end(Err(late(layer.as_ref().map_or("a layer", |layer| layer.key()))));
-            }
-            Overdue::Other(end) => end(&late),
-        }
-    }
-
-    /// Ends these flights when their time is over.
-    fn limit_time(&self, flights: Vec<Overdue>) {
-        let Some(limit) = self.limit else { return };
-        let mut ends = lock(&self.ends);
-        let was_empty = ends.0.is_empty();
-        // Under the lock, so that they are in order. Flights that have ended are dropped in front only, when their time
-        // comes: there are as many as were begun in that time.
-        let end = Instant::now() + limit;
-        ends.0.extend(flights.into_iter().map(|flight| (end, flight)));
-        drop(ends);
-        if was_empty {
-            self.ending.notify_one();
-        }
-    }
-
     /// Reads from the store; without a limit, until it answers.
     fn read(&self, key: &str, offset: u64, length: usize) -> Result<Vec<u8>> {
         self.patiently(|| self.source.read(key, offset, length))
@@ -321,7 +226,7 @@ impl Inner {
         loop {
             match read() {
                 Err(Error::Store(_) | Error::Local(_))
-                    if self.limit.is_none() && !self.progress.is_cancelled() =>
+                    if self.limits.limit().is_none() && !self.progress.is_cancelled() =>
                 {
                     let begin = Instant::now();
                     while begin.elapsed() < pause && !self.progress.is_cancelled() {
@@ -343,24 +248,21 @@ impl Inner {
             flight.end(fetched);
         };
         let numbered = || (run.first..).zip(&run.flights);
-        // All of them may have ended for lack of time while they were queued.
-        if run.flights.iter().any(|flight| !flight.has_ended()) {
-            let offset = run.first * BLOCK;
-            let length = numbered().map(|(block, _)| layer.range(block).1).sum();
-            match self.read(key, offset, length).map(Arc::new) {
-                Ok(bytes) => {
-                    for (block, flight) in numbered() {
-                        let begin = ((block - run.first) * BLOCK) as usize;
-                        let end = (begin + BLOCK as usize).min(bytes.len());
-                        let found = Block::new(&bytes, begin..end);
-                        done(block, flight, self.accept(layer, block, found).map_err(Arc::new));
-                    }
+        let offset = run.first * BLOCK;
+        let length = numbered().map(|(block, _)| layer.range(block).1).sum();
+        match self.read(key, offset, length).map(Arc::new) {
+            Ok(bytes) => {
+                for (block, flight) in numbered() {
+                    let begin = ((block - run.first) * BLOCK) as usize;
+                    let end = (begin + BLOCK as usize).min(bytes.len());
+                    let found = Block::new(&bytes, begin..end);
+                    done(block, flight, self.accept(layer, block, found).map_err(Arc::new));
                 }
-                Err(error) => {
-                    let error = Arc::new(error);
-                    for (block, flight) in numbered() {
-                        done(block, flight, Err(Arc::clone(&error)));
-                    }
+            }
+            Err(error) => {
+                let error = Arc::new(error);
+                for (block, flight) in numbered() {
+                    done(block, flight, Err(Arc::clone(&error)));
                 }
             }
         }

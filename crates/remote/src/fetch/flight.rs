@@ -6,6 +6,11 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
+/// Locks a mutex, whatever happened to another that held it.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Something that is on its way. Everybody who waits for it gets the same outcome; who stops waiting takes nothing with
 /// it.
 pub(crate) struct Flight<T> {

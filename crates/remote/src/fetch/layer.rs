@@ -1,9 +1,10 @@
 //! A layer in a store, as it is read.
 
-use super::fetcher::{Fetcher, lock};
-use super::flight::{Flight, Outcome, Pilot};
+use super::fetcher::Fetcher;
+use super::flight::{Flight, Outcome, Pilot, lock};
+use super::patience::Patience;
 use super::streams::Streams;
-use super::wanted::{Fetched, Shared, Wanted};
+use super::wanted::{Awaited, Shared, Wanted, may_pass};
 use crate::cache::{Cache, CachedLayer, Filled, Held, LayerKey, Look, ObjectKind};
 use crate::digest::{BLOCK, Table};
 use crate::error::{Error, Result};
@@ -14,9 +15,6 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
-
-/// Most bytes of a table: that of a layer of 16 TiB.
-const MOST_TABLE: u64 = 1 << 30;
 
 /// No block is marked.
 const NO_MARK: u64 = u64::MAX;
@@ -102,52 +100,64 @@ impl RemoteLayer {
         &self.head
     }
 
+    /// The time that somebody who begins to wait now waits for the store.
+    pub(crate) fn patience(&self) -> Patience<'_> {
+        self.common.fetcher.patience()
+    }
+
+    /// The name of its object.
+    pub(crate) fn key(&self) -> &str {
+        &self.key
+    }
+
     /// Its file in the cache, once its table is known.
-    pub(crate) async fn cached(self: &Arc<Self>) -> Shared<&Arc<CachedLayer>> {
+    pub(crate) async fn cached(
+        self: &Arc<Self>,
+        patience: &mut Patience<'_>,
+    ) -> Shared<&Arc<CachedLayer>> {
+        let mut has_joined = false;
         loop {
             if let Some(attached) = self.attached.get() {
                 return Ok(&attached.cached);
             }
-            let flight = {
+            let (flight, is_fresh) = {
                 let mut attaching = lock(&self.attaching);
                 match &*attaching {
-                    Some(flight) if !flight.has_ended() => Arc::clone(flight),
+                    Some(flight) if !flight.has_ended() => (Arc::clone(flight), false),
                     _ if self.attached.get().is_some() => continue,
                     _ => {
                         let flight = Arc::<Flight<Tabled>>::default();
                         *attaching = Some(Arc::clone(&flight));
                         self.begin_to_attach(&flight);
-                        flight
+                        (flight, true)
                     }
                 }
             };
-            flight.outcome().await?;
+            match patience.wait(&self.key, flight.outcome()).await? {
+                Err(error) if is_fresh || has_joined || !may_pass(&error) => return Err(error),
+                _ => has_joined = true,
+            }
         }
     }
 
     /// Finds the table, in the cache or in the store, and ends the flight when the layer can be read.
     fn begin_to_attach(self: &Arc<Self>, flight: &Arc<Flight<Tabled>>) {
         let key = keys::table(&self.described.table);
-        self.common.fetcher.limit(flight, key.clone());
         let (layer, flight) = (Arc::clone(self), Arc::clone(flight));
         self.common.fetcher.look_up(move || {
             let landing = Landing { layer, flight };
             let layer = &landing.layer;
             match layer.cached_table() {
-                Ok(Some(table)) => {
+                Some(table) => {
                     let attached = layer.attach(&table);
                     landing.end(attached);
                 }
-                Err(error) => landing.end(Err(error)),
-                Ok(None) => {
+                None => {
                     let common = Arc::clone(&layer.common);
                     common.fetcher.begin(Box::new(move |inner| {
                         let Some(inner) = inner else {
                             return landing.end(Err(Error::Interrupted));
                         };
-                        if landing.flight.has_ended() {
-                            return;
-                        }
                         let layer = &landing.layer;
                         let Layer { table: digest, length, .. } = &layer.described;
                         let fetched = inner.object(&key, Table::length(*length), digest);
@@ -163,18 +173,8 @@ impl RemoteLayer {
     }
 
     /// The table, if the cache has it.
-    ///
-    /// # Errors
-    /// It would be too long.
-    fn cached_table(&self) -> Result<Option<Held>> {
-        let Layer { table: digest, length, .. } = &self.described;
-        if Table::length(*length) > MOST_TABLE {
-            return Err(Error::refused(format_args!(
-                "'{}' has {length} bytes: layers of more than 16 TiB cannot be read from a store; pull the chain",
-                self.key
-            )));
-        }
-        Ok(self.common.cache.object(ObjectKind::Table, digest))
+    fn cached_table(&self) -> Option<Held> {
+        self.common.cache.object(ObjectKind::Table, &self.described.table)
     }
 
     /// Takes the table into use.
@@ -228,7 +228,7 @@ impl RemoteLayer {
     }
 
     /// Fetches these blocks; each of the flights gives one of them. Those that have landed by now have none.
-    pub(crate) fn want(self: &Arc<Self>, blocks: &[u64]) -> Vec<(u64, Arc<Flight<Fetched>>)> {
+    pub(crate) fn want(self: &Arc<Self>, blocks: &[u64]) -> Vec<Awaited> {
         let this: Arc<dyn Wanted> = Arc::<Self>::clone(self);
         self.common.fetcher.want(&this, blocks)
     }

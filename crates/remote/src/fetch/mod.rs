@@ -7,6 +7,7 @@
 mod fetcher;
 mod flight;
 mod layer;
+mod patience;
 mod queue;
 mod source;
 mod streams;
@@ -15,3 +16,4 @@ mod wanted;
 pub(crate) use fetcher::{Fetcher, object};
 pub(crate) use layer::{Common, RemoteLayer};
 pub(crate) use source::Source;
+pub(crate) use wanted::{Awaited, may_pass};

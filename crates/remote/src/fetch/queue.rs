@@ -5,7 +5,7 @@
 //! ahead promotes it.
 
 use super::flight::Flight;
-use super::wanted::{Fetched, Wanted};
+use super::wanted::{Awaited, Fetched, Wanted};
 use std::collections::{BTreeMap, VecDeque, btree_map};
 use std::ops::Range;
 use std::sync::Arc;
@@ -31,8 +31,6 @@ struct Entry {
     layer: Arc<dyn Wanted>,
     flight: Arc<Flight<Fetched>>,
     stage: Stage,
-    /// Somebody waits for it, and is not to wait for ever.
-    limited: bool,
 }
 
 /// Neighbouring blocks that are fetched together.
@@ -82,13 +80,8 @@ impl<S> Default for Queue<S> {
 }
 
 impl<S> Queue<S> {
-    /// The flight of a block that a request waits for, and whether it is the first to do so. `None` if the block has
-    /// landed by now.
-    pub(super) fn want(
-        &mut self,
-        layer: &Arc<dyn Wanted>,
-        block: u64,
-    ) -> Option<(Arc<Flight<Fetched>>, bool)> {
+    /// The flight of a block that a request waits for. `None` if the block has landed by now.
+    pub(super) fn want(&mut self, layer: &Arc<dyn Wanted>, block: u64) -> Option<Awaited> {
         let place = (layer.number(), block);
         let known = self.blocks.get_mut(&place).filter(|entry| !entry.flight.has_ended());
         if let Some(entry) = known {
@@ -96,8 +89,8 @@ impl<S> Queue<S> {
                 entry.stage = Stage::Wanted;
                 self.wanted.push_back(place);
             }
-            let first = !std::mem::replace(&mut entry.limited, true);
-            return Some((Arc::clone(&entry.flight), first));
+            let is_fresh = entry.stage != Stage::Flying;
+            return Some(Awaited { block, flight: Arc::clone(&entry.flight), is_fresh });
         }
         // A block is in the cache before its flight is forgotten, which takes the lock of this queue.
         if !layer.is_missing(block) {
@@ -105,10 +98,10 @@ impl<S> Queue<S> {
         }
         let flight = Arc::<Flight<Fetched>>::default();
         let (layer, stage) = (Arc::clone(layer), Stage::Wanted);
-        let entry = Entry { layer, flight: Arc::clone(&flight), stage, limited: true };
+        let entry = Entry { layer, flight: Arc::clone(&flight), stage };
         self.blocks.insert(place, entry);
         self.wanted.push_back(place);
-        Some((flight, true))
+        Some(Awaited { block, flight, is_fresh: true })
     }
 
     /// Reads a block ahead, unless it is here or on its way already.
@@ -118,7 +111,7 @@ impl<S> Queue<S> {
             && layer.is_absent(block)
         {
             let (layer, flight) = (Arc::clone(layer), Arc::default());
-            vacant.insert(Entry { layer, flight, stage: Stage::Ahead, limited: false });
+            vacant.insert(Entry { layer, flight, stage: Stage::Ahead });
             self.ahead.push_back(place);
         }
     }
@@ -164,7 +157,8 @@ impl<S> Queue<S> {
         None
     }
 
-    /// The first block in this stage, with its neighbours.
+    /// The first block in this stage, with its neighbours. What was wanted by those who have all left is forgotten:
+    /// their time was over while others were served.
     fn run(&mut self, stage: Stage) -> Option<Run> {
         let is_in = |blocks: &BTreeMap<Place, Entry>, place: &Place| {
             blocks.get(place).is_some_and(|entry| entry.stage == stage)
@@ -172,9 +166,16 @@ impl<S> Queue<S> {
         let (layer, block) = loop {
             let order = if stage == Stage::Ahead { &mut self.ahead } else { &mut self.wanted };
             let place = order.pop_front()?;
-            if is_in(&self.blocks, &place) {
-                break place;
+            if !is_in(&self.blocks, &place) {
+                continue;
             }
+            // Flights are only handed out under the lock of this queue.
+            let is_left = |entry: &Entry| Arc::strong_count(&entry.flight) == 1;
+            if stage == Stage::Wanted && self.blocks.get(&place).is_some_and(is_left) {
+                self.blocks.remove(&place);
+                continue;
+            }
+            break place;
         };
         let (mut first, mut last) = (block, block);
         while ((last - first + 1) as usize) < MOST_AT_ONCE {
@@ -204,17 +205,6 @@ impl<S> Queue<S> {
         self.reading_ahead = left;
     }
 
-    /// The layer of a block that is on its way by this flight.
-    pub(super) fn layer_of(
-        &self,
-        layer: u64,
-        block: u64,
-        flight: &Arc<Flight<Fetched>>,
-    ) -> Option<Arc<dyn Wanted>> {
-        let entry = self.blocks.get(&(layer, block))?;
-        Arc::ptr_eq(&entry.flight, flight).then(|| Arc::clone(&entry.layer))
-    }
-
     /// Forgets a block whose flight has ended.
     pub(super) fn ended(&mut self, layer: u64, block: u64, flight: &Arc<Flight<Fetched>>) {
         let place = (layer, block);
@@ -232,5 +222,131 @@ impl<S> Queue<S> {
         let blocks = std::mem::take(&mut self.blocks);
         let flights = blocks.into_values().map(|entry| entry.flight).collect();
         (flights, std::mem::take(&mut self.jobs).into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Result;
+
+    /// A layer of which nothing is here.
+    struct Absent(u64);
+
+    impl Wanted for Absent {
+        fn number(&self) -> u64 {
+            self.0
+        }
+
+        fn key(&self) -> &'static str {
+            "layers/x"
+        }
+
+        fn range(&self, block: u64) -> (u64, usize) {
+            (block, 1)
+        }
+
+        fn is_missing(&self, _: u64) -> bool {
+            true
+        }
+
+        fn is_absent(&self, _: u64) -> bool {
+            true
+        }
+
+        fn accept(&self, _: u64, _: &[u8]) -> Result<bool> {
+            Ok(true)
+        }
+    }
+
+    fn layer(number: u64) -> Arc<dyn Wanted> {
+        Arc::new(Absent(number))
+    }
+
+    /// The layer, the blocks and whether they are read ahead of what is done next.
+    fn next(queue: &mut Queue<()>) -> Option<(u64, Range<u64>, bool)> {
+        match queue.next(1)? {
+            Next::Blocks(run) => {
+                let end = run.first + run.flights.len() as u64;
+                Some((run.layer.number(), run.first..end, run.ahead))
+            }
+            Next::Job(_) => None,
+        }
+    }
+
+    #[test]
+    fn what_is_wanted_comes_first_with_its_neighbours() {
+        let (mut queue, one, other) = (Queue::default(), layer(1), layer(2));
+        (0..4).for_each(|block| queue.read_ahead(&one, block));
+        let blocks = [20, 9, 8, 21, 10, 30];
+        let _awaited: Vec<_> =
+            blocks.iter().filter_map(|block| queue.want(&other, *block)).collect();
+        assert_eq!(next(&mut queue), Some((2, 20..22, false)));
+        assert_eq!(next(&mut queue), Some((2, 8..11, false)));
+        assert_eq!(next(&mut queue), Some((2, 30..31, false)));
+        assert_eq!(next(&mut queue), Some((1, 0..4, true)));
+        queue.read_ahead(&one, 7);
+        assert_eq!(next(&mut queue), None, "no more threads read ahead");
+        queue.ended_ahead();
+        assert_eq!(next(&mut queue), Some((1, 7..8, true)));
+    }
+
+    #[test]
+    fn so_many_blocks_are_fetched_together_and_no_more() {
+        let (mut queue, layer) = (Queue::default(), layer(1));
+        let _awaited: Vec<_> = (0..20).filter_map(|block| queue.want(&layer, block)).collect();
+        let runs: Vec<_> = std::iter::from_fn(|| next(&mut queue)).map(|(_, run, _)| run).collect();
+        assert_eq!(runs, [0..8, 8..16, 16..20]);
+    }
+
+    #[test]
+    fn a_block_that_is_read_ahead_is_promoted_and_one_that_flies_is_shared() {
+        let (mut queue, layer) = (Queue::<()>::default(), layer(1));
+        (0..4).for_each(|block| queue.read_ahead(&layer, block));
+        let first = queue.want(&layer, 2).unwrap();
+        assert!(first.is_fresh, "nobody has begun");
+        assert_eq!(next(&mut queue), Some((1, 2..3, false)));
+        let again = queue.want(&layer, 2).unwrap();
+        assert!(Arc::ptr_eq(&first.flight, &again.flight) && !again.is_fresh);
+        assert_eq!(next(&mut queue), Some((1, 0..2, true)));
+        queue.ended(1, 2, &first.flight);
+        let anew = queue.want(&layer, 2).unwrap();
+        assert!(!Arc::ptr_eq(&first.flight, &anew.flight) && anew.is_fresh);
+    }
+
+    #[test]
+    fn what_is_read_ahead_for_nobody_is_given_up_and_nothing_else() {
+        let (mut queue, layer) = (Queue::<()>::default(), layer(1));
+        (0..8).for_each(|block| queue.read_ahead(&layer, block));
+        let _awaited = queue.want(&layer, 3);
+        queue.leave(1, 2..6);
+        queue.leave(2, 0..8);
+        assert_eq!(next(&mut queue), Some((1, 3..4, false)));
+        assert_eq!(next(&mut queue), Some((1, 0..2, true)));
+        queue.ended_ahead();
+        assert_eq!(next(&mut queue), Some((1, 6..8, true)));
+    }
+
+    #[test]
+    fn what_all_have_stopped_to_wait_for_is_not_fetched() {
+        let (mut queue, layer) = (Queue::<()>::default(), layer(1));
+        drop(queue.want(&layer, 5));
+        let (first, second) = (queue.want(&layer, 9), queue.want(&layer, 9));
+        drop(first);
+        assert_eq!(next(&mut queue), Some((1, 9..10, false)), "one has stayed");
+        assert_eq!(next(&mut queue), None);
+        drop(second);
+        let again = queue.want(&layer, 5).unwrap();
+        assert!(again.is_fresh);
+        assert_eq!(next(&mut queue), Some((1, 5..6, false)));
+    }
+
+    #[test]
+    fn a_flight_that_has_ended_is_not_joined() {
+        let (mut queue, layer) = (Queue::<()>::default(), layer(1));
+        let late = queue.want(&layer, 5).unwrap();
+        late.flight.end(Err(Arc::new(crate::Error::Interrupted)));
+        let anew = queue.want(&layer, 5).unwrap();
+        assert!(!anew.flight.has_ended() && anew.is_fresh);
     }
 }

@@ -1,5 +1,6 @@
 //! What is fetched of a layer, and by whom it is judged.
 
+use super::flight::Flight;
 use crate::error::{Error, Result};
 use std::ops::Range;
 use std::sync::Arc;
@@ -40,6 +41,19 @@ impl Block {
             None => false,
         }
     }
+}
+
+/// A block that somebody waits for.
+pub(crate) struct Awaited {
+    pub(crate) block: u64,
+    pub(crate) flight: Arc<Flight<Fetched>>,
+    /// Nobody had begun to fetch it when this began to wait for it.
+    pub(crate) is_fresh: bool,
+}
+
+/// Whether a failure may be over by now, so that who joined the attempt late makes one of their own.
+pub(crate) fn may_pass(error: &Error) -> bool {
+    matches!(error, Error::Store(_) | Error::Local(_))
 }
 
 /// A layer whose blocks are fetched.

@@ -2,7 +2,7 @@
 
 use crate::address::Address;
 use crate::cache::{Cache, ObjectKind};
-use crate::digest::{Digest, Hasher};
+use crate::digest::BLOCK;
 use crate::error::{Error, Result};
 use crate::fetch::{Common, Fetcher, RemoteLayer, Source, object};
 use crate::head::KnownHead;
@@ -11,21 +11,25 @@ use crate::keys;
 use crate::manifest::{Format, MAX_MANIFEST, Manifest};
 use crate::progress::Progress;
 use crate::store::{Limits, Store};
-use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// Bytes of memory for each block, and for each layer, at most.
+const OF_BLOCK: u64 = 16 + 8;
+const OF_LAYER: u64 = 8192;
+
 /// How long the manifest is asked for where requests wait for ever, if one is known.
 const FIRST_LIMIT: Duration = Duration::from_secs(30);
+
+/// Most bytes of all layers of a chain together: their tables have 1 GiB then, and the cache's maps half of that.
+const MOST_BYTES: u64 = 16 << 40;
 
 /// A chain in a store, whose layers are read when they are needed.
 pub struct Chain {
     address: Address,
     /// From the base to the top.
     layers: Vec<Arc<RemoteLayer>>,
-    /// How many layers, from the base on, have this [digest](Self::pinned_name).
-    prefixes: HashMap<Digest, usize>,
     /// The store did not answer, and the manifest is the one that was read last.
     last_known: Option<String>,
 }
@@ -54,7 +58,7 @@ impl Chain {
         limit: Option<Duration>,
     ) -> Result<Arc<Self>> {
         let progress = Arc::<Progress>::default();
-        let limits = Limits::within(limit.unwrap_or(FIRST_LIMIT));
+        let limits = Limits::of_reads(limit.unwrap_or(FIRST_LIMIT));
         let source = Source::new(&address.place, limits, &progress);
         Self::of_source(source, address, cache, limit, progress)
     }
@@ -81,19 +85,17 @@ impl Chain {
         progress: Arc<Progress>,
     ) -> Result<Arc<Self>> {
         let (manifest, last_known) = manifest(&source, address, cache, limit.is_none())?;
+        check_tables(&manifest)?;
         let heads = heads(&source, &manifest, cache)?;
         let fetcher = Fetcher::start(source, limit, progress)?;
         let common = Arc::new(Common::new(fetcher, Arc::clone(cache)));
-        let mut hasher = Hasher::default();
-        let (mut layers, mut prefixes) = (Vec::new(), HashMap::new());
+        let mut layers = Vec::new();
         for (layer, head) in manifest.layers.into_iter().zip(heads.into_layers()) {
-            hasher.update(format!("{}\n", layer.digest).as_bytes());
-            prefixes.insert(hasher.clone().finish(), layers.len() + 1);
             let head = KnownHead::new(&layer, head)?;
             layers.push(Arc::new(RemoteLayer::new(layer, head, Arc::clone(&common))));
         }
         let address = address.clone();
-        Ok(Arc::new(Self { address, layers, prefixes, last_known }))
+        Ok(Arc::new(Self { address, layers, last_known }))
     }
 
     /// Where it is.
@@ -104,6 +106,16 @@ impl Chain {
     /// Why the manifest is the one that was read last, and not the one that the store has now.
     pub fn last_known(&self) -> Option<&str> {
         self.last_known.as_deref()
+    }
+
+    /// Most bytes of memory that reading its layers takes: a checksum and a word of the cache's map for each block, and
+    /// what is known of each layer without reading it.
+    pub fn memory(&self) -> u64 {
+        let of_layer = |layer: &Arc<RemoteLayer>| {
+            let blocks = layer.described().length.div_ceil(BLOCK);
+            blocks * OF_BLOCK + layer.head().memory() + OF_LAYER
+        };
+        self.layers.iter().map(of_layer).sum()
     }
 
     /// The number of layers.
@@ -130,27 +142,23 @@ impl Chain {
         format!("{}#{number}", self.address).into()
     }
 
-    /// The name that an overlay gives to the chain as it is now: the SHA-256 of the digests of its layers, from the
-    /// base on, each with a newline. It names the same layers when others have been pushed on top.
-    pub fn pinned_name(&self) -> PathBuf {
-        let whole = self.prefixes.iter().find(|(_, depth)| **depth == self.layers.len());
-        let Some((digest, _)) = whole else { unreachable!("a chain has a digest") };
-        format!("{}{PINNED}{digest}", self.address).into()
-    }
-
     /// The layer with this number.
     pub(super) fn layer(&self, number: usize) -> Option<&Arc<RemoteLayer>> {
         self.layers.get(number)
     }
-
-    /// The top of the layers that have this digest.
-    pub(super) fn pinned(&self, digest: &Digest) -> Option<usize> {
-        self.prefixes.get(digest).and_then(|depth| depth.checked_sub(1))
-    }
 }
 
-/// What comes behind a chain's address in the name of certain layers of it, before their digest.
-pub(super) const PINNED: &str = "?layers=";
+/// Refuses a chain whose tables would take too much memory.
+fn check_tables(manifest: &Manifest) -> Result<()> {
+    let lengths = manifest.layers.iter().map(|layer| layer.length);
+    let length = lengths.fold(0_u64, u64::saturating_add);
+    if length <= MOST_BYTES {
+        return Ok(());
+    }
+    Err(Error::refused(format_args!(
+        "the layers of the chain have {length} bytes together; from a store, at most {MOST_BYTES} are served: pull it"
+    )))
+}
 
 /// The manifest of a chain, and why it is not the one that the store has now.
 fn manifest(
@@ -168,7 +176,9 @@ fn manifest(
                 return Ok((manifest, None));
             }
             Ok(None) => {
-                return Err(Error::refused(format_args!("the store has no chain '{name}'")));
+                return Err(Error::refused(format_args!(
+                    "the store has no chain '{name}'; a file is named by its path, without 'file://'"
+                )));
             }
             Err(error @ (Error::Store(_) | Error::Local(_))) => error,
             Err(error) => return Err(error),

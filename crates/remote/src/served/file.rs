@@ -3,7 +3,7 @@
 use crate::cache::{CachedLayer, Look};
 use crate::digest::BLOCK;
 use crate::error::Error;
-use crate::fetch::RemoteLayer;
+use crate::fetch::{Awaited, RemoteLayer, may_pass};
 use isobath_storage::{
     Capabilities, FileId, Identity, IoBuf, Operation, Result, Storage, StorageError, ZeroMode,
 };
@@ -46,7 +46,7 @@ impl Drop for RemoteFile {
 
 /// The failure to change anything.
 pub(super) fn read_only(operation: Operation, name: &Path) -> StorageError {
-    let text = "chains in stores are only read; 'isobath serve CHAIN --overlay IMAGE' writes to a local image above it";
+    let text = "chains in stores are only read; 'isobath pull' makes files of a chain, which can be written to";
     let cause = io::Error::new(io::ErrorKind::ReadOnlyFilesystem, text);
     StorageError::new(operation, name, cause)
 }
@@ -103,7 +103,8 @@ impl RemoteFile {
             return Ok(buf);
         }
         let failed = |error: &Arc<Error>| self.failed(offset, length, error);
-        let cached = self.layer.cached().await.map_err(|error| failed(&error))?;
+        let mut patience = self.layer.patience();
+        let cached = self.layer.cached(&mut patience).await.map_err(|error| failed(&error))?;
         let Local { cached, file } = self.local(cached).await?;
         let mut done = buf.split_to(inside);
         let rest = buf;
@@ -120,11 +121,20 @@ impl RemoteFile {
             let at = offset.max(block * BLOCK);
             let size = ((block + 1) * BLOCK - at).min(todo.len() as u64) as usize;
             let mut part = todo.split_to(size);
-            let mut flight = flights.next_if(|(wanted, _)| *wanted == block);
-            let mut verified = false;
+            let mut awaited = flights.next_if(|awaited| awaited.block == block);
+            let (mut verified, mut has_joined) = (false, false);
             part = loop {
-                if let Some((_, flight)) = flight.take() {
-                    let found = flight.outcome().await.map_err(|error| failed(&error))?;
+                if let Some(Awaited { flight, is_fresh, .. }) = awaited.take() {
+                    let outcome = patience.wait(self.layer.key(), flight.outcome()).await;
+                    let found = match outcome.map_err(|error| failed(&error))? {
+                        Ok(found) => found,
+                        // Others had begun it, whose time was over: this one has time left.
+                        Err(error) if !is_fresh && !has_joined && may_pass(&error) => {
+                            has_joined = true;
+                            continue;
+                        }
+                        Err(error) => return Err(failed(&error)),
+                    };
                     if !found.copy((at - block * BLOCK) as usize, &mut part) {
                         unreachable!("a block that was accepted has its length")
                     }
@@ -141,7 +151,7 @@ impl RemoteFile {
                         verified = true;
                         self.layer.verify(block).await;
                     }
-                    Look::Unverified | Look::Absent => flight = self.layer.want(&[block]).pop(),
+                    Look::Unverified | Look::Absent => awaited = self.layer.want(&[block]).pop(),
                 }
             };
             done.unsplit(part);

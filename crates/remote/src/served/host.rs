@@ -1,8 +1,7 @@
 //! The layers of chains in stores, as files of a host.
 
-use super::chain::{Chain, PINNED};
+use super::chain::Chain;
 use super::file::{RemoteFile, read_only};
-use crate::digest::Digest;
 use isobath_storage::{FileId, Host, OpenMode, Operation, Result, StorageError};
 use std::collections::HashMap;
 use std::io;
@@ -38,40 +37,26 @@ impl RemoteHost {
         Arc::clone(chains.entry(address).or_insert_with(|| Arc::clone(chain)))
     }
 
-    /// The chain that a name is of, and what comes behind its address.
-    fn split<'n>(&self, name: &'n str) -> Option<(Arc<Chain>, &'n str)> {
-        let end = name.find(['#', '?']).unwrap_or(name.len());
-        let (address, rest) = name.split_at(end);
-        Some((self.chain(address)?, rest))
-    }
-
     /// The layer that a name is of, by its number.
     fn layer(&self, name: &str) -> Option<(Arc<Chain>, usize)> {
-        let (chain, rest) = self.split(name)?;
-        let number = if rest.is_empty() {
-            chain.depth().checked_sub(1)
-        } else if let Some(number) = rest.strip_prefix('#') {
-            number.parse().ok().filter(|number| chain.layer(*number).is_some())
-        } else {
-            let digest = rest.strip_prefix(PINNED).and_then(Digest::parse);
-            digest.and_then(|digest| chain.pinned(&digest))
+        let (address, number) = match name.split_once('#') {
+            Some((address, number)) => (address, Some(number)),
+            None => (name, None),
         };
-        Some((chain, number?))
+        let chain = self.chain(address)?;
+        let number = match number {
+            Some(number) => number.parse().ok()?,
+            None => chain.depth().checked_sub(1)?,
+        };
+        chain.layer(number)?;
+        Some((chain, number))
     }
 
     fn find_layer(&self, operation: Operation, name: &Path) -> Result<(Arc<Chain>, usize)> {
         let text = name.to_str().unwrap_or_default();
         self.layer(text).ok_or_else(|| {
-            let text = match self.split(text) {
-                Some(_) => {
-                    "the chain in the store does not have these layers any more, so that what is above them cannot be \
-                     read; push them again, or pull the chain from where they are"
-                }
-                None => {
-                    "it is in a store, from which images are read only if the command line names the chain: serve it \
-                     with 'isobath serve CHAIN --overlay IMAGE'"
-                }
-            };
+            let text = "it is the name of a chain in a store, which 'isobath serve CHAIN' serves and 'isobath pull \
+                        CHAIN DIRECTORY' copies; nothing else reads from there";
             StorageError::new(operation, name, io::Error::new(io::ErrorKind::NotFound, text))
         })
     }
@@ -106,18 +91,9 @@ impl Host for RemoteHost {
         Ok(chain.layer(number).map(|layer| RemoteFile::id_of(layer)))
     }
 
-    /// Only names of certain layers of chains that were added: those that overlays have.
-    fn protocol_name(&self, name: &str) -> bool {
-        self.split(name).is_some_and(|(_, rest)| rest.starts_with(PINNED))
-    }
-
-    /// The layer that an overlay names; in a layer of a chain the one below, whatever name the header has: the manifest
-    /// gives the order.
+    /// In a layer of a chain the one below, whatever name the header has: the manifest gives the order. No header of
+    /// another image names a layer: the names of layers have no [protocol](Host::protocol_name).
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {
-        if self.protocol_name(name) {
-            let named = self.layer(name);
-            return named.map_or_else(|| name.into(), |(chain, number)| chain.name_of(number));
-        }
         let referrer = referrer.to_str().and_then(|referrer| self.layer(referrer));
         match referrer.and_then(|(chain, number)| Some(chain.name_of(number.checked_sub(1)?))) {
             Some(below) => below,

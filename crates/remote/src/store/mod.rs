@@ -155,6 +155,13 @@ impl Limits {
             hurried: overall.min(Duration::from_secs(5)),
         }
     }
+
+    /// Those of short reads that somebody waits for: one that the store does not answer is tried again, at least twice
+    /// within the overall limit.
+    pub fn of_reads(overall: Duration) -> Self {
+        let attempt = (overall / 3).min(Duration::from_secs(10));
+        Self { attempt, ..Self::within(overall) }
+    }
 }
 
 /// Opens a store. Its operations end early when `progress` is cancelled.

@@ -5,9 +5,10 @@ use crate::round_trips::send;
 use isobath_remote::cache::Cache;
 use isobath_remote::served::{self, RemoteHost};
 use isobath_remote::store::{Directory, Entry, Found, Outcome, Parts, Store, Version};
-use isobath_remote::{Address, Error, Result};
+use isobath_remote::{Address, Digest, Error, Result};
 use isobath_ring::block_on;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageError, StorageExt};
+use serde_json::Value;
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -25,12 +26,16 @@ enum Fault {
     Wrong,
     /// It fails.
     Fails,
+    /// It does not answer until the test says so, and fails then.
+    Hangs,
 }
 
 #[derive(Default)]
 struct Faulty {
     /// The requests so far.
     requests: Vec<String>,
+    /// How many of the next requests for whole objects hang, and fail then.
+    faults_of_gets: usize,
     /// What happens to the next reads of data.
     faults: Vec<Fault>,
     /// It fails until it is back.
@@ -39,6 +44,8 @@ struct Faulty {
     held: bool,
     /// Reads of data that wait.
     waiting: usize,
+    /// How many reads that hang may fail now.
+    released: usize,
 }
 
 /// A store that counts, fails and waits.
@@ -82,9 +89,23 @@ impl Watched {
         if state.away {
             return Err(Error::Store("the store is away".to_owned()));
         }
-        let fault = (data && !state.faults.is_empty()).then(|| state.faults.remove(0));
+        let fault = if data {
+            (!state.faults.is_empty()).then(|| state.faults.remove(0))
+        } else if state.faults_of_gets > 0 {
+            state.faults_of_gets -= 1;
+            Some(Fault::Hangs)
+        } else {
+            None
+        };
         match fault {
             Some(Fault::Fails) => Err(Error::Store("the store fails".to_owned())),
+            Some(Fault::Hangs) => {
+                state.waiting += 1;
+                self.state.1.notify_all();
+                state = self.state.1.wait_while(state, |state| state.released == 0).unwrap();
+                (state.waiting, state.released) = (state.waiting - 1, state.released - 1);
+                Err(Error::Store("the store has been silent for too long".to_owned()))
+            }
             fault => Ok(fault),
         }
     }
@@ -422,6 +443,64 @@ fn who_waits_for_a_silent_store_gets_an_error_when_the_time_is_over() {
     assert!(read(&file, 0, 4096).unwrap() == place.local(0, 0, 4096));
 }
 
+/// Polls a read once, which begins to wait.
+fn begin<'f>(
+    file: &'f served::RemoteFile,
+    at: u64,
+) -> impl Future<Output = isobath_storage::Result<IoBuf>> + Unpin + 'f {
+    let mut read = Box::pin(file.read_at(at, IoBuf::zeroed(100)));
+    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+    assert!(read.as_mut().poll(&mut context).is_pending());
+    read
+}
+
+#[test]
+fn who_joins_a_request_that_fails_later_is_not_told_of_others_waits() {
+    for what in ["a block", "the table"] {
+        let place = Place::new(raw(8));
+        let opened = place.opened();
+        let file = opened.file(0);
+        let at = 3 * BLOCK;
+        if what == "a block" {
+            read(&file, 7 * BLOCK, 1).unwrap();
+        }
+        place.store.with(|state| {
+            state.faults_of_gets = if what == "a block" { 0 } else { 1 };
+            state.faults = if what == "a block" { vec![Fault::Hangs] } else { Vec::new() };
+        });
+        block_on(async {
+            let first = begin(&file, at);
+            // The request is on its way.
+            place.store.until(|state| state.waiting > 0);
+            let second = begin(&file, at + 100);
+            place.store.with(|state| state.released = 1);
+            let error = first.await.unwrap_err().to_string();
+            assert!(error.contains("has been silent for too long"), "{what}: {error}");
+            let found = second.await.unwrap();
+            assert!(found.to_vec() == place.local(0, at + 100, 100), "{what}: it tries anew");
+        });
+    }
+}
+
+#[test]
+fn who_wants_what_others_have_waited_for_in_vain_gets_it_from_the_same_request() {
+    let place = Place::new(raw(8));
+    let opened = place.open(Some(Duration::from_millis(300))).unwrap();
+    let file = opened.file(0);
+    // The limit is far shorter than the machine may be busy for.
+    while read(&file, 7 * BLOCK, 4096).is_err() {}
+    place.store.taken();
+    place.store.with(|state| state.held = true);
+    for _ in 0..3 {
+        let error = read(&file, 0, 4096).unwrap_err().to_string();
+        assert!(error.contains("no answer within 300ms"), "{error}");
+    }
+    place.store.with(|state| state.held = false);
+    while read(&file, 0, 4096).is_err() {}
+    let requests = place.store.taken();
+    assert_eq!(requests.len(), 1, "{requests:?}");
+}
+
 #[test]
 fn without_a_limit_reads_wait_until_the_store_answers() {
     let place = Place::new(raw(8));
@@ -496,16 +575,16 @@ fn nothing_is_opened_that_was_not_added_and_nothing_is_written() {
         format!("{address}2"),
         format!("{address}#1"),
         format!("{address}#-1"),
+        format!("{address}#"),
         format!("{address}?layers={}", "0".repeat(64)),
-        format!("{address}?other"),
     ] {
         assert!(open(&name).is_err(), "{name}");
-        assert!(!opened.host.protocol_name("s3://bucket/vm"));
     }
-    let pinned = opened.chain.pinned_name();
-    assert!(opened.host.protocol_name(pinned.to_str().unwrap()));
-    let file = open(pinned.to_str().unwrap()).unwrap();
-    assert_eq!(file.id(), open(&address).unwrap().id());
+    for name in ["s3://bucket/vm", &address, &format!("{address}#0")] {
+        assert!(!opened.host.protocol_name(name), "no header names it: {name}");
+    }
+    let file = open(&address).unwrap();
+    assert_eq!(file.id(), open(&format!("{address}#0")).unwrap().id());
     let writable = OpenMode { writable: true, ..OpenMode::default() };
     assert!(block_on(opened.host.open(Path::new(&address), writable)).is_err());
     assert!(block_on(file.write_at(0, IoBuf::zeroed(512))).is_err());
@@ -543,4 +622,85 @@ fn two_servers_that_fill_one_cache_at_once_read_what_was_pushed() {
             }
         }
     });
+}
+
+impl Place {
+    /// Changes the manifest.
+    fn change_manifest(&self, change: impl FnOnce(&mut Value)) {
+        let path = self.directory.path().join("store/manifests/vm.json");
+        let mut manifest = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        change(&mut manifest);
+        fs::write(&path, serde_json::to_vec(&manifest).unwrap()).unwrap();
+    }
+
+    /// Changes the heads, and the manifest so that it names them.
+    fn change_heads(&self, change: impl FnOnce(&mut Vec<u8>)) {
+        let heads = self.directory.path().join("store/heads");
+        self.change_manifest(|manifest| {
+            let digest = manifest["heads"]["digest"].as_str().unwrap();
+            let mut bytes = fs::read(heads.join(digest)).unwrap();
+            change(&mut bytes);
+            let digest = Digest::of(&bytes).to_string();
+            fs::write(heads.join(&digest), &bytes).unwrap();
+            manifest["heads"]["digest"] = digest.into();
+            manifest["heads"]["length"] = bytes.len().into();
+        });
+    }
+
+    fn refused(&self) -> String {
+        self.open(Some(Duration::from_mins(5))).err().unwrap().to_string()
+    }
+}
+
+#[test]
+fn a_layer_whose_head_says_another_thing_is_not_read() {
+    for cached in [false, true] {
+        let place = Place::new(Chain::small("x.qcow2", 7));
+        let length = fs::metadata(place.chain.path(0)).unwrap().len();
+        if cached {
+            read(&place.opened().file(0), 0, length as usize).unwrap();
+        }
+        // The object ends with the L1 table.
+        place.change_heads(|bytes| *bytes.last_mut().unwrap() ^= 1);
+        let opened = place.opened();
+        let file = opened.file(0);
+        for _ in 0..2 {
+            let error = read(&file, 65536, 4096).unwrap_err().to_string();
+            assert!(error.contains("another L1 table"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_chain_whose_heads_are_not_what_its_manifest_says_is_not_opened() {
+    let mut chain = Chain::small("x.qcow2", 7);
+    chain.grow("y.qcow2");
+    let place = Place::new(chain);
+    type Change = fn(&mut Value);
+    let changes: [(Change, &str); 4] = [
+        (
+            |manifest| {
+                manifest["layers"][1]["size"] = (2 << 20).into();
+                manifest["size"] = (2 << 20).into();
+            },
+            "size",
+        ),
+        (|manifest| manifest["layers"][1]["backing"] = "z.qcow2".into(), "backing file"),
+        (|manifest| manifest["layers"][0]["length"] = 100.into(), "header"),
+        (|manifest| manifest["layers"][0]["format"] = "raw".into(), ""),
+    ];
+    let right = fs::read(place.directory.path().join("store/manifests/vm.json")).unwrap();
+    for (change, what) in changes {
+        place.change_manifest(change);
+        let error = place.refused();
+        assert!(error.contains(what), "{error}");
+        fs::write(place.directory.path().join("store/manifests/vm.json"), &right).unwrap();
+    }
+    place.opened();
+    place.change_heads(|bytes| bytes.truncate(40));
+    assert!(place.refused().contains("heads/"));
+    fs::write(place.directory.path().join("store/manifests/vm.json"), &right).unwrap();
+    // The L1 table of the first layer moves: what its header says counts.
+    place.change_heads(|bytes| bytes[16 + 7] ^= 8);
+    place.refused();
 }

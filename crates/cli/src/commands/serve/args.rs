@@ -7,6 +7,7 @@ use super::slow;
 use super::throttle::{self, Throttling};
 use crate::cache::Cache;
 use crate::failure::Failure;
+use crate::host::is_stored;
 use crate::image_name::{self, SecretFile};
 use crate::server::add_fd::{self, AddFd};
 use crate::server::endpoint::Endpoint;
@@ -148,10 +149,6 @@ pub(crate) struct Args {
     /// Read the images without their backing files: what is not in them reads as zeroes; requires --read-only
     #[arg(long)]
     no_backing: bool,
-    /// A local image above a chain in a store, for what is written; it is made if it does not exist. With several
-    /// images, repeat the option, one per image in order; an empty value stands for none
-    #[arg(long, value_name = "FILE")]
-    overlay: Vec<OsString>,
     #[command(flatten)]
     pub(super) stored: CacheOptions,
     #[command(flatten)]
@@ -179,7 +176,7 @@ pub(crate) struct Args {
     #[arg(long, hide = true, value_name = "hdd|ssd|BANDWIDTH,LATENCY,DEPTH,FLUSH", value_parser = slow::parse)]
     pub(super) slow_disk: Option<SlowDisk>,
     /// The images; each becomes an export. A chain in a store (file:///DIRECTORY/NAME, s3://BUCKET/PREFIX/NAME,
-    /// gs://... or az://...) is served read-only unless --overlay is given
+    /// gs://... or az://...) is served read-only
     #[arg(required = true, value_name = "IMAGE")]
     pub(super) images: Vec<PathBuf>,
 }
@@ -262,11 +259,6 @@ impl Args {
             .backing(!self.no_backing))
     }
 
-    /// The overlay of a chain in a store, the image with this number.
-    pub(super) fn overlay_of(&self, image: usize) -> Option<&Path> {
-        self.overlay.get(image).filter(|file| !file.is_empty()).map(Path::new)
-    }
-
     /// Refuses what a chain in a store, the image with this number, cannot have.
     pub(super) fn check_stored(&self, image: usize) -> Result<(), Failure> {
         let given = |files: &[OsString]| files.get(image).is_some_and(|file| !file.is_empty());
@@ -299,13 +291,21 @@ impl Args {
             ("--data-file", self.data_file.len()),
             ("--backing-file", self.backing_file.len()),
             ("--backing-file-format", self.backing_file_format.len()),
-            ("--overlay", self.overlay.len()),
         ] {
             if given > images {
                 return Err(Failure::new(format_args!(
                     "{option} is given {given} times for {images} images; give it at most once per image"
                 )));
             }
+        }
+        let data = self.data_file.iter().map(|file| ("--data-file", Path::new(file)));
+        let backing = self.backing_file.iter().map(|file| ("--backing-file", Path::new(file)));
+        if let Some((option, file)) = data.chain(backing).find(|(_, file)| is_stored(file)) {
+            return Err(Failure::new(format_args!(
+                "{option} is '{}', which is in a store: a chain in a store is only served whole; pull it, and name the \
+                 file",
+                isobath_storage::shown(file)
+            )));
         }
         for (image, format) in self.backing_file_format.iter().enumerate() {
             let file = self.backing_file.get(image).filter(|file| !file.is_empty());

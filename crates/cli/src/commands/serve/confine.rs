@@ -9,7 +9,7 @@ use crate::server::endpoint::Endpoint;
 use crate::server::sandbox::{Confined, Held, ImageRules, Needs, SandboxArgs};
 use crate::stored;
 use isobath_disk::encryption::Secrets;
-use isobath_disk::{Disk, ImageFormat, MemoryLimit, OpenOptions};
+use isobath_disk::{Disk, ImageFormat, MemoryLimit};
 use isobath_remote::Place;
 use isobath_ring::place::{Identity, identity_of};
 use isobath_storage::{Host, Locking, OpenMode, Storage, is_descriptor_set};
@@ -18,9 +18,6 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
-
-/// Most images above a chain in a store that are looked at.
-const MAX_LAYERS: usize = 65_536;
 
 /// Confines this thread, the only one, to what serving the images needs.
 pub(super) fn enter(
@@ -78,10 +75,7 @@ fn is_bucket(image: &Path) -> bool {
 
 /// Fails if an image is in use: only who is not confined can see by whom. Nothing is read.
 async fn try_locks(args: &Args) -> Result<(), Failure> {
-    let given = args.images.iter().enumerate();
-    let overlays = given.clone().filter_map(|(number, _)| args.overlay_of(number));
-    let images_given = given.map(|(_, image)| image.as_path()).filter(|image| is_file_name(image));
-    for image in images_given.chain(overlays.filter(|overlay| !is_empty(overlay))) {
+    for image in args.images.iter().filter(|image| is_file_name(image)) {
         let mode = OpenMode { writable: !args.is_read_only(), ..OpenMode::default() };
         images().open(image, mode).await?;
     }
@@ -122,42 +116,6 @@ impl Found {
     }
 }
 
-/// The files of an overlay, down to the chain in a store. One that does not exist will be made.
-async fn overlay_files(
-    overlay: &Path,
-    secrets: &Secrets,
-    found: &mut Found,
-) -> Result<(), Failure> {
-    if let Ok(Some(directory)) = Held::directory_of(overlay)
-        && found.known.insert(identity_of(&directory)?)
-    {
-        found.images.allow(directory)?;
-    }
-    let options = OpenOptions::new().backing(false).locking(Locking::Unlocked);
-    let options = options.secrets(secrets.clone());
-    let mut next = Some(overlay.to_owned());
-    for _ in 0..MAX_LAYERS {
-        let Some(image) = next.take().filter(|image| !is_empty(image)) else { break };
-        let disk = Disk::open(images().clone(), &image, &options).await?;
-        for layer in disk.layers() {
-            found.add(layer.name(), &**layer.storage())?;
-            for file in layer.files() {
-                found.add(file.identity().name, file)?;
-            }
-            let below = layer.header().and_then(|header| header.backing_file);
-            let below = below.filter(|below| !is_stored(Path::new(below)));
-            next = below.map(|below| images().resolve(layer.name(), &below));
-        }
-        disk.close().await?;
-    }
-    Ok(())
-}
-
-/// Whether there is nothing in a file, or no file.
-fn is_empty(file: &Path) -> bool {
-    std::fs::metadata(file).map_or(true, |found| found.len() == 0)
-}
-
 /// The files of the images and of those below them, as they are now: an image that comes to need others before it is
 /// opened cannot be opened.
 async fn image_files(
@@ -168,11 +126,8 @@ async fn image_files(
 ) -> Result<Found, Failure> {
     let mut found = Found { images: rules, known: BTreeSet::new(), connects: false };
     for (number, image) in args.images.iter().enumerate() {
-        // Its layers are no files of this machine, but those above are.
-        if stored::address(image)?.is_some() {
-            if let Some(overlay) = args.overlay_of(number) {
-                overlay_files(overlay, secrets, &mut found).await?;
-            }
+        // Its layers are no files of this machine.
+        if is_stored(image) {
             continue;
         }
         // It needs no files, and its server may accept one connection only.

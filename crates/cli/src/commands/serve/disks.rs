@@ -23,43 +23,13 @@ pub(super) async fn open<H: Host + Clone>(
     for (number, image) in args.images.iter().enumerate() {
         let restart_log = args.frontends.outlives(number);
         let mut options = args.files_of(number, options(args, secrets, memory))?;
-        let stored = stored::address(image)?;
-        let overlay = args.overlay_of(number);
-        let mut image = image.as_path();
-        match (&stored, overlay) {
-            (Some(address), overlay) => {
-                args.check_stored(number)?;
-                let chain = args.stored.open(address).await?;
-                options = match overlay {
-                    Some(overlay) => {
-                        if options.writable {
-                            stored::make_overlay(host, overlay, &chain).await?;
-                        }
-                        image = overlay;
-                        stored::options_of_overlay(options)
-                    }
-                    None => stored::options_of(&chain, options),
-                };
-            }
-            (None, Some(_)) => {
-                return Err(Failure::new(format_args!(
-                    "'{}' is no chain in a store: leave out --overlay, or make an overlay with 'isobath create -b'",
-                    image.display()
-                )));
-            }
-            (None, None) => {}
+        if let Some(address) = stored::address(image)? {
+            args.check_stored(number)?;
+            let chain = args.stored.open(&address, memory).await?;
+            options = stored::options_of(&chain, options);
         }
         let writable = options.writable;
         let disk = LiveDisk::open(host.clone(), image, &options.restart_log(restart_log)).await?;
-        if let (Some(address), Some(overlay)) = (&stored, overlay) {
-            let layers = disk.layers();
-            let checked =
-                stored::check_overlay(overlay, address, layers.iter().map(|layer| layer.name()));
-            if let Err(failure) = checked {
-                disk.close().await?;
-                return Err(failure);
-            }
-        }
         let format = disk.layers().first().map(|layer| layer.format());
         if format == Some(ImageFormat::Raw) && args.format.is_none() && writable {
             return Err(Failure::new(format_args!(
