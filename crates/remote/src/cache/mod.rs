@@ -4,7 +4,7 @@
 //! which blocks are there. Each block is checked against the layer's table before it is shown, and again if the files
 //! were out of use: nothing is flushed, and whatever a power failure or a full disk does to the files, or another
 //! program while nobody uses them, costs time, not correctness. Nobody else may write to files in use.
-//! `docs/decisions/0050-a-cache-that-servers-share.md` shows why.
+//! `docs/decisions/0051-a-cache-that-servers-share.md` shows why.
 
 mod census;
 mod common;

@@ -1,7 +1,7 @@
 //! How a block of a layer appears in the file, is checked and disappears, whatever others do at the same time.
 //!
 //! Everything is a step on what processes share: a [`Word`](super::word::Word) per block, which changes by
-//! compare-exchange, and the file. `docs/decisions/0050-a-cache-that-servers-share.md` shows why no order of steps, and
+//! compare-exchange, and the file. `docs/decisions/0051-a-cache-that-servers-share.md` shows why no order of steps, and
 //! no death between two of them, lets a reader take wrong bytes for the layer's; the tests here run all orders.
 
 use super::word::{State, Word};
