@@ -24,7 +24,7 @@ const OF_ROOT: &str = "/var/cache/isobath";
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct CacheOptions {
     /// The directory in which what is read from stores is kept; several servers may share it [default:
-    /// /var/cache/isobath for root, otherwise $XDG_CACHE_HOME/isobath or ~/.cache/isobath]
+    /// /var/cache/isobath for root, otherwise isobath in the cache directory of the user]
     #[arg(long, value_name = "DIR")]
     cache_dir: Option<PathBuf>,
     /// Limit the bytes of that directory

@@ -86,18 +86,15 @@ impl<T: Clone> Future for Outcome<T> {
             return Poll::Ready(outcome.clone());
         }
         let place = self.place.or_else(|| state.waiting.iter().position(Option::is_none));
-        match place.and_then(|place| state.waiting.get_mut(place)) {
-            Some(waker) => {
-                match waker {
-                    Some(waker) if waker.will_wake(context.waker()) => {}
-                    waker => *waker = Some(context.waker().clone()),
-                }
-                self.place = place;
+        if let Some(waker) = place.and_then(|place| state.waiting.get_mut(place)) {
+            match waker {
+                Some(waker) if waker.will_wake(context.waker()) => {}
+                waker => *waker = Some(context.waker().clone()),
             }
-            None => {
-                self.place = Some(state.waiting.len());
-                state.waiting.push(Some(context.waker().clone()));
-            }
+            self.place = place;
+        } else {
+            self.place = Some(state.waiting.len());
+            state.waiting.push(Some(context.waker().clone()));
         }
         Poll::Pending
     }

@@ -147,27 +147,24 @@ impl RemoteLayer {
         self.common.fetcher.look_up(move || {
             let landing = Landing { layer, flight };
             let layer = &landing.layer;
-            match layer.cached_table() {
-                Some(table) => {
-                    let attached = layer.attach(&table);
+            if let Some(table) = layer.cached_table() {
+                let attached = layer.attach(&table);
+                landing.end(attached);
+            } else {
+                let common = Arc::clone(&layer.common);
+                common.fetcher.begin(Box::new(move |inner| {
+                    let Some(inner) = inner else {
+                        return landing.end(Err(Error::Interrupted));
+                    };
+                    let layer = &landing.layer;
+                    let Layer { table: digest, length, .. } = &layer.described;
+                    let fetched = inner.object(&key, Table::length(*length), digest);
+                    let kept = fetched.and_then(|bytes| {
+                        layer.common.cache.keep(ObjectKind::Table, digest, &bytes)
+                    });
+                    let attached = kept.and_then(|table| layer.attach(&table));
                     landing.end(attached);
-                }
-                None => {
-                    let common = Arc::clone(&layer.common);
-                    common.fetcher.begin(Box::new(move |inner| {
-                        let Some(inner) = inner else {
-                            return landing.end(Err(Error::Interrupted));
-                        };
-                        let layer = &landing.layer;
-                        let Layer { table: digest, length, .. } = &layer.described;
-                        let fetched = inner.object(&key, Table::length(*length), digest);
-                        let kept = fetched.and_then(|bytes| {
-                            layer.common.cache.keep(ObjectKind::Table, digest, &bytes)
-                        });
-                        let attached = kept.and_then(|table| layer.attach(&table));
-                        landing.end(attached);
-                    }));
-                }
+                }));
             }
         });
     }

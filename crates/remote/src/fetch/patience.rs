@@ -13,13 +13,16 @@ use std::time::{Duration, Instant};
 /// Ends when the time of somebody who waits is over.
 type Alarm = Flight<()>;
 
+/// When an alarm ends.
+type Set = (Instant, Weak<Alarm>);
+
 /// The time limits of all who wait for a store. A thread [keeps](Self::keep) them, since a read may be awaited where
 /// there are no other timers.
 pub(super) struct Limits {
     /// After this time whoever waits for the store gets an error, whatever is tried by then; `None`: never.
     limit: Option<Duration>,
     /// When whose time is over, in order, and whether nobody waits any more.
-    alarms: Mutex<(VecDeque<(Instant, Weak<Alarm>)>, bool)>,
+    alarms: Mutex<(VecDeque<Set>, bool)>,
     changed: Condvar,
 }
 

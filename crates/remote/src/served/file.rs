@@ -142,7 +142,7 @@ impl RemoteFile {
                 }
                 match cached.look(block) {
                     Look::Verified(stamp) => {
-                        part = self.from_cache(file, cached, at, part).await?;
+                        part = self.read_cached(file, cached, at, part).await?;
                         if cached.still(block, stamp) {
                             break part;
                         }
@@ -164,7 +164,7 @@ impl RemoteFile {
     ///
     /// # Errors
     /// The cache's disk fails. The next read of the block does not rely on it.
-    async fn from_cache(
+    async fn read_cached(
         &self,
         file: &FileStorage,
         cached: &CachedLayer,
@@ -205,7 +205,7 @@ impl Storage for RemoteFile {
         let Some((Local { cached, file }, Look::Verified(stamp))) = look else {
             return Box::pin(self.read(offset, buf)).await;
         };
-        let buf = self.from_cache(file, cached, offset, buf).await?;
+        let buf = self.read_cached(file, cached, offset, buf).await?;
         if cached.still(block, stamp) {
             return Ok(buf);
         }

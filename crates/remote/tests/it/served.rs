@@ -16,6 +16,9 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, SystemTime};
 use tempfile::TempDir;
 
+/// A change to a manifest.
+type Change = fn(&mut Value);
+
 const BLOCK: u64 = 256 << 10;
 const LIMIT: u64 = 1 << 30;
 
@@ -376,7 +379,9 @@ fn all_who_want_a_block_share_its_flight_and_who_leaves_takes_nothing_along() {
             .collect();
         place.store.until(|state| state.waiting > 0);
         place.store.with(|state| state.held = false);
-        readers.into_iter().for_each(|reader| reader.join().unwrap());
+        for reader in readers {
+            reader.join().unwrap();
+        }
     });
     let requests = place.store.taken();
     assert_eq!(requests.len(), 1, "{requests:?}");
@@ -444,10 +449,10 @@ fn who_waits_for_a_silent_store_gets_an_error_when_the_time_is_over() {
 }
 
 /// Polls a read once, which begins to wait.
-fn begin<'f>(
-    file: &'f served::RemoteFile,
+fn begin(
+    file: &served::RemoteFile,
     at: u64,
-) -> impl Future<Output = isobath_storage::Result<IoBuf>> + Unpin + 'f {
+) -> impl Future<Output = isobath_storage::Result<IoBuf>> + Unpin + '_ {
     let mut read = Box::pin(file.read_at(at, IoBuf::zeroed(100)));
     let mut context = std::task::Context::from_waker(std::task::Waker::noop());
     assert!(read.as_mut().poll(&mut context).is_pending());
@@ -465,7 +470,7 @@ fn who_joins_a_request_that_fails_later_is_not_told_of_others_waits() {
             read(&file, 7 * BLOCK, 1).unwrap();
         }
         place.store.with(|state| {
-            state.faults_of_gets = if what == "a block" { 0 } else { 1 };
+            state.faults_of_gets = usize::from(what != "a block");
             state.faults = if what == "a block" { vec![Fault::Hangs] } else { Vec::new() };
         });
         block_on(async {
@@ -676,7 +681,6 @@ fn a_chain_whose_heads_are_not_what_its_manifest_says_is_not_opened() {
     let mut chain = Chain::small("x.qcow2", 7);
     chain.grow("y.qcow2");
     let place = Place::new(chain);
-    type Change = fn(&mut Value);
     let changes: [(Change, &str); 4] = [
         (
             |manifest| {

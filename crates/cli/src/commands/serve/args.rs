@@ -175,8 +175,7 @@ pub(crate) struct Args {
     #[cfg(feature = "slow-disk")]
     #[arg(long, hide = true, value_name = "hdd|ssd|BANDWIDTH,LATENCY,DEPTH,FLUSH", value_parser = slow::parse)]
     pub(super) slow_disk: Option<SlowDisk>,
-    /// The images; each becomes an export. A chain in a store (file:///DIRECTORY/NAME, s3://BUCKET/PREFIX/NAME,
-    /// gs://... or az://...) is served read-only
+    /// The images; each becomes an export. A chain in a store, named as for 'isobath pull', is served read-only
     #[arg(required = true, value_name = "IMAGE")]
     pub(super) images: Vec<PathBuf>,
 }
