@@ -21,7 +21,7 @@ const GROUPS: [(&str, &[&str]); 6] = [
     (
         "Images",
         &[
-            "create", "fork", "info", "check", "convert", "resize", "snapshot", "commit", "rebase",
+            "create", "info", "check", "convert", "resize", "snapshot", "commit", "rebase", "fork",
             "measure", "amend", "bitmap", "seal",
         ],
     ),

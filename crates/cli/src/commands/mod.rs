@@ -57,7 +57,6 @@ macro_rules! commands {
 // In the order of the help: images, chains and their upkeep, servers, contents, and the rest; the common ones first.
 commands! {
     Create = create;
-    Fork = fork;
     Info = info;
     Check = check;
     Convert = convert;
@@ -65,6 +64,7 @@ commands! {
     Snapshot = snapshot;
     Commit = commit;
     Rebase = rebase;
+    Fork = fork;
     Chain = chain;
     Index = index;
     Push = push;

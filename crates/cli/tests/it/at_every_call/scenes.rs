@@ -319,7 +319,6 @@ pub(super) fn steps() -> Vec<Step> {
             "create-over",
             args!["create", "-q", "-f", "qcow2", "-b", "top", "-F", "qcow2", "target"],
         ),
-        target("fork", args!["fork", "-q", "top", "target"]),
         target("dd", args!["dd", "-O", "qcow2", "if=top", "of=target", "bs=64k"]),
     ];
     whole.into_iter().chain([retain]).chain(once).chain(others).chain(targets).collect()
