@@ -6,7 +6,7 @@
 //! object's name is the digest of what it holds, so that a put whose outcome is unknown may be repeated; a conditional
 //! put is settled by reading the object.
 
-use super::answers::{Bounded, InPieces};
+use super::answers::{Connector, InPieces};
 use super::profile::Profile;
 use super::{Entry, Found, Limits, Outcome, Parts, Store, Version};
 use crate::error::{Error, Result};
@@ -16,16 +16,15 @@ use futures_util::future::{Either, select};
 use isobath_qcow2::text::Shown;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::MicrosoftAzureBuilder;
-use object_store::client::{HttpConnector, ReqwestConnector};
 use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
 use object_store::{
-    Certificate, ClientConfigKey, ClientOptions, Extensions, GetOptions, GetRange, GetResult,
-    ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, RetryConfig, UpdateVersion,
+    ClientConfigKey, ClientOptions, Extensions, GetOptions, GetRange, GetResult, ObjectStore,
+    ObjectStoreExt, PutMode, PutOptions, PutPayload, RetryConfig, UpdateVersion,
 };
-use reqwest::Url;
 use reqwest::header::HeaderValue;
+use reqwest::{Certificate, ClientBuilder, Url};
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::fmt::Display;
@@ -90,37 +89,37 @@ impl Bucket {
         let wrong = |error: Failed| {
             Error::refused(format_args!("cannot use {scheme}://{bucket}: {}", short(&error)))
         };
-        let options = client_options(ClientOptions::default(), limits);
+        let (options, connect) = client_options(limits);
         let retry = retry_config(limits);
+        let connector = || Connector { begin: ClientBuilder::new, connect };
         Self::new(prefix, limits, progress, || match scheme {
             "s3" => {
                 let builder = described(std::env::vars_os())?;
-                let options = trusting(|name| std::env::var_os(name))?;
-                let builder = builder.with_bucket_name(bucket);
-                s3(builder, ReqwestConnector::default(), options, limits)?.map_err(wrong)
+                let begin = trusting(|name| std::env::var_os(name))?;
+                s3(builder.with_bucket_name(bucket), begin, limits)?.map_err(wrong)
             }
             "gs" => {
                 let builder = GoogleCloudStorageBuilder::from_env().with_bucket_name(bucket);
                 let builder = builder.with_client_options(options).with_retry(retry);
-                let builder = builder.with_http_connector(Bounded(ReqwestConnector::default()));
+                let builder = builder.with_http_connector(connector());
                 Ok(Arc::new(builder.build().map_err(wrong)?) as Arc<dyn Client>)
             }
             _ => {
                 let builder = MicrosoftAzureBuilder::from_env().with_container_name(bucket);
                 let builder = builder.with_client_options(options).with_retry(retry);
-                let builder = builder.with_http_connector(Bounded(ReqwestConnector::default()));
+                let builder = builder.with_http_connector(connector());
                 Ok(Arc::new(builder.build().map_err(wrong)?) as Arc<dyn Client>)
             }
         })
     }
 
-    /// A bucket of S3 that is not described by the environment alone, and is reached as the connector says.
+    /// A bucket of S3 that is not described by the environment alone, with clients that begin as the function says.
     ///
     /// # Errors
     /// The description is wrong.
     pub fn of_s3(
         builder: AmazonS3Builder,
-        connector: impl HttpConnector,
+        begin: impl Fn() -> ClientBuilder + Send + Sync + 'static,
         prefix: &str,
         limits: Limits,
         progress: &Arc<Progress>,
@@ -128,9 +127,7 @@ impl Bucket {
         let wrong = |error: Failed| {
             Error::refused(format_args!("cannot use the bucket: {}", short(&error)))
         };
-        Self::new(prefix, limits, progress, || {
-            s3(builder, connector, ClientOptions::default(), limits)?.map_err(wrong)
-        })
+        Self::new(prefix, limits, progress, || s3(builder, begin, limits)?.map_err(wrong))
     }
 
     fn new(
@@ -402,12 +399,22 @@ fn described(
     })
 }
 
-/// The certificates of `AWS_CA_BUNDLE`, if it names a file: these and no others.
-fn trusting(environment: impl Fn(&str) -> Option<OsString>) -> Result<ClientOptions> {
+/// How a client begins that trusts the certificates of `AWS_CA_BUNDLE`, if it names a file, and no others.
+fn trusting(
+    environment: impl Fn(&str) -> Option<OsString>,
+) -> Result<impl Fn() -> ClientBuilder + Send + Sync + 'static> {
+    let certificates = bundle(environment)?;
+    Ok(move || match &certificates {
+        Some(certificates) => ClientBuilder::new().tls_certs_only(certificates.clone()),
+        None => ClientBuilder::new(),
+    })
+}
+
+/// The certificates of `AWS_CA_BUNDLE`, if it names a file.
+fn bundle(environment: impl Fn(&str) -> Option<OsString>) -> Result<Option<Vec<Certificate>>> {
     const MOST: u64 = 16 << 20;
-    let options = ClientOptions::default();
     let Some(path) = environment("AWS_CA_BUNDLE").filter(|path| !path.is_empty()) else {
-        return Ok(options);
+        return Ok(None);
     };
     let path = std::path::PathBuf::from(path);
     let failed = |cause: &dyn Display| Error::local("read AWS_CA_BUNDLE", &path, cause);
@@ -419,15 +426,13 @@ fn trusting(environment: impl Fn(&str) -> Option<OsString>) -> Result<ClientOpti
     if certificates.is_empty() {
         return Err(failed(&"it has no certificate in the PEM format"));
     }
-    let only = options.with_no_system_certificates(true);
-    Ok(certificates.into_iter().fold(only, ClientOptions::with_root_certificate))
+    Ok(Some(certificates))
 }
 
 /// A client of S3. What would make it panic, or show up in its messages, is refused before.
 fn s3(
     builder: AmazonS3Builder,
-    connector: impl HttpConnector,
-    options: ClientOptions,
+    begin: impl Fn() -> ClientBuilder + Send + Sync + 'static,
     limits: Limits,
 ) -> Result<std::result::Result<Arc<dyn Client>, Failed>> {
     let mut builder = builder;
@@ -465,10 +470,10 @@ fn s3(
     }
     // The options take the place of those that the environment gave.
     let allow = builder.get_config_value(&AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp));
-    let options =
-        client_options(options, limits).with_allow_http(allow.is_some_and(|allow| allow == "true"));
+    let (options, connect) = client_options(limits);
+    let options = options.with_allow_http(allow.is_some_and(|allow| allow == "true"));
     let builder = builder.with_client_options(options).with_retry(retry_config(limits));
-    let built = builder.with_http_connector(Bounded(connector)).build();
+    let built = builder.with_http_connector(Connector { begin, connect }).build();
     Ok(built.map(|client| Arc::new(client) as Arc<dyn Client>))
 }
 
@@ -502,10 +507,11 @@ fn endpoint(setting: &str, given: &str) -> Result<String> {
     Ok(url.as_str().trim_end_matches('/').to_owned())
 }
 
-fn client_options(options: ClientOptions, limits: Limits) -> ClientOptions {
-    let connect = limits.attempt.min(Duration::from_secs(10));
+/// The options of a client, and how long a connection may take to be made.
+fn client_options(limits: Limits) -> (ClientOptions, Duration) {
     // How long a request may take depends on what it sends and receives.
-    options.with_timeout_disabled().with_connect_timeout(connect)
+    let options = ClientOptions::default().with_timeout_disabled();
+    (options, limits.attempt.min(Duration::from_secs(10)))
 }
 
 /// The client repeats nothing.
@@ -848,14 +854,8 @@ mod tests {
                 .with_secret_access_key("secret")
         };
         let open = |builder| {
-            Bucket::of_s3(
-                builder,
-                ReqwestConnector::default(),
-                "",
-                Limits::default(),
-                &Arc::default(),
-            )
-            .map(drop)
+            Bucket::of_s3(builder, ClientBuilder::new, "", Limits::default(), &Arc::default())
+                .map(drop)
         };
         for wrong in [
             "",
@@ -910,12 +910,12 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("bundle.pem");
         let bundle = |_: &str| Some(file.clone().into_os_string());
-        let message = trusting(bundle).unwrap_err().to_string();
+        let message = trusting(bundle).err().unwrap().to_string();
         assert!(message.contains("AWS_CA_BUNDLE") && message.contains("bundle.pem"), "{message}");
         std::fs::write(&file, "text").unwrap();
-        let message = trusting(bundle).unwrap_err().to_string();
+        let message = trusting(bundle).err().unwrap().to_string();
         assert!(message.contains("no certificate"), "{message}");
-        trusting(|_| None).unwrap();
+        assert!(trusting(|_| None).is_ok());
     }
 
     #[test]

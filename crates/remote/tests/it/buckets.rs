@@ -5,9 +5,8 @@ use crate::round_trips::{fetch, gc, is_whole, send};
 use crate::s3::{Fault, Server};
 use isobath_remote::store::{Bucket, Limits, Outcome, Store};
 use isobath_remote::{Collection, Error, Progress, Replace, collect, list, push, remove};
-use object_store::ClientOptions;
 use object_store::aws::AmazonS3Builder;
-use object_store::client::{HttpClient, HttpConnector};
+use reqwest::ClientBuilder;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,18 +15,8 @@ const FAULTS: [Fault; 5] =
     [Fault::Status(429), Fault::Status(500), Fault::Reset, Fault::AnswerLost, Fault::Truncated];
 
 /// Asks the server itself, whatever proxy the environment names.
-#[derive(Debug)]
-pub(crate) struct Direct;
-
-impl HttpConnector for Direct {
-    fn connect(&self, _options: &ClientOptions) -> object_store::Result<HttpClient> {
-        let client = reqwest::Client::builder().no_proxy().build();
-        let client = client.map_err(|error| object_store::Error::Generic {
-            store: "store",
-            source: Box::new(error),
-        })?;
-        Ok(HttpClient::new(client))
-    }
+pub(crate) fn direct() -> ClientBuilder {
+    ClientBuilder::new().no_proxy()
 }
 
 fn open(server: &Server, limits: Limits) -> Bucket {
@@ -46,7 +35,7 @@ pub(crate) fn open_at(endpoint: &str, limits: Limits, progress: &Arc<Progress>) 
         .with_secret_access_key("secret")
         .with_endpoint(endpoint)
         .with_allow_http(true);
-    Bucket::of_s3(builder, Direct, "some/prefix", limits, progress).unwrap()
+    Bucket::of_s3(builder, direct, "some/prefix", limits, progress).unwrap()
 }
 
 /// What fails is tried again at once; nobody waits for the limits.
@@ -258,6 +247,33 @@ fn what_is_refused_for_good_is_not_repeated() {
         assert!(matches!(send(&store, "vm", &chain), Err(Error::Store(_))));
         assert_eq!(server.requests().len(), 1, "{status}");
     }
+}
+
+/// The error of an operation, if it has one.
+type Operation<'a> = Box<dyn Fn() -> Option<Error> + 'a>;
+
+#[test]
+fn a_store_that_sends_requests_on_is_not_followed() {
+    let (server, other) = (Server::start(), Server::start());
+    let store = open(&server, patient());
+    send(&store, "vm", &Chain::new()).unwrap();
+    server.redirect_to(&other);
+    let key = "manifests/vm.json";
+    let operations: [(&str, Operation<'_>); 6] = [
+        ("look", Box::new(|| store.head(key).err())),
+        ("get", Box::new(|| store.get(key, 1 << 20).err())),
+        ("read", Box::new(|| store.read(key, 0, 10).err())),
+        ("put", Box::new(|| store.put(key, b"x").err())),
+        ("list", Box::new(|| store.list("manifests/").err())),
+        ("delete", Box::new(|| store.delete(key).err())),
+    ];
+    for (what, operation) in operations {
+        server.fail([]);
+        let error = operation().unwrap().to_string();
+        assert!(error.contains("it redirects to 'http://127.0.0.1:"), "{what}: {error}");
+        assert_eq!(server.requests().len(), 1, "{what} is not repeated");
+    }
+    assert_eq!(other.requests(), [""; 0]);
 }
 
 #[test]

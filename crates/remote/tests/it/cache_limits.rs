@@ -10,6 +10,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
 /// Bytes of all files.
@@ -274,15 +275,19 @@ fn opening_one_layer_does_not_wait_for_another_one() {
         // SAFETY: `range` is a live value.
         unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) == 0 }
     });
+    let (given_up, is_enough) = (AtomicUsize::new(0), AtomicBool::new(false));
     thread::scope(|scope| {
-        let waits = scope.spawn(|| stuck.open(&cache));
-        let mut opened = 0;
-        while !waits.is_finished() {
-            drop(other.open(&cache));
-            opened += 1;
-        }
-        assert!(opened > 1, "{opened}");
-        assert!(!waits.join().unwrap().is_attached());
+        scope.spawn(|| {
+            while !is_enough.load(Ordering::SeqCst) {
+                assert!(!stuck.open(&cache).is_attached());
+                given_up.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+        // Each of these would otherwise wait until the stuck one is given up.
+        (0..20).for_each(|_| drop(other.open(&cache)));
+        let meanwhile = given_up.load(Ordering::SeqCst);
+        is_enough.store(true, Ordering::SeqCst);
+        assert!(meanwhile < 10, "{meanwhile} of 20");
     });
     drop(file);
     let later = stuck.open(&cache);

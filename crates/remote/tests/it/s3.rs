@@ -37,6 +37,8 @@ struct State {
     uploads: BTreeMap<String, BTreeMap<u32, Vec<u8>>>,
     requests: Vec<String>,
     faults: BTreeMap<usize, Fault>,
+    /// Where all requests are sent on to.
+    elsewhere: Option<String>,
     /// The connections on which an answer does not come.
     silent: Vec<TcpStream>,
     /// The bytes of each answer without an end that has come to one.
@@ -104,6 +106,11 @@ impl Server {
 
     pub(crate) fn requests(&self) -> Vec<String> {
         self.state().requests.clone()
+    }
+
+    /// Sends all requests on to another server.
+    pub(crate) fn redirect_to(&self, other: &Self) {
+        self.state().elsewhere = Some(other.endpoint.clone());
     }
 
     pub(crate) fn refuse_conditions(&self) {
@@ -247,6 +254,10 @@ fn read(reader: &mut BufReader<&TcpStream>) -> Option<Request> {
 
 impl State {
     fn handle(&mut self, request: &Request) -> Response {
+        if let Some(place) = &self.elsewhere {
+            let headers = vec![("Location", format!("{place}{}", request.path))];
+            return Response { status: 307, headers, body: Vec::new() };
+        }
         let has = |name| request.query.contains_key(name);
         let query = |name| request.query.get(name).cloned().unwrap_or_default();
         let key = request.path.strip_prefix("/bucket").unwrap().trim_start_matches('/').to_owned();

@@ -18,10 +18,9 @@ use isobath_remote::{
     list, pull, push, remove,
 };
 use isobath_testkit::process::PATIENCE;
-use object_store::ClientOptions;
 use object_store::aws::AmazonS3Builder;
-use object_store::client::{HttpClient, HttpConnector};
 use proxy::{Proxy, Rule, Upstream, Way};
+use reqwest::ClientBuilder;
 use std::cell::RefCell;
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -32,16 +31,8 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// Asks the server itself, whatever proxy the environment names.
-#[derive(Debug)]
-struct Direct;
-
-impl HttpConnector for Direct {
-    fn connect(&self, _options: &ClientOptions) -> object_store::Result<HttpClient> {
-        let client = reqwest::Client::builder().no_proxy().build();
-        let failed =
-            |error| object_store::Error::Generic { store: "store", source: Box::new(error) };
-        Ok(HttpClient::new(client.map_err(failed)?))
-    }
+fn direct() -> ClientBuilder {
+    ClientBuilder::new().no_proxy()
 }
 
 /// The server, on a socket of its directory, and the port through which it is reached, also when it was started again.
@@ -112,7 +103,7 @@ impl Gateway {
             .with_endpoint(&self.proxy.endpoint)
             .with_allow_http(true);
         let limits = Limits { pause: Duration::from_millis(5), ..Limits::default() };
-        Bucket::of_s3(builder, Direct, "some/prefix", limits, progress).unwrap()
+        Bucket::of_s3(builder, direct, "some/prefix", limits, progress).unwrap()
     }
 }
 
