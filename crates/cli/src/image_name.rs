@@ -7,7 +7,8 @@ use crate::failure::Failure;
 use crate::host::{self, ImageFile, ImageHost, images};
 use crate::null::{self, is_null};
 use crate::options::NamedFormat;
-use crate::program::NotUnderLinks;
+use crate::program::{self, NotUnderLinks};
+use crate::stored::{self, CacheOptions};
 use crate::tls_objects::{self, TlsObject};
 use crate::trust::Trusting;
 use crate::{cores, nbd_options, options, size};
@@ -19,6 +20,7 @@ use isobath_qcow2::{FormatError, FormatErrorKind};
 use isobath_qmp::schema::{check, from_text};
 use isobath_qmp::secret::{Description, Source};
 use isobath_qmp::tables::SCHEMA;
+use isobath_remote::Address;
 use isobath_storage::window::Part;
 use isobath_storage::{Locking, Operation, Storage, StorageError};
 use serde_json::{Map, Value};
@@ -42,6 +44,8 @@ pub(crate) struct Naming {
     pub(crate) trusting: NotUnderLinks<Trusting>,
     #[command(flatten)]
     pub(crate) instead: NotUnderLinks<Instead>,
+    #[command(flatten)]
+    pub(crate) stored: NotUnderLinks<CacheOptions>,
     /// Secrets that options name need not exist: guest data is not read.
     #[arg(skip)]
     pub(crate) secrets_unneeded: bool,
@@ -70,6 +74,11 @@ impl Instead {
     /// Whether another backing file is given.
     pub(crate) fn has_backing_file(&self) -> bool {
         self.backing_file.is_some()
+    }
+
+    /// Whether any of them is given.
+    fn is_any(&self) -> bool {
+        self.data_file.is_some() || self.backing_file.is_some() || self.no_backing
     }
 
     /// Refuses a backing file for a command that opens none.
@@ -310,11 +319,42 @@ pub(crate) struct Image {
 }
 
 impl Naming {
-    /// The image described by `name` and the option for its format.
+    /// The image described by `name` and the option for its format, which may be in a store.
     ///
     /// # Errors
-    /// If they cannot be used, in QEMU's words.
+    /// If they cannot be used, in QEMU's words. If the image is in a store that cannot be read.
     pub(crate) fn image(&self, name: &Path, format: Option<NamedFormat>) -> Result<Image, Failure> {
+        match self.chain(name)? {
+            Some(address) => self.of_store(&address, format.is_some()),
+            None => self.file_image(name, format),
+        }
+    }
+
+    /// Like [`image`](Self::image), but the error is only the reason.
+    pub(crate) fn found(&self, name: &Path, format: Option<NamedFormat>) -> Result<Image, String> {
+        match self.chain(name).map_err(|failure| failure.to_string())? {
+            Some(address) => {
+                let image = self.of_store(&address, format.is_some());
+                image.map_err(|failure| failure.to_string())
+            }
+            None => self.parse(name, format),
+        }
+    }
+
+    /// The chain in a store that `name` stands for: under QEMU's names for none.
+    fn chain(&self, name: &Path) -> Result<Option<Address>, Failure> {
+        if self.image_opts || program::is_link() { Ok(None) } else { stored::address(name) }
+    }
+
+    /// Like [`image`](Self::image), of one that is in no store.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn file_image(
+        &self,
+        name: &Path,
+        format: Option<NamedFormat>,
+    ) -> Result<Image, Failure> {
         if self.image_opts && format.is_some() {
             return Err(Failure::new("--image-opts and --format are mutually exclusive"));
         }
@@ -322,7 +362,32 @@ impl Naming {
         self.parse(name, format).map_err(failed)
     }
 
-    /// Like [`image`](Self::image), but the error is only the reason.
+    /// The image that is the top of a chain in a store, which is only read.
+    fn of_store(&self, address: &Address, has_format: bool) -> Result<Image, Failure> {
+        if has_format {
+            return Err(Failure::new(
+                "the formats of a chain in a store are those of its manifest: leave out --format",
+            ));
+        }
+        if self.instead.is_any() {
+            return Err(Failure::new(
+                "the layers of a chain in a store are those of its manifest: leave out --data-file, --backing-file and \
+                 --no-backing",
+            ));
+        }
+        let chain = self.stored.open_now(address)?;
+        let (format, backing_files) = stored::files_of(&chain);
+        let name = address.to_string();
+        let image = Image {
+            backing_files,
+            direct: Some(false),
+            read_only: true,
+            ..Image::plain(name.clone(), name.clone().into(), format)
+        };
+        self.as_told(image).map_err(|reason| could_not_open(&name, reason))
+    }
+
+    /// Like [`file_image`](Self::file_image), but the error is only the reason.
     pub(crate) fn parse(&self, name: &Path, format: Option<NamedFormat>) -> Result<Image, String> {
         let mut image = self.parse_name(name, format)?;
         if let Some(driver) = format.and_then(|format| format.protocol) {
@@ -461,6 +526,11 @@ impl Naming {
 
     /// Refuses a name under which no image is created, in QEMU's words.
     pub(crate) fn can_create(name: &Path) -> Result<(), &'static str> {
+        if host::is_stored(name) && !program::is_link() {
+            return Err(
+                "it is the name of a chain in a store, which 'isobath push' makes; name a file by its path",
+            );
+        }
         let bytes = name.as_os_str().as_encoded_bytes();
         if bytes.starts_with(b"blkdebug:") {
             return Err("Protocol driver 'blkdebug' does not support image creation");
@@ -712,6 +782,12 @@ impl Image {
             return Err(could_not_open(
                 &self.shown,
                 "driver 'compress' is supported by qemu-nbd and qemu-io only",
+            ));
+        }
+        if host::is_stored(&self.path) {
+            return Err(could_not_open(
+                &self.shown,
+                "chains in stores are only read; 'isobath pull' makes files of a chain, which can be written to",
             ));
         }
         if self.read_only {

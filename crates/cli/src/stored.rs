@@ -20,6 +20,10 @@ use std::time::Duration;
 /// Where root's cache is.
 const OF_ROOT: &str = "/var/cache/isobath";
 
+/// Bytes of a cache, and seconds that a read waits, unless told otherwise.
+const SIZE: u64 = 16 << 30;
+const TIMEOUT: u64 = 30;
+
 /// How chains in stores are read.
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct CacheOptions {
@@ -97,24 +101,44 @@ impl CacheOptions {
         if let Some(chain) = remotes().chain(&address.to_string()) {
             return Ok(chain);
         }
-        let (directory, size, limit) = (self.make_directory()?, self.cache_size, self.limit());
-        let own = address.clone();
-        let opened = unblock(move || {
-            let cache = cache(&directory, size);
-            Ok(cache.and_then(|cache| Chain::open(&own, &cache, limit)))
-        });
-        let opened = opened.await?.map_err(|error| Failure::new(error).context(address))?;
-        if let Some(reason) = opened.last_known() {
-            messages::complain(format_args!(
-                "'{address}' is served as it was when it was last read: {reason}"
-            ));
-        }
+        let (options, own) = (self.clone(), address.clone());
+        let opened = unblock(move || Ok(options.read(&own))).await??;
         if let Some(limit) = memory {
             let reserved = limit.reserve("the checksums of its layers", opened.memory());
             let reserved = reserved.map_err(|error| Failure::new(error).context(address))?;
             RESERVED.lock().unwrap_or_else(PoisonError::into_inner).push(reserved);
         }
         Ok(remotes().add(&opened))
+    }
+
+    /// As [`open`](Self::open), without a limit of memory, for a command that has nothing else to do. Blocks.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn open_now(&self, address: &Address) -> Result<Arc<Chain>, Failure> {
+        match remotes().chain(&address.to_string()) {
+            Some(chain) => Ok(chain),
+            None => Ok(remotes().add(&self.read(address)?)),
+        }
+    }
+
+    /// Reads the manifest and the heads of a chain.
+    fn read(&self, address: &Address) -> Result<Arc<Chain>, Failure> {
+        let failed = |error| Failure::new(error).context(address);
+        let cache = cache(&self.make_directory()?, self.cache_size).map_err(failed)?;
+        let opened = Chain::open(address, &cache, self.limit()).map_err(failed)?;
+        if let Some(reason) = opened.last_known() {
+            messages::complain(format_args!(
+                "'{address}' is as it was when it was last read: {reason}"
+            ));
+        }
+        Ok(opened)
+    }
+}
+
+impl Default for CacheOptions {
+    fn default() -> Self {
+        Self { cache_dir: None, cache_size: SIZE, remote_timeout: TIMEOUT }
     }
 }
 
@@ -144,6 +168,12 @@ pub(crate) fn address(name: &Path) -> Result<Option<Address>, Failure> {
 /// The options for opening a chain in a store: nothing is written, and what is below each layer is what the manifest
 /// says.
 pub(crate) fn options_of(chain: &Chain, options: OpenOptions) -> OpenOptions {
+    let (format, below) = files_of(chain);
+    options.writable(false).format(format).backing_files(below)
+}
+
+/// The format of a chain's top layer, and what is below each layer.
+pub(crate) fn files_of(chain: &Chain) -> (Option<ImageFormat>, Vec<Below>) {
     let format = |format| match format {
         Format::Qcow2 => ImageFormat::Qcow2,
         Format::Raw => ImageFormat::Raw,
@@ -152,8 +182,7 @@ pub(crate) fn options_of(chain: &Chain, options: OpenOptions) -> OpenOptions {
     let top = layers.next().map(|(_, of)| format(of));
     let below =
         layers.map(|(name, of)| Below::Given(BackingFile { name, format: Some(format(of)) }));
-    let below = below.chain([Below::Nothing]).collect();
-    options.writable(false).format(top).backing_files(below)
+    (top, below.chain([Below::Nothing]).collect())
 }
 
 /// The files that clients of object stores read: the certificates of authorities, and credentials. What lies beside the
@@ -192,6 +221,22 @@ pub(crate) fn files_of_clients() -> Vec<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        options: CacheOptions,
+    }
+
+    #[test]
+    fn a_line_without_options_has_the_defaults() {
+        let CacheOptions { cache_dir, cache_size, remote_timeout } =
+            Line::try_parse_from(["x"]).unwrap().options;
+        let usual = CacheOptions::default();
+        assert_eq!(cache_dir, usual.cache_dir);
+        assert_eq!((cache_size, remote_timeout), (usual.cache_size, usual.remote_timeout));
+    }
 
     #[test]
     fn private_keys_are_not_among_the_files_of_clients() {

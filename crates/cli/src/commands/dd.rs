@@ -94,7 +94,7 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
     checked.map_err(|reason| {
         Failure::new(reason).context(format_args!("{output}: error while creating output image"))
     })?;
-    let target = Naming::default().image(Path::new(output), Some(args.output_format))?;
+    let target = Naming::default().file_image(Path::new(output), Some(args.output_format))?;
     runtime::block_on(async || {
         let locking = options::locking(args.force_share);
         let source = image.open(&image.options(false, locking)).await?;

@@ -54,6 +54,7 @@ mod programs;
 mod qemu_img_options;
 mod qemu_nbd;
 mod qemu_storage_daemon;
+mod read_from_stores;
 mod refused_as_by_qemu;
 #[allow(dead_code, reason = "these tests need less of it")]
 #[path = "../../../remote/tests/it/s3.rs"]

@@ -13,13 +13,13 @@ use std::process::Command;
 use tempfile::TempDir;
 
 /// A chain in a store, whose files are gone, and what the disk holds.
-struct Place {
+pub(crate) struct Place {
     directory: TempDir,
 }
 
 impl Place {
     /// A chain of this depth, each layer of which has something, in clusters of 64 KiB or as `options` say.
-    fn new(depth: usize, options: &str) -> Self {
+    pub(crate) fn new(depth: usize, options: &str) -> Self {
         let place = Self { directory: tempfile::tempdir().unwrap() };
         let path = place.path();
         for name in ["store", "cache", "images"] {
@@ -63,11 +63,11 @@ impl Place {
         place
     }
 
-    fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         self.directory.path()
     }
 
-    fn vm(&self) -> String {
+    pub(crate) fn vm(&self) -> String {
         format!("file://{}/store/vm", self.path().display())
     }
 
@@ -77,7 +77,7 @@ impl Place {
         Served::start(&[self.vm()], &[&cache, options].concat())
     }
 
-    fn expected(&self) -> PathBuf {
+    pub(crate) fn expected(&self) -> PathBuf {
         self.path().join("expected.raw")
     }
 

@@ -55,8 +55,8 @@ impl RemoteHost {
     fn find_layer(&self, operation: Operation, name: &Path) -> Result<(Arc<Chain>, usize)> {
         let text = name.to_str().unwrap_or_default();
         self.layer(text).ok_or_else(|| {
-            let text = "it is the name of a chain in a store, which 'isobath serve CHAIN' serves and 'isobath pull \
-                        CHAIN DIRECTORY' copies; nothing else reads from there";
+            let text = "it is the name of a chain in a store: a command reads it if its command line names it as the \
+                        image, and 'isobath pull CHAIN DIRECTORY' makes files of it";
             StorageError::new(operation, name, io::Error::new(io::ErrorKind::NotFound, text))
         })
     }

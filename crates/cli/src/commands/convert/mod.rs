@@ -237,7 +237,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         messages::note_raw(name, "-O");
     }
     let format = args.output_format.filter(|_| args.no_create);
-    let mut name = target_naming.image(name, format)?;
+    let mut name = target_naming.file_image(name, format)?;
     name.must_be_on(device)?;
     let name = &name;
     runtime::block_on(async || {

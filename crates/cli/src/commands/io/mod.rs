@@ -94,7 +94,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             let format = format.map(|format| {
                 options::named_format(format).map_err(|_| format!("Unknown driver '{format}'"))
             });
-            let image = format.transpose().and_then(|format| args.naming.parse(name, format));
+            let image = format.transpose().and_then(|format| args.naming.found(name, format));
             let image = image.and_then(|image| match driver {
                 Some(driver) if !null::is_name(&image.path) => {
                     Err(format!("The only allowed filename for this driver is '{driver}://'"))

@@ -200,7 +200,7 @@ impl<'a> Session<'a> {
         }
         host::forget_encryption();
         let image = match path {
-            Some(path) if given.is_empty() => self.naming.parse(path.as_ref(), None),
+            Some(path) if given.is_empty() => self.naming.found(path.as_ref(), None),
             path => self.naming.with_options(path, options::parse(&given)),
         };
         let shown = path.filter(|_| !self.naming.image_opts);
