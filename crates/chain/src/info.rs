@@ -1,7 +1,7 @@
 //! Image information.
 
 use crate::index::{IndexInfo, IndexState, examine};
-use crate::open::{check_replaced, format_of_given, open_layers, unnamed_format};
+use crate::open::{check_replaced, format_beneath, format_of_given, open_layers, unnamed_format};
 use isobath_formats::VmdkInfo;
 use isobath_image::encryption::{self, Secrets};
 use isobath_image::index_area::read_root;
@@ -203,6 +203,9 @@ pub async fn backing_chain_info<H: Host>(
             let named = info.backing_filename.as_deref().unwrap_or_default();
             let named = (named, info.backing_format.as_deref());
             let format = format_of_given(&name, &file, named, &options.trust)?;
+            next = Some((file.name, InfoOptions { format, named: false, ..options.clone() }));
+        } else if let Below::Beneath(file) = below {
+            let format = Some(format_beneath(&name, &file)?);
             next = Some((file.name, InfoOptions { format, named: false, ..options.clone() }));
         } else if let (Some(backing), false) = (&info.backing_filename, below == Below::Nothing) {
             let named = backing_format(&name, backing, info.backing_format.as_deref())?;

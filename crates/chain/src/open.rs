@@ -116,7 +116,7 @@ async fn walk<H: Host>(
     let as_given = below.clone().named(false);
     let own = |depth: usize| match depth.checked_sub(1) {
         None => options,
-        Some(above) if matches!(options.below(above), Below::Given(_)) => &as_given,
+        Some(above) if options.below(above).given().is_some() => &as_given,
         Some(_) => &below,
     };
     while let Some(Next { name, format, description }) = next.take() {
@@ -181,6 +181,7 @@ async fn walk<H: Host>(
                 }
                 Below::Nothing => None,
                 Below::Given(file) => Some(given(&layer, file, &options.trust)?),
+                Below::Beneath(file) => Some(beneath(&layer, file)?),
             };
             if next.is_some() && ahead.is_empty() && options.may_use_index() {
                 ahead = open_ahead(host, &layer, layers.len(), &below, heads).await;
@@ -432,6 +433,23 @@ fn given<S: Storage>(layer: &Layer<S>, file: &BackingFile, trust: &Trust) -> Res
     let named = (name.unwrap_or_default(), named);
     let format = format_of_given(layer.name(), file, named, trust)?;
     Ok(Next { name: file.name.clone(), format, description: None })
+}
+
+/// The name and format of a file that a layer is an increment of, whatever its header names.
+fn beneath<S: Storage>(layer: &Layer<S>, file: &BackingFile) -> Result<Next> {
+    let format = format_beneath(layer.name(), file)?;
+    Ok(Next { name: file.name.clone(), format: Some(format), description: None })
+}
+
+/// The format of a file that `image` is an increment of, which nothing else says.
+pub(crate) fn format_beneath(image: &Path, file: &BackingFile) -> Result<ImageFormat> {
+    file.format.ok_or_else(|| DiskError::Refused {
+        image: image.to_owned(),
+        reason: format!(
+            "the format of '{}' below it is not given",
+            isobath_storage::shown(&file.name)
+        ),
+    })
 }
 
 /// The format of a backing file that was given for `image`, whose header names its own, and perhaps that one's format.

@@ -5,6 +5,7 @@
 
 use crate::failure::Failure;
 use crate::host::{self, ImageFile, ImageHost, images};
+use crate::layers::{self, Given, Layers};
 use crate::null::{self, is_null};
 use crate::options::NamedFormat;
 use crate::program::{self, NotUnderLinks};
@@ -68,6 +69,8 @@ pub(crate) struct Instead {
     /// Read the image without its backing file: what is not in it reads as zeroes
     #[arg(long, conflicts_with_all = ["image_opts", "present_backing_file"])]
     no_backing: bool,
+    #[command(flatten)]
+    layers: Layers,
 }
 
 impl Instead {
@@ -78,7 +81,10 @@ impl Instead {
 
     /// Whether any of them is given.
     fn is_any(&self) -> bool {
-        self.data_file.is_some() || self.backing_file.is_some() || self.no_backing
+        self.data_file.is_some()
+            || self.backing_file.is_some()
+            || self.no_backing
+            || self.layers.is_any()
     }
 
     /// Refuses a backing file for a command that opens none.
@@ -303,6 +309,8 @@ pub(crate) struct Image {
     read_only: bool,
     unlocked: bool,
     backing: bool,
+    /// Something else than the headers says what is below each layer.
+    is_layered: bool,
     /// Writes are compressed (QEMU's filter `compress`).
     compress: bool,
     /// The external data file, and the backing files by depth, if the options name them.
@@ -324,8 +332,12 @@ impl Naming {
     /// # Errors
     /// If they cannot be used, in QEMU's words. If the image is in a store that cannot be read.
     pub(crate) fn image(&self, name: &Path, format: Option<NamedFormat>) -> Result<Image, Failure> {
-        match self.chain(name)? {
-            Some(address) => self.of_store(&address, format.is_some()),
+        if let Some(address) = self.chain(name)? {
+            return self.of_store(&address, format.is_some());
+        }
+        let failed = |reason| could_not_open(&name.to_string_lossy(), reason);
+        match self.instead.layers.of(name).map_err(failed)? {
+            Some(given) => self.layered(given, format).map_err(failed),
             None => self.file_image(name, format),
         }
     }
@@ -337,8 +349,36 @@ impl Naming {
                 let image = self.of_store(&address, format.is_some());
                 image.map_err(|failure| failure.to_string())
             }
-            None => self.parse(name, format),
+            None => match self.instead.layers.of(name)? {
+                Some(given) => self.layered(given, format),
+                None => self.parse(name, format),
+            },
         }
+    }
+
+    /// The image that is the top of layers in an order that is given, which are only read.
+    fn layered(&self, given: Given, format: Option<NamedFormat>) -> Result<Image, String> {
+        if self.image_opts || self.instead.backing_file.is_some() || self.instead.no_backing {
+            return Err(
+                "--layers and --checkpoint say what is below the image: leave out --image-opts, --backing-file and \
+                 --no-backing"
+                    .into(),
+            );
+        }
+        let qcow2 = ImageFormat::Qcow2;
+        if format.is_some_and(|format| format.format != qcow2 || format.protocol.is_some()) {
+            return Err("--layers and --checkpoint are for layers in the format qcow2".into());
+        }
+        let shown = given.top.to_string_lossy().into_owned();
+        let path = given.top.to_str().map(host::path_of_file).unwrap_or(given.top);
+        let plain = Image::plain(shown, path, Some(qcow2));
+        self.as_told(Image {
+            backing_files: given.below,
+            read_only: true,
+            is_layered: true,
+            secrets: self.secrets()?,
+            ..plain
+        })
     }
 
     /// The chain in a store that `name` stands for: under QEMU's names for none.
@@ -371,8 +411,8 @@ impl Naming {
         }
         if self.instead.is_any() {
             return Err(Failure::new(
-                "the layers of a chain in a store are those of its manifest: leave out --data-file, --backing-file and \
-                 --no-backing",
+                "the layers of a chain in a store are those of its manifest: leave out --data-file, --backing-file, \
+                 --no-backing, --layers and --checkpoint",
             ));
         }
         let chain = self.stored.open_now(address)?;
@@ -428,6 +468,9 @@ impl Naming {
             Instead { data_file: Some(_), .. } => refused("--data-file", "data-file.filename"),
             Instead { backing_file: Some(_), .. } => {
                 refused("--backing-file", "backing.file.filename")
+            }
+            Instead { layers, .. } if layers.is_any() => {
+                Err(Failure::usage("--layers and --checkpoint are for one image"))
             }
             _ => Ok(()),
         }
@@ -634,6 +677,7 @@ impl Image {
             read_only,
             unlocked,
             backing,
+            is_layered: false,
             compress,
             data_file,
             backing_files,
@@ -793,7 +837,7 @@ impl Image {
         if self.read_only {
             return Err(could_not_open(
                 &self.shown,
-                "its options make it read-only (read-only=on, or --no-backing)",
+                "its options make it read-only (read-only=on, --no-backing, --layers or --checkpoint)",
             ));
         }
         Ok(self.options(direct, Locking::Exclusive).writable(true))
@@ -824,6 +868,9 @@ impl Image {
     /// # Errors
     /// In QEMU's words, without the image's name.
     pub(crate) fn fits(&self, disk: &Disk<ImageHost>) -> Result<(), String> {
+        if self.is_layered {
+            layers::check(disk.layers())?;
+        }
         let is_device = |layer: &Layer<ImageFile>| layer.storage().capabilities().is_device;
         if let Some(driver) = self.device
             && !disk.layers().next().is_some_and(|layer| is_device(layer))

@@ -17,6 +17,7 @@ mod help;
 mod host;
 mod image_name;
 mod json;
+mod layers;
 mod messages;
 mod nbd_options;
 mod null;

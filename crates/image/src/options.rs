@@ -116,6 +116,19 @@ pub enum Below {
     Nothing,
     /// Another backing file than the one that its header names.
     Given(BackingFile),
+    /// A file that it is an increment of, as the caller knows, whatever its header names, also if that is nothing. What
+    /// is not in the image is read from there. Its format must be given.
+    Beneath(BackingFile),
+}
+
+impl Below {
+    /// The file that is given in the place of the one that the header names.
+    pub fn given(&self) -> Option<&BackingFile> {
+        match self {
+            Self::Given(file) | Self::Beneath(file) => Some(file),
+            Self::Named | Self::NamedWithFormat(_) | Self::Nothing => None,
+        }
+    }
 }
 
 /// A backing file, instead of the one that an image's header names.

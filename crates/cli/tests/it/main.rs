@@ -34,6 +34,7 @@ mod io_like_qemu_io;
 mod it_can_fail;
 mod kernel_device;
 mod known_vulnerabilities;
+mod layers_given;
 mod left_alone;
 mod limits;
 mod live;

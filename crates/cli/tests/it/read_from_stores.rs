@@ -155,10 +155,10 @@ fn a_chain_in_a_store_is_opened_as_its_manifest_says() {
     for (line, why) in [
         ("info -f qcow2 {}", "leave out --format"),
         ("compare -f raw {} expected.raw", "leave out --format"),
-        ("map --no-backing {}", "leave out --data-file, --backing-file and --no-backing"),
+        ("map --no-backing {}", "leave out --data-file, --backing-file, --no-backing"),
         (
             "map --backing-file expected.raw {}",
-            "leave out --data-file, --backing-file and --no-backing",
+            "leave out --data-file, --backing-file, --no-backing",
         ),
         ("info {}2", "the store has no chain 'vm2'"),
         ("info file:///", "cannot be the name of a chain"),

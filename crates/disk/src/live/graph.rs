@@ -9,7 +9,7 @@ use isobath_image::durability::MetadataMode;
 use isobath_image::layer::{ImageFormat, Layer};
 use isobath_image::name::{backing_format, name_in_header};
 use isobath_image::open::{DATA_FILE, open_again};
-use isobath_image::options::{Below, OpenOptions, Trust};
+use isobath_image::options::{OpenOptions, Trust};
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::{DiskError, Result, invariant};
 use isobath_storage::{FileId, Host, Storage, StorageExt, is_descriptor_set};
@@ -367,7 +367,7 @@ impl<H: Host> Disk<H> {
             })
         };
         let mut layers = self.chain.top_down().map(|(_, layer)| layer).peekable();
-        let given = options.backing_files.iter().any(|below| matches!(below, Below::Given(_)));
+        let given = options.backing_files.iter().any(|below| below.given().is_some());
         while let Some(layer) = layers.next() {
             match layers.peek() {
                 Some(below) if given && !self.leads_to(layer, below) => {
@@ -419,7 +419,7 @@ mod tests {
     use futures_executor::block_on;
     use futures_util::FutureExt;
     use isobath_chain::create::{NewDisk, create};
-    use isobath_image::options::BackingFile;
+    use isobath_image::options::{BackingFile, Below};
     use isobath_storage::IoBuf;
     use isobath_storage::memory::MemoryHost;
     use std::pin::Pin;

@@ -9,6 +9,7 @@ use crate::cache::Cache;
 use crate::failure::Failure;
 use crate::host::is_stored;
 use crate::image_name::{self, SecretFile};
+use crate::layers::Layers;
 use crate::server::add_fd::{self, AddFd};
 use crate::server::endpoint::Endpoint;
 use crate::server::group;
@@ -19,7 +20,7 @@ use crate::stored::CacheOptions;
 use crate::trust::Trusting;
 use crate::{options, size};
 use isobath_disk::pausing::OnFailure;
-use isobath_disk::{ImageFormat, MetadataMode, OpenOptions, SnapshotChoice};
+use isobath_disk::{Below, ImageFormat, MetadataMode, OpenOptions, SnapshotChoice};
 use isobath_export::nbd::ExportError;
 use isobath_export::nbd::wire::MAX_STRING;
 use isobath_qmp::server as qmp;
@@ -29,6 +30,13 @@ use isobath_storage_test::slow::SlowDisk;
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+/// An image, and what is below each layer, where something else than the headers says that.
+struct Layered {
+    images: Vec<PathBuf>,
+    below: Vec<Below>,
+}
 
 /// The least memory limit in bytes.
 const LEAST_MEMORY: u64 = 256 << 20;
@@ -150,6 +158,11 @@ pub(crate) struct Args {
     #[arg(long)]
     no_backing: bool,
     #[command(flatten)]
+    layers: Layers,
+    /// The image and what is below it, once --layers or --checkpoint was looked at.
+    #[arg(skip)]
+    layered: OnceLock<Layered>,
+    #[command(flatten)]
     pub(super) stored: CacheOptions,
     #[command(flatten)]
     pub(super) sandbox: SandboxArgs,
@@ -177,7 +190,7 @@ pub(crate) struct Args {
     pub(super) slow_disk: Option<SlowDisk>,
     /// The images; each becomes an export. A chain in a store, named as for 'isobath pull', is served read-only
     #[arg(required = true, value_name = "IMAGE")]
-    pub(super) images: Vec<PathBuf>,
+    images: Vec<PathBuf>,
 }
 
 fn metadata(name: &str) -> Result<MetadataMode, String> {
@@ -238,6 +251,49 @@ impl Args {
         self.frontends.handed_in().chain(own).chain(files)
     }
 
+    /// The images.
+    pub(super) fn images(&self) -> &[PathBuf] {
+        self.layered.get().map_or(&self.images, |layered| &layered.images)
+    }
+
+    /// Finds the image and the layers that --layers or --checkpoint names, if any, before anything else is done.
+    ///
+    /// # Errors
+    /// They cannot be used with the other options, or an index of checkpoints does not fit.
+    pub(super) fn find_layers(&self) -> Result<(), Failure> {
+        if !self.layers.is_any() {
+            return Ok(());
+        }
+        let option = "--layers and --checkpoint";
+        let [image] = self.images.as_slice() else {
+            return Err(Failure::new(format_args!("{option} are for one image")));
+        };
+        if !self.is_read_only() {
+            return Err(Failure::new(format_args!(
+                "{option} require --read-only: the headers of the layers do not lead from one to the next"
+            )));
+        }
+        if !self.backing_file.is_empty() || self.no_backing {
+            return Err(Failure::new(format_args!(
+                "{option} say what is below the image: leave out --backing-file and --no-backing"
+            )));
+        }
+        if self.format.is_some_and(|format| format != ImageFormat::Qcow2) {
+            return Err(Failure::new(format_args!("{option} are for layers in the format qcow2")));
+        }
+        if let Some(given) = self.layers.of(image).map_err(Failure::new)? {
+            let layered = Layered { images: vec![given.top], below: given.below };
+            // Once, at the start.
+            let _ = self.layered.set(layered);
+        }
+        Ok(())
+    }
+
+    /// Whether something else than the headers says what is below each layer.
+    pub(super) fn is_layered(&self) -> bool {
+        self.layered.get().is_some()
+    }
+
     /// How far the image with this number is trusted, and which files take the place of those that it names.
     ///
     /// # Errors
@@ -251,10 +307,18 @@ impl Args {
         let backing = self.backing_file.get(image).filter(|file| !file.is_empty());
         let format = self.backing_file_format.get(image).and_then(|format| format.0);
         let backing = backing.map(|file| image_name::backing_file(file, format)).transpose();
+        let mut below: Vec<Below> = backing.map_err(Failure::new)?.into_iter().collect();
+        let options = match self.layered.get() {
+            Some(layered) => {
+                below.clone_from(&layered.below);
+                options.format(Some(ImageFormat::Qcow2))
+            }
+            None => options,
+        };
         Ok(options
             .trust(self.trusting.trust()?)
             .data_file(data.map(PathBuf::from))
-            .backing_files(backing.map_err(Failure::new)?.into_iter().collect())
+            .backing_files(below)
             .backing(!self.no_backing))
     }
 
@@ -263,11 +327,12 @@ impl Args {
         let given = |files: &[OsString]| files.get(image).is_some_and(|file| !file.is_empty());
         let other = given(&self.data_file)
             || self.backing_file.get(image).is_some_and(|file| !file.is_empty())
-            || self.no_backing;
+            || self.no_backing
+            || self.is_layered();
         if other {
             return Err(Failure::new(
-                "the layers of a chain in a store are those of its manifest: leave out --data-file, --backing-file and \
-                 --no-backing",
+                "the layers of a chain in a store are those of its manifest: leave out --data-file, --backing-file, \
+                 --no-backing, --layers and --checkpoint",
             ));
         }
         if self.format.is_some() {
@@ -285,7 +350,7 @@ impl Args {
 
     /// Refuses files for more images than there are, formats without files, and writes to images without backing files.
     pub(super) fn check_files(&self) -> Result<(), Failure> {
-        let images = self.images.len();
+        let images = self.images().len();
         for (option, given) in [
             ("--data-file", self.data_file.len()),
             ("--backing-file", self.backing_file.len()),
@@ -325,7 +390,7 @@ impl Args {
 
     /// The name of each image's export.
     pub(super) fn export_names(&self) -> Result<Vec<String>, Failure> {
-        export_names(&self.images, &self.export_name)
+        export_names(self.images(), &self.export_name)
     }
 }
 

@@ -48,7 +48,7 @@ pub(super) fn enter(
     sockets.extend(args.frontends.socket_files()?);
     let connects = controlled || connects;
     let (read, cache) = stores(args)?;
-    let connects = connects || args.images.iter().any(|image| is_bucket(image));
+    let connects = connects || args.images().iter().any(|image| is_bucket(image));
     let pid_file = args.pid_file.clone();
     let needs = Needs { writes, sockets, pid_file, connects, read, cache };
     args.sandbox.enter(images, &needs)
@@ -57,7 +57,7 @@ pub(super) fn enter(
 /// What the chains in stores among the images are read from, and the directory of their cache.
 fn stores(args: &Args) -> Result<(Vec<PathBuf>, Option<PathBuf>), Failure> {
     let (mut read, mut any) = (Vec::new(), false);
-    for image in &args.images {
+    for image in args.images() {
         let Some(address) = stored::address(image)? else { continue };
         any = true;
         match address.place {
@@ -75,7 +75,7 @@ fn is_bucket(image: &Path) -> bool {
 
 /// Fails if an image is in use: only who is not confined can see by whom. Nothing is read.
 async fn try_locks(args: &Args) -> Result<(), Failure> {
-    for image in args.images.iter().filter(|image| is_file_name(image)) {
+    for image in args.images().iter().filter(|image| is_file_name(image)) {
         let mode = OpenMode { writable: !args.is_read_only(), ..OpenMode::default() };
         images().open(image, mode).await?;
     }
@@ -125,7 +125,7 @@ async fn image_files(
     rules: ImageRules,
 ) -> Result<Found, Failure> {
     let mut found = Found { images: rules, known: BTreeSet::new(), connects: false };
-    for (number, image) in args.images.iter().enumerate() {
+    for (number, image) in args.images().iter().enumerate() {
         // Its layers are no files of this machine.
         if is_stored(image) {
             continue;

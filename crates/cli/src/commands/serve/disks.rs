@@ -3,6 +3,7 @@
 use super::args::Args;
 use crate::cache::Cache;
 use crate::failure::Failure;
+use crate::layers;
 use crate::stored;
 use isobath_disk::encryption::Secrets;
 use isobath_disk::{ImageFormat, LiveDisk, MemoryLimit, OpenOptions};
@@ -20,7 +21,7 @@ pub(super) async fn open<H: Host + Clone>(
     memory: Option<&Arc<MemoryLimit>>,
 ) -> Result<Vec<Arc<LiveDisk<H>>>, Failure> {
     let mut disks = Vec::new();
-    for (number, image) in args.images.iter().enumerate() {
+    for (number, image) in args.images().iter().enumerate() {
         let restart_log = args.frontends.outlives(number);
         let mut options = args.files_of(number, options(args, secrets, memory))?;
         if let Some(address) = stored::address(image)? {
@@ -30,6 +31,9 @@ pub(super) async fn open<H: Host + Clone>(
         }
         let writable = options.writable;
         let disk = LiveDisk::open(host.clone(), image, &options.restart_log(restart_log)).await?;
+        if args.is_layered() {
+            layers::check(disk.layers().iter()).map_err(Failure::new)?;
+        }
         let format = disk.layers().first().map(|layer| layer.format());
         if format == Some(ImageFormat::Raw) && args.format.is_none() && writable {
             return Err(Failure::new(format_args!(

@@ -39,13 +39,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
+    args.find_layers()?;
     let names = args.export_names()?;
     handed_in::check(args.handed_in())?;
     args.add_fd.iter().try_for_each(AddFd::add)?;
-    args.frontends.check(args.images.len())?;
+    args.frontends.check(args.images().len())?;
     args.check_files()?;
     throttle::check(&args.throttle, &names)?;
-    pausing::check(&args.werror, &args.rerror, args.images.len(), !args.qmp.is_empty())?;
+    pausing::check(&args.werror, &args.rerror, args.images().len(), !args.qmp.is_empty())?;
     args.frontends.check_exports(&names, !args.qmp.is_empty())?;
     args.tls.check_qmp(&args.qmp, args.insecure)?;
     args.tls.check(args.frontends.addresses().chain(&args.qmp))?;
