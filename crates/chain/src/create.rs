@@ -6,6 +6,7 @@ use crate::open::open_chain;
 use isobath_image::encryption::{Secrets, keys_on_thread};
 use isobath_image::layer::ImageFormat;
 use isobath_image::name::{backing_format, name_in_header};
+use isobath_image::open::DATA_FILE;
 use isobath_image::options::{OpenOptions, Trust, setters};
 use isobath_image::{DiskError, Result, invariant};
 use isobath_luks::{CreateOptions, Secret, system_random};
@@ -748,17 +749,20 @@ async fn write_qcow2<H: Host>(
     contents: Contents<'_>,
 ) -> Result<()> {
     let Contents { plan, index, keys } = contents;
-    if let Some(data) = &new.data_file {
-        check_new_data_file(created.host, name, data)?;
-    }
+    let data_file = match &new.data_file {
+        Some(data) => {
+            // What the header names is what is created.
+            let plain = name_in_header(created.host, name, DATA_FILE, data, &Trust::Full)?;
+            check_new_data_file(created.host, name, &plain)?;
+            Some(created.host.resolve(name, &plain))
+        }
+        None => None,
+    };
     let file = created.file(name).await?;
     let first = created.files.first().map(|kept| kept.file.id());
     invariant(first == Some(file.id()), name, "the first file of a new image is its own")?;
-    let data = match (&new.data_file, plan.data_file_length()) {
-        (Some(data), Some(length)) => {
-            let path = created.host.resolve(name, data);
-            Some((created.file(&path).await?, length))
-        }
+    let data = match (data_file, plan.data_file_length()) {
+        (Some(path), Some(length)) => Some((created.file(&path).await?, length)),
         _ => None,
     };
     if let Some((data, length)) = &data {

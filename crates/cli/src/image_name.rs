@@ -15,7 +15,7 @@ use crate::trust::Trusting;
 use crate::{cores, nbd_options, options, size};
 use isobath_disk::encryption::{FoundSecret, Secret, Secrets};
 use isobath_disk::{
-    BackingFile, Below, Disk, DiskError, ImageFormat, InfoOptions, Layer, OpenOptions, Trust,
+    BackingFile, Below, Disk, DiskError, ImageFormat, InfoOptions, Layer, OpenOptions, Trust, info,
 };
 use isobath_qcow2::{FormatError, FormatErrorKind};
 use isobath_qmp::schema::{check, from_text};
@@ -23,7 +23,7 @@ use isobath_qmp::secret::{Description, Source};
 use isobath_qmp::tables::SCHEMA;
 use isobath_remote::Address;
 use isobath_storage::window::Part;
-use isobath_storage::{Locking, Operation, Storage, StorageError};
+use isobath_storage::{Host, Locking, OpenMode, Operation, Storage, StorageError};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -861,6 +861,25 @@ impl Image {
             }
             Err(error) => Err(self.failed(&error)),
         }
+    }
+
+    /// Checks the external data file that its options name, for a command that reads nothing of it.
+    ///
+    /// # Errors
+    /// If it cannot be opened, or the image has none.
+    pub(crate) async fn check_data_file(&self, locking: Locking) -> Result<(), Failure> {
+        let Some(file) = &self.data_file else { return Ok(()) };
+        let look = self.look(locking);
+        let look = InfoOptions { backing_files: vec![Below::Nothing], ..look };
+        // What is wrong with the image itself, the command says.
+        let Ok(info) = info(images(), &self.path, &look).await else { return Ok(()) };
+        if info.qcow2.is_none_or(|qcow2| qcow2.data_file_raw.is_none()) {
+            let reason = "'data-file' can only be set for images with an external data file";
+            return Err(could_not_open(&self.shown, reason));
+        }
+        let mode = OpenMode { locking: look.locking, ..OpenMode::default() };
+        let opened = images().open(file, mode).await;
+        opened.map(drop).map_err(|error| self.failed(&DiskError::from(error)))
     }
 
     /// Checks the options that only an open image can be compared with.

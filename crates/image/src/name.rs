@@ -49,6 +49,7 @@ pub fn name_in_header<'a, H: Host>(
 /// for its user. A backing file may be a description of a file by its name, which QEMU takes relative to
 /// the directory that the program runs in: a relative one must mean the same in the image's directory.
 pub fn plain_file_name<'a>(image: &Path, field: &str, name: &'a str) -> Result<Cow<'a, str>> {
+    let is_backing = field.ends_with(BACKING_FILE);
     let refuse = |why: &str| {
         Err(DiskError::Refused {
             image: image.to_owned(),
@@ -60,8 +61,8 @@ pub fn plain_file_name<'a>(image: &Path, field: &str, name: &'a str) -> Result<C
     }
     if let Some(described) = Description::of(name) {
         const WAY_OUT: &str = "give the image a plain file name with 'qemu-img rebase -u'";
-        if !field.ends_with(BACKING_FILE) {
-            return refuse(&format!("'json:' descriptions are not supported there; {WAY_OUT}"));
+        if !is_backing {
+            return refuse("'json:' descriptions are not supported there; give a plain file name");
         }
         let described = match described {
             Ok(described) => described,
@@ -87,10 +88,13 @@ pub fn plain_file_name<'a>(image: &Path, field: &str, name: &'a str) -> Result<C
     }
     let plain = name.strip_prefix("file:").unwrap_or(name);
     match protocol_of(plain) {
-        Some(_) => refuse(
-            "only files and block devices are supported, not protocols; for a file with a colon in \
-             its name, rebase to './NAME'",
-        ),
+        Some(_) => {
+            let way_out = if is_backing { "rebase to './NAME'" } else { "give './NAME'" };
+            refuse(&format!(
+                "only files and block devices are supported, not protocols; for a file with a colon in its name, \
+                 {way_out}"
+            ))
+        }
         None if plain.is_empty() => refuse("the name is empty"),
         None => Ok(Cow::Borrowed(plain)),
     }

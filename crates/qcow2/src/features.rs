@@ -183,16 +183,16 @@ impl FeatureNameTable {
         self.entries.iter().find(|entry| entry.kind == kind && entry.bit == bit)
     }
 
-    /// The incompatible features set in `bits`, as QEMU lists them: names from this table, and the bits that it has no
-    /// name for as a hexadecimal number.
+    /// The incompatible features set in `bits`, as QEMU lists them: names from this table, in its order and up to the
+    /// first entry without one, and the bits that it has no name for as a hexadecimal number.
     pub fn describe_incompatible(&self, bits: u64) -> String {
         let mut unnamed = bits;
         let mut names = Vec::new();
-        for bit in (0..64u8).filter(|bit| bits >> bit & 1 != 0) {
-            let name = self.find(FeatureKind::Incompatible, bit).map(FeatureName::text);
-            if let Some(name) = name.filter(|name| !name.is_empty()) {
-                names.push(name);
-                unnamed &= !(1 << bit);
+        for entry in self.entries.iter().take_while(|entry| entry.name[0] != 0) {
+            let bit = 1u64.checked_shl(entry.bit.into()).unwrap_or(0);
+            if entry.kind == FeatureKind::Incompatible && unnamed & bit != 0 {
+                names.push(entry.text());
+                unnamed &= !bit;
             }
         }
         if unnamed != 0 {
@@ -250,6 +250,24 @@ mod tests {
             "fast?[2Jer, Unknown incompatible feature: 8000000000000000"
         );
         assert_eq!(table.describe_incompatible(3 << 10), "Unknown incompatible feature: c00");
+    }
+
+    #[test]
+    fn bits_are_named_in_the_order_of_the_table_up_to_an_entry_without_a_name() {
+        let entry = |bit, text| FeatureName::new(FeatureKind::Incompatible, bit, text);
+        let entries = vec![
+            entry(11, "second"),
+            FeatureName::new(FeatureKind::Compatible, 10, "compatible"),
+            entry(10, "first"),
+            entry(10, "again"),
+            entry(64, "beyond"),
+            entry(12, ""),
+            entry(12, "behind the end"),
+        ];
+        assert_eq!(
+            FeatureNameTable { entries }.describe_incompatible(7 << 10),
+            "second, first, Unknown incompatible feature: 1000"
+        );
     }
 
     #[test]

@@ -65,6 +65,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let OpenOptions { locking, direct, format, .. } = options;
     let options = CheckOptions { repair, locking, direct, format };
     let human = args.output == OutputFormat::Human;
+    runtime::block_on(async || image.check_data_file(locking).await)?;
     let _kept = match repair {
         Repair::None => None,
         _ => runtime::block_on(async || kept(&image).await)?,

@@ -68,7 +68,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let index_left = runtime::block_on(async || make(args, &names, &new).await)?;
     if !args.quiet {
         let what = if names.len() == 1 { "overlay" } else { "overlays" };
-        writeln!(out, "Created {} {what} of '{}'.", names.len(), shown(&args.base))?;
+        let told = writeln!(out, "Created {} {what} of '{}'.", names.len(), shown(&args.base));
+        told.and_then(|()| out.flush())
+            .map_err(|error| Failure::from(error).context("all overlays were made, and stay"))?;
         if index_left {
             messages::note_index_left(&names[0]);
         }

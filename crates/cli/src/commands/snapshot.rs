@@ -52,6 +52,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if changes.iter().all(|change| change.is_none()) {
         args.naming.instead.check_no_data("snapshot -l")?;
         let locking = options::locking(args.force_share);
+        runtime::block_on(async || image.check_data_file(locking).await)?;
         for image in info::read(&image, locking, false)? {
             info::snapshot_list(out, &image.snapshots)?;
         }

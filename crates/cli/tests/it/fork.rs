@@ -198,15 +198,35 @@ fn names_of_forks_have_one_place_for_their_number() {
 }
 
 #[test]
+fn forks_that_cannot_be_told_of_are_all_there() {
+    let directory = tempfile::tempdir().unwrap();
+    chain(directory.path());
+    let base = directory.path().join("base");
+    let mut shell = Command::new("sh");
+    let script = "exec \"$0\" fork top a b >/dev/full";
+    let done = run(shell.current_dir(&base).args(["-c", script, ISOBATH])).exits(1);
+    assert!(done.stderr.contains("all overlays were made, and stay: "), "{}", done.report());
+    assert!(done.stderr.contains("No space left on device"), "{}", done.report());
+    for name in ["a", "b"] {
+        let _ = qemu_img(&base, args!["check", name]).ok();
+    }
+}
+
+#[test]
 fn a_disk_that_is_written_is_no_base() {
     let directory = tempfile::tempdir().unwrap();
     chain(directory.path());
     let base = directory.path().join("base");
     for written in ["top", "low"] {
         let served = Served::start(&[base.join(written)], &[]);
-        let refused = isobath(&base, args!["fork", "top", "a", "b"]).exits(1);
-        assert!(refused.stderr.contains("lock"), "{}", refused.report());
-        assert!(!base.join("a").exists() && !base.join("b").exists());
+        for more in [&[][..], &["--no-index"]] {
+            let mut arguments = args!["fork"];
+            arguments.extend(more.iter().map(Into::into));
+            arguments.extend(args!["top", "a", "b"]);
+            let refused = isobath(&base, arguments).exits(1);
+            assert!(refused.stderr.contains("lock"), "{}", refused.report());
+            assert!(!base.join("a").exists() && !base.join("b").exists());
+        }
         let _ = served.stop();
     }
     let _ = isobath(&base, args!["fork", "top", "a", "b"]).ok();

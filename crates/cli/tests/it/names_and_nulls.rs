@@ -69,6 +69,45 @@ fn a_disk_without_contents_is_described_as_by_qemu() {
 }
 
 #[test]
+fn no_data_file_is_created_that_the_image_could_not_open() {
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let names = || {
+        let mut names: Vec<_> =
+            fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    for name in [
+        "null-co:x",
+        "null-co://",
+        "null-aio:x",
+        "foo:x",
+        "blkdebug::x",
+        r#"json:{"driver":"file"}"#,
+        "host_device:x",
+    ] {
+        let option = format!("data_file={name}");
+        let create = args!["create", "-f", "qcow2", "-o", option, "image", "1M"];
+        let (ours, theirs) = both(directory, &create);
+        let (ours, _) = (ours.exits(1), theirs.exits(1));
+        assert!(ours.stderr.contains("data file"), "{}", ours.report());
+        assert_eq!(names().len(), 0, "{name}: {:?}", names());
+    }
+    for (option, file) in [("data_file=file:data", "data"), ("data_file=./a:b", "a:b")] {
+        let create = args!["create", "-q", "-f", "qcow2", "-o", option, "image", "1M"];
+        let _ = isobath(directory, create).ok();
+        assert_eq!(names(), [OsString::from(file), "image".into()]);
+        assert_eq!(fs::metadata(directory.join(file)).unwrap().len(), 1 << 20);
+        let _ = isobath(directory, args!["io", "-c", "write -P 5 0 64k", "image"]).ok();
+        let done = isobath(directory, args!["io", "-c", "read -P 5 0 64k", "image"]).ok();
+        assert!(!done.text().contains("failed"), "{}", done.report());
+        fs::remove_file(directory.join(file)).unwrap();
+        fs::remove_file(directory.join("image")).unwrap();
+    }
+}
+
+#[test]
 fn a_disk_without_contents_is_measured_as_by_qemu() {
     let directory = tempfile::tempdir().unwrap();
     for image in [

@@ -1,9 +1,10 @@
 //! Files that options name: parts of files, and those below an image in place of the ones that its header names.
 
-use crate::programs::isobath;
+use crate::programs::{isobath, qemu_img};
 use isobath_testkit::args;
 use isobath_testkit::process::Finished;
 use isobath_testkit::qemu;
+use std::ffi::OsString;
 use std::fs;
 use std::path::Path;
 
@@ -129,4 +130,30 @@ fn an_image_writes_to_the_data_file_that_options_name() {
     assert!(fs::read(directory.join("data")).unwrap().iter().all(|byte| *byte == 0));
     assert!(fs::read(directory.join("moved")).unwrap()[..64 << 10].iter().all(|byte| *byte == 8));
     let _ = io(directory, &["-s", "--image-opts", moved], &["read 0 512"]).exits(1);
+}
+
+#[test]
+fn commands_that_read_no_data_check_the_data_file_that_options_name() {
+    let directory = directory();
+    let directory = directory.path();
+    let create = args!["create", "-q", "-f", "qcow2", "-o", "data_file=data", "apart", "1M"];
+    let _ = qemu_img(directory, create).ok();
+    let _ = qemu_img(directory, args!["create", "-q", "-f", "qcow2", "own", "1M"]).ok();
+    fs::rename(directory.join("data"), directory.join("moved")).unwrap();
+    for image in ["apart", "own"] {
+        let files: &[_] = if image == "own" { &["moved"] } else { &["moved", "gone"] };
+        for file in files {
+            let options = format!("driver=qcow2,file.filename={image},data-file.filename={file}");
+            for command in
+                [&["info"][..], &["info", "--backing-chain"], &["check"], &["snapshot", "-l"]]
+            {
+                let mut arguments: Vec<OsString> = command.iter().map(Into::into).collect();
+                arguments.extend(args!["--image-opts", &options]);
+                let ours = isobath(directory, arguments.clone());
+                let theirs = qemu_img(directory, arguments);
+                assert_eq!(ours.code(), theirs.code(), "{}{}", ours.report(), theirs.report());
+                assert_eq!(ours.stderr, theirs.stderr.replace("qemu-img:", "isobath:"));
+            }
+        }
+    }
 }

@@ -348,6 +348,23 @@ fn of_repeated_extensions_the_last_counts() {
             done.report()
         );
     }
+    // A table is read in its order, and ends at an entry without a name.
+    let entry = |(bit, name): (u8, &str)| {
+        let mut entry = vec![0, bit];
+        entry.extend(name.as_bytes());
+        entry.resize(48, 0);
+        entry
+    };
+    let entries = [(51, "second"), (50, "first"), (52, ""), (52, "behind the end")].map(entry);
+    qemu::create(&image, "qcow2", MIB, "");
+    with_extensions(&image, &[(FEATURE_NAMES, entries.concat())], "");
+    let file = fs::File::options().write(true).open(&image).unwrap();
+    file.write_all_at(&(7_u64 << 50).to_be_bytes(), 72).unwrap();
+    for done in [isobath(args!["info", &image]), qemu::img(args!["info", &image])] {
+        let done = done.exits(1);
+        let named = "second, first, Unknown incompatible feature: 10000000000000";
+        assert!(done.stderr.contains(named), "{}", done.report());
+    }
 }
 
 #[test]

@@ -2,11 +2,13 @@
 
 use super::arguments::{Arguments, flag, integer, optional_text, text};
 use super::image::format_of;
+use super::names::duplicate;
 use super::{Drive, FileNode, Monitor, Result};
 use crate::error::QmpError;
-use isobath_disk::{LiveDisk, NewSize, Preallocation};
-use isobath_storage::{Host, Locking};
+use isobath_disk::{BackingFile, Below, ImageFormat, LiveDisk, NewSize, Preallocation};
+use isobath_storage::{Host, Locking, StorageExt};
 use serde_json::Value;
+use std::collections::HashSet;
 use std::path::PathBuf;
 use std::rc::Rc;
 
@@ -19,6 +21,16 @@ struct Protocol {
     node: Option<String>,
 }
 
+/// What a node's options put below it, from the top down.
+#[derive(Default)]
+struct Described {
+    files: Vec<Below>,
+    /// The names of those that are described, if they have any.
+    names: Vec<Option<String>>,
+    /// The names of the nodes, added before, that they take.
+    nodes: Vec<String>,
+}
+
 impl<H: Host + Clone> Monitor<H> {
     pub(super) async fn blockdev_add(&self, arguments: Arguments) -> Result<()> {
         self.prune_names();
@@ -27,10 +39,7 @@ impl<H: Host + Clone> Monitor<H> {
         };
         let name = name.to_owned();
         self.check_new_name(&name)?;
-        let detect = optional_text(&arguments, "detect-zeroes").unwrap_or("off");
-        if detect != "off" {
-            return Err(QmpError::new(format_args!("detect-zeroes '{detect}' is not supported")));
-        }
+        check_detect_zeroes(&arguments)?;
         if text(&arguments, "driver") == "throttle" {
             return self.add_filter(&name, &arguments).await;
         }
@@ -44,15 +53,18 @@ impl<H: Host + Clone> Monitor<H> {
             return Ok(());
         };
         let protocol = self.protocol(arguments.get("file"))?;
-        let backing = match arguments.get("backing") {
-            None => true,
-            Some(Value::Null) => false,
-            Some(_) => {
-                return Err(QmpError::new(
-                    "'backing' must be null, or omitted to open the chain that the image names",
-                ));
+        let mut below = Described::default();
+        let alone = arguments.get("backing") == Some(&Value::Null);
+        if !alone {
+            self.describe_below(&arguments, &mut below)?;
+        }
+        let mut names = HashSet::from([name.as_str()]);
+        for inner in below.names.iter().flatten() {
+            self.check_new_name(inner)?;
+            if !names.insert(inner) {
+                return Err(duplicate(inner));
             }
-        };
+        }
         let said = |key: &str| flag(&arguments, key).or_else(|| flag(&protocol.options, key));
         let cache = |options: &Arguments| {
             let cache = options.get("cache").and_then(Value::as_object);
@@ -71,21 +83,71 @@ impl<H: Host + Clone> Monitor<H> {
                 usual.locking
             })
             .format(format)
-            .backing(backing)
+            .backing(!alone)
+            .backing_files(below.files)
             .secrets(self.secrets_for(&arguments)?);
         // A file that its header names may be an export of a server that never answers.
         let opening = LiveDisk::open(self.host.clone(), &protocol.path, &options);
         let opening = async { opening.await.map_err(QmpError::new) };
-        let drive = Drive::added(self.unless_ending(opening).await?);
+        let drive = Rc::new(Drive::added(self.unless_ending(opening).await?));
         if let Some(file) = drive.root() {
             self.names.borrow_mut().give(file, &name);
         }
-        if let Some(node) = protocol.node {
-            self.files.borrow_mut().retain(|file| file.name != node);
+        for (layer, name) in drive.layers().iter().skip(1).zip(below.names) {
+            if let Some(name) = name {
+                self.names.borrow_mut().give_below(&drive, layer.storage().id(), name);
+            }
         }
+        below.nodes.extend(protocol.node);
+        self.files.borrow_mut().retain(|file| !below.nodes.contains(&file.name));
         self.attend(&drive);
-        self.drives.borrow_mut().push(Rc::new(drive));
+        self.drives.borrow_mut().push(drive);
         Ok(())
+    }
+
+    /// Adds what a node's `backing` describes, and what is below that.
+    fn describe_below(&self, node: &Arguments, below: &mut Described) -> Result<()> {
+        let options = match node.get("backing") {
+            None => return Ok(()),
+            Some(Value::Null) => {
+                below.files.push(Below::Nothing);
+                return Ok(());
+            }
+            Some(Value::Object(options)) => options,
+            Some(reference) => {
+                let name = reference.as_str().unwrap_or_default();
+                let _ = self.look_up(name, name)?;
+                return Err(QmpError::new(
+                    "'backing' must describe a node, or be null, or omitted to open the chain that \
+                     the image names",
+                ));
+            }
+        };
+        // It is opened as the node above it, with the secrets that the images themselves name.
+        for option in ["cache", "force-share", "encrypt", "key-secret"] {
+            if options.contains_key(option) {
+                return Err(QmpError::new(format_args!(
+                    "'{option}' is not supported in 'backing'"
+                )));
+            }
+        }
+        check_detect_zeroes(options)?;
+        let driver = text(options, "driver");
+        if driver == "throttle" {
+            return Err(QmpError::new("driver 'throttle' is not supported in 'backing'"));
+        }
+        let (name, format) = match format_of(driver) {
+            Some(format) => {
+                let protocol = self.protocol(options.get("file"))?;
+                below.nodes.extend(protocol.node);
+                (protocol.path, format)
+            }
+            None => (self.path_of_file(text(options, "filename")), ImageFormat::Raw),
+        };
+        let file = BackingFile { name, format: Some(format) };
+        below.files.push(Below::Given(file));
+        below.names.push(optional_text(options, "node-name").map(str::to_owned));
+        self.describe_below(options, below)
     }
 
     /// The path that the driver `file` opens for this name, even if the name looks like another protocol's.
@@ -195,10 +257,17 @@ impl<H: Host + Clone> Monitor<H> {
         disk.resize(new, Preallocation::Off, shrink).await.map_err(QmpError::new)
     }
 
-    /// Forgets the names of files that are no longer part of any disk, since other files may reuse their IDs.
+    /// Forgets the names of files that are no longer part of their disks, since other files may reuse their IDs.
     pub(super) fn prune_names(&self) {
-        let drives = self.drives();
-        let files = drives.iter().flat_map(|drive| drive.files());
-        self.names.borrow_mut().keep(&files.collect());
+        self.names.borrow_mut().keep(&self.drives());
+    }
+}
+
+fn check_detect_zeroes(node: &Arguments) -> Result<()> {
+    match optional_text(node, "detect-zeroes") {
+        None | Some("off") => Ok(()),
+        Some(detect) => {
+            Err(QmpError::new(format_args!("detect-zeroes '{detect}' is not supported")))
+        }
     }
 }

@@ -531,6 +531,7 @@ impl<H: Host + Clone> Monitor<H> {
         {
             // The disk switched to the target's image, which is no longer a separate node.
             target.take();
+            self.names.borrow_mut().hand_over(target, drive);
             self.drives.borrow_mut().retain(|drive| !Rc::ptr_eq(drive, target));
         }
     }

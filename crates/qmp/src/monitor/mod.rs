@@ -85,7 +85,7 @@ pub struct Monitor<H: Host> {
     drives: RefCell<Vec<Rc<Drive<H>>>>,
     /// Nodes of the driver `file` that were added and that no image uses yet.
     files: RefCell<Vec<FileNode>>,
-    names: RefCell<Names>,
+    names: RefCell<Names<H>>,
     /// Secrets by their IDs.
     secrets: RefCell<BTreeMap<String, Arc<Secret>>>,
     throttle_groups: Groups,

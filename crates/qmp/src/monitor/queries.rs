@@ -56,7 +56,7 @@ impl<H: Host + Clone> Monitor<H> {
         let Some(layer) = layers.get(depth) else { return Value::Null };
         let mut info = device_info(Node {
             host: &self.host,
-            name: self.node_name(layer),
+            name: self.node_name(drive, layer),
             layers: &layers,
             depth,
             read_only: depth > 0 || drive.is_read_only(),
@@ -92,7 +92,8 @@ impl<H: Host + Clone> Monitor<H> {
         let mut whole = Value::Null;
         for (depth, layer) in drive.layers().iter().enumerate().take(most).rev() {
             let io = (depth == 0).then(|| drive.disk().io_stats());
-            let name = if depth == 0 { self.root_name(drive) } else { self.node_name(layer) };
+            let name =
+                if depth == 0 { self.root_name(drive) } else { self.node_name(drive, layer) };
             let mut stats = json!({
                 "node-name": name,
                 "stats": counts(io.as_ref(), layer.highest_guest_write()),

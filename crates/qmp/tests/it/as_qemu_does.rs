@@ -7,6 +7,7 @@ use isobath_qmp::tables::{PACING, SCHEMA};
 use isobath_testkit::process::{PATIENCE, Ready, Server};
 use isobath_testkit::{args, qemu};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
@@ -227,6 +228,70 @@ fn replies_have_the_shape_of_qemus() {
     };
     assert_eq!(image(&nodes[0]), image(&nodes[1]));
     both.ok("block-job-cancel", &json!({"device": "j"}));
+}
+
+#[test]
+fn a_node_is_above_the_images_that_its_options_describe_as_in_qemu() {
+    let mut both = Both::start();
+    for directory in &both.directories {
+        let base = directory.path().join("base");
+        qemu::create_overlay(&directory.path().join("over"), &base, "qcow2", "");
+    }
+    let file = |name: &str| json!({"driver": "file", "filename": format!("DIR/{name}")});
+    let over = |backing: Value| json!({"driver": "qcow2", "node-name": "d1", "file": file("over"), "backing": backing});
+    let base = json!({"driver": "qcow2", "node-name": "b2", "file": file("base"), "backing": null});
+    let mid = |name: &str, below: Value| json!({"driver": "qcow2", "node-name": name, "file": file("mid"), "backing": below});
+    for refused in [
+        json!("zz"),
+        mid("d1", base.clone()),
+        mid("b2", base.clone()),
+        mid("d0", base.clone()),
+        mid("1b", base.clone()),
+        json!({"driver": "qcow2", "file": "zz"}),
+        json!({"driver": "qcow2", "file": file("missing")}),
+        json!({"driver": "qcow2"}),
+    ] {
+        let [qemu, ours] = both.ask("blockdev-add", &over(refused.clone()));
+        assert_eq!(ours["class"], qemu["class"], "{refused}: {ours} {qemu}");
+        // QEMU says before that it is about a backing file, and of a wrong `file` something else.
+        if refused["file"] != "zz" && refused["file"] != file("missing") {
+            let (ours, qemu) = (ours["desc"].as_str().unwrap(), qemu["desc"].as_str().unwrap());
+            assert!(qemu.ends_with(ours), "{refused}: {ours}: {qemu}");
+        }
+    }
+    // Those of the other disk, which has the same files, keep their names.
+    let names = |nodes: &Value| -> BTreeSet<String> {
+        let names = nodes.as_array().unwrap().iter().map(|node| node["node-name"].as_str());
+        names.map(|name| name.unwrap().to_owned()).collect()
+    };
+    let before = both.ask("query-named-block-nodes", &json!({})).each_ref().map(names);
+    both.ok("blockdev-add", &over(mid("b1", base)));
+    let after = both.ask("query-named-block-nodes", &json!({})).each_ref().map(names);
+    for (before, after) in before.iter().zip(&after) {
+        assert!(before.is_subset(after), "{before:?} {after:?}");
+    }
+    let described = |nodes: &Value| -> Vec<Value> {
+        ["d1", "b1", "b2"]
+            .map(|name| {
+                let mut nodes = nodes.as_array().unwrap().iter();
+                let node = nodes.find(|node| node["node-name"] == name).unwrap();
+                json!([name, node["drv"], node["ro"], node["backing_file_depth"]])
+            })
+            .into()
+    };
+    let [qemu, ours] = both.ask("query-named-block-nodes", &json!({}));
+    assert_eq!(described(&ours), described(&qemu));
+    both.ok("blockdev-del", &json!({"node-name": "d1"}));
+    // What was described is what is read, and is found by its names: the range of `mid` is copied up.
+    let base = json!({"driver": "qcow2", "node-name": "b2", "file": file("base")});
+    both.ok("blockdev-add", &over(mid("b1", base)));
+    both.ok("block-stream", &json!({"device": "d1", "base-node": "b2", "job-id": "s"}));
+    let _ = both.events_to("JOB_STATUS_CHANGE", &json!({"id": "s", "status": "null"}));
+    both.ok("blockdev-del", &json!({"node-name": "d1"}));
+    for directory in &both.directories {
+        let over = directory.path().join("over");
+        let _ = qemu::io(&over, "qcow2", &["read -P 1 0 1M", "read -P 2 1M 1M"]).ok();
+    }
 }
 
 #[test]
