@@ -1,8 +1,8 @@
 //! Chains whose order something else gives than the names in their headers: the command line, or an index of backups.
 //!
-//! OADP's data mover for virtual machines keeps a full backup of each disk and increments as qcow2 files, in a directory for each
-//! checkpoint, beside an `index.json` that has the checkpoints of a virtual machine and the parent of each. The files
-//! name no backing files, or ones that do not exist where they are restored.
+//! OADP's data mover for virtual machines keeps a full backup of each disk and increments as qcow2 files, in a
+//! directory for each checkpoint, beside an `index.json` that has the checkpoints of a virtual machine and the parent
+//! of each. The files name no backing files, or ones that do not exist where they are restored.
 
 use isobath_disk::{BackingFile, Below, ImageFormat, Layer};
 use isobath_qcow2::text::Shown;
@@ -78,7 +78,8 @@ pub(crate) fn check<'l, S: Storage + 'l>(
     for (above, below) in layers.iter().zip(layers.iter().skip(1)) {
         if above.size() < below.size() {
             return Err(format!(
-                "'{}' has {} bytes, but the layer below it, '{}', has {}: they are in another order, or not of one disk",
+                "'{}' has {} bytes, but the layer below it, '{}', has {}: they are in another order, or not of one \
+                 disk",
                 shown(above.name()),
                 above.size(),
                 shown(below.name()),

@@ -15,7 +15,7 @@ const LONGEST: usize = 31;
 
 /// Names given to files' nodes.
 pub(super) struct Names<H: Host> {
-    names: HashMap<FileId, String>,
+    of_files: HashMap<FileId, String>,
     /// The names of images that options put below a disk. Other disks may have the same files, as other nodes.
     below: Vec<NameBelow<H>>,
     next: u32,
@@ -36,7 +36,7 @@ impl<H: Host> NameBelow<H> {
 
 impl<H: Host> Default for Names<H> {
     fn default() -> Self {
-        Self { names: HashMap::new(), below: Vec::new(), next: 0 }
+        Self { of_files: HashMap::new(), below: Vec::new(), next: 0 }
     }
 }
 
@@ -47,7 +47,7 @@ impl<H: Host> Names<H> {
             return own.name.clone();
         }
         let next = &mut self.next;
-        let name = self.names.entry(file).or_insert_with(|| {
+        let name = self.of_files.entry(file).or_insert_with(|| {
             *next += 1;
             format!("#block{next:03}")
         });
@@ -56,7 +56,7 @@ impl<H: Host> Names<H> {
 
     /// Names a file's node, in all disks but those in which it has another name of its own.
     pub(super) fn give(&mut self, file: FileId, name: &str) {
-        self.names.insert(file, name.to_owned());
+        self.of_files.insert(file, name.to_owned());
     }
 
     /// Names an image below a disk, in this disk alone.
@@ -74,7 +74,7 @@ impl<H: Host> Names<H> {
     /// Forgets the names of all files but those of these disks.
     pub(super) fn keep(&mut self, drives: &[Rc<Drive<H>>]) {
         let files: HashSet<FileId> = drives.iter().flat_map(|drive| drive.files()).collect();
-        self.names.retain(|file, _| files.contains(file));
+        self.of_files.retain(|file, _| files.contains(file));
         self.below.retain(|named| {
             let drive = drives.iter().find(|drive| named.is_of(drive));
             drive.is_some_and(|drive| drive.files().contains(&named.file))
@@ -88,7 +88,7 @@ impl<H: Host> Names<H> {
     fn is_named(&self, name: &str, drive: &Drive<H>, file: FileId) -> bool {
         match self.own(drive, file) {
             Some(own) => own.name == name,
-            None => self.names.get(&file).is_some_and(|known| known == name),
+            None => self.of_files.get(&file).is_some_and(|known| known == name),
         }
     }
 }

@@ -240,7 +240,10 @@ fn a_node_is_above_the_images_that_its_options_describe_as_in_qemu() {
     let file = |name: &str| json!({"driver": "file", "filename": format!("DIR/{name}")});
     let over = |backing: Value| json!({"driver": "qcow2", "node-name": "d1", "file": file("over"), "backing": backing});
     let base = json!({"driver": "qcow2", "node-name": "b2", "file": file("base"), "backing": null});
-    let mid = |name: &str, below: Value| json!({"driver": "qcow2", "node-name": name, "file": file("mid"), "backing": below});
+    let mid = |name: &str, below: Value| {
+        let file = file("mid");
+        json!({"driver": "qcow2", "node-name": name, "file": file, "backing": below})
+    };
     for refused in [
         json!("zz"),
         mid("d1", base.clone()),

@@ -58,6 +58,9 @@ const IMAGES: &[(&str, &str, &[&str])] = &[
             "create -f raw disk.raw 16M",
             "create -f raw moved.raw 1M",
             "create -f qcow2 -u -b base.raw -F raw top.qcow2 1M",
+            "create -f qcow2 full.qcow2 1M",
+            "create -f qcow2 monday.qcow2 1M",
+            "create -f qcow2 tuesday.qcow2 2M",
         ],
     ),
     (
@@ -106,7 +109,7 @@ const LAYERS: &[&str] = &[
 const SERVERS: [&str; 3] = ["serve", "qemu-nbd", "qemu-storage-daemon"];
 
 /// Commands that are not run, by a word of theirs, and why.
-const NOT_RUN: [(&str, &str); 16] = [
+const NOT_RUN: [(&str, &str); 17] = [
     ("ctl", "needs a server"),
     ("--tls-creds", "needs certificates; `tls` tests it"),
     ("driver=nbd,host=disks.example.org,port=10809,export=vm,tls-creds=tls0", "needs a server"),
@@ -118,6 +121,7 @@ const NOT_RUN: [(&str, &str); 16] = [
     ("/run/isobath/qmp", "needs a server"),
     ("generate", "writes gigabytes"),
     ("chain/layer-00999.qcow2", "needs the gigabytes"),
+    ("--checkpoint", "needs backups; `layers_given` tests it"),
     ("push", "needs a store; `stores` tests it"),
     ("pull", "needs a store; `stores` tests it"),
     ("remote", "needs a store; `stores` tests it"),
