@@ -10,6 +10,7 @@ use isobath_storage::{
 use isobath_storage_file::{FileHost, FileStorage};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// The device of all layers in stores: the numbers of others are smaller.
@@ -24,6 +25,8 @@ pub struct RemoteFile {
     name: PathBuf,
     layer: Arc<RemoteLayer>,
     local: OnceLock<Local>,
+    /// Whether a failure of the cache's disk was told of.
+    has_warned: AtomicBool,
 }
 
 /// The layer's file in the cache.
@@ -58,7 +61,8 @@ fn blocks(offset: u64, length: usize) -> std::ops::Range<u64> {
 
 impl RemoteFile {
     pub(super) fn new(name: PathBuf, layer: &Arc<RemoteLayer>) -> Self {
-        Self { name, layer: Arc::clone(layer), local: OnceLock::new() }
+        let (layer, has_warned) = (Arc::clone(layer), AtomicBool::new(false));
+        Self { name, layer, local: OnceLock::new(), has_warned }
     }
 
     /// What identifies a layer.
@@ -142,8 +146,10 @@ impl RemoteFile {
                 }
                 match cached.look(block) {
                     Look::Verified(stamp) => {
-                        part = self.read_cached(file, cached, at, part).await?;
-                        if cached.still(block, stamp) {
+                        let read = self.read_cached(file, cached, at, part).await;
+                        let is_read = read.is_some();
+                        part = read.unwrap_or_else(|| IoBuf::zeroed(size));
+                        if is_read && cached.still(block, stamp) {
                             break part;
                         }
                     }
@@ -160,22 +166,25 @@ impl RemoteFile {
         Ok(done)
     }
 
-    /// Reads a part of a block from the layer's file in the cache.
-    ///
-    /// # Errors
-    /// The cache's disk fails. The next read of the block does not rely on it.
+    /// Reads a part of a block from the layer's file in the cache; `None` if the cache's disk fails. The block is then
+    /// checked again, or fetched, by whoever reads it next.
     async fn read_cached(
         &self,
         file: &FileStorage,
         cached: &CachedLayer,
         offset: u64,
         buf: IoBuf,
-    ) -> Result<IoBuf> {
-        let read = file.read_at(offset, buf).await;
-        if read.is_err() {
-            cached.doubt(offset / BLOCK);
+    ) -> Option<IoBuf> {
+        match file.read_at(offset, buf).await {
+            Ok(buf) => Some(buf),
+            Err(error) => {
+                if !self.has_warned.swap(true, Ordering::Relaxed) {
+                    tracing::warn!("{error}: what the cache's disk cannot read is fetched again");
+                }
+                cached.doubt(offset / BLOCK);
+                None
+            }
         }
-        read
     }
 
     fn refused<T>(&self, operation: Operation) -> Result<T> {
@@ -205,11 +214,12 @@ impl Storage for RemoteFile {
         let Some((Local { cached, file }, Look::Verified(stamp))) = look else {
             return Box::pin(self.read(offset, buf)).await;
         };
-        let buf = self.read_cached(file, cached, offset, buf).await?;
-        if cached.still(block, stamp) {
-            return Ok(buf);
+        let size = buf.len();
+        match self.read_cached(file, cached, offset, buf).await {
+            Some(buf) if cached.still(block, stamp) => Ok(buf),
+            Some(buf) => Box::pin(self.read(offset, buf)).await,
+            None => Box::pin(self.read(offset, IoBuf::zeroed(size))).await,
         }
-        Box::pin(self.read(offset, buf)).await
     }
 
     async fn write_vectored_at(&self, _: u64, _: Vec<IoBuf>) -> Result<Vec<IoBuf>> {

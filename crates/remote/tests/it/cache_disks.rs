@@ -112,14 +112,14 @@ fn forget(file: &File) {
 }
 
 /// A file system on a disk that can be full before its file system is.
-struct Failing {
+pub(crate) struct Failing {
     // Dropped before what is below.
     small: Small,
     below: Small,
 }
 
 impl Failing {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let below = Small::new("24m");
         let image = below.path().join("image");
         File::create(&image).unwrap().set_len(64 << 20).unwrap();
@@ -132,7 +132,7 @@ impl Failing {
         Self { small: Small::mounted(&["-o", "loop"], &image), below }
     }
 
-    fn path(&self) -> PathBuf {
+    pub(crate) fn path(&self) -> PathBuf {
         // The modes of a new file system's root are those of the system.
         self.small.path().join("cache")
     }
@@ -158,6 +158,16 @@ impl Failing {
         let offset = number as libc::off_t * 4096;
         // SAFETY: a system call without memory.
         assert_eq!(unsafe { libc::fallocate(file.as_raw_fd(), flags, offset, 4096) }, 0);
+    }
+
+    /// The disk ends before the page with these bytes, once the kernel has forgotten the file.
+    pub(crate) fn end_before(&self, page: &[u8], file: &Path) {
+        self.sync();
+        let path = self.below.path().join("image");
+        let image = fs::read(&path).unwrap();
+        let number = image.chunks(4096).position(|found| found == page).unwrap();
+        OpenOptions::new().write(true).open(path).unwrap().set_len(number as u64 * 4096).unwrap();
+        forget(&File::open(file).unwrap());
     }
 
     /// Nothing is refused any more.

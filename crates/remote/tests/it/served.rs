@@ -1,5 +1,7 @@
 //! Layers are read from their stores: what is read is what was pushed, and costs few requests.
 
+use crate::cache::files;
+use crate::cache_disks::Failing;
 use crate::chains::Chain;
 use crate::round_trips::send;
 use isobath_remote::cache::Cache;
@@ -179,13 +181,14 @@ impl Place {
         Self { chain, directory, store, address }
     }
 
-    fn cache(&self) -> Arc<Cache> {
-        Cache::open(&self.directory.path().join("cache"), LIMIT).unwrap()
+    fn open(&self, limit: Option<Duration>) -> Result<Opened> {
+        self.open_with(&self.directory.path().join("cache"), limit)
     }
 
-    fn open(&self, limit: Option<Duration>) -> Result<Opened> {
+    fn open_with(&self, cache: &Path, limit: Option<Duration>) -> Result<Opened> {
         let store = Box::new(self.store.clone());
-        let chain = served::Chain::open_in(store, &self.address, &self.cache(), limit)?;
+        let cache = Cache::open(cache, LIMIT).unwrap();
+        let chain = served::Chain::open_in(store, &self.address, &cache, limit)?;
         let host = RemoteHost::default();
         host.add(&chain);
         Ok(Opened { host, chain })
@@ -517,6 +520,26 @@ fn without_a_limit_reads_wait_until_the_store_answers() {
     assert!(read(&file, 0, 4096).unwrap() == place.local(0, 0, 4096));
     let requests = place.store.taken();
     assert_eq!(reads(&requests).len(), 4, "{requests:?}");
+}
+
+#[test]
+fn what_the_caches_disk_cannot_read_is_fetched_again() {
+    let (place, disk) = (Place::new(raw(8)), Failing::new());
+    let opened = place.open_with(&disk.path(), Some(Duration::from_mins(5))).unwrap();
+    let file = opened.file(0);
+    let at = 5 * BLOCK;
+    assert!(read(&file, at, 4096).unwrap() == place.local(0, at, 4096));
+    place.store.taken();
+    let data = &files(&disk.path().join("layers"), ".data")[0];
+    disk.end_before(&place.local(0, at, 4096), data);
+    let found = fs::File::open(data).unwrap().read_at(&mut [0; 512], at);
+    assert_eq!(found.unwrap_err().raw_os_error(), Some(libc::EIO));
+    assert!(read(&file, at + 512, 1024).unwrap() == place.local(0, at + 512, 1024));
+    let requests = place.store.taken();
+    assert_eq!(reads(&requests).len(), 1, "{requests:?}");
+    // Across two blocks, one of which was never here.
+    let at = 6 * BLOCK - 512;
+    assert!(read(&file, at, 1024).unwrap() == place.local(0, at, 1024));
 }
 
 #[test]
