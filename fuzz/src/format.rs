@@ -2,7 +2,7 @@
 
 use isobath_qcow2::compress::{compress, decompress};
 use isobath_qcow2::index::{
-    BlockHash, HeadsBlock, IndexExtension, LayerRecord, PAGE_UNITS, Page, Root, Segment,
+    BlockHash, HeadsBlock, IndexExtension, LayerRecord, PAGE_UNITS, Page, Root, Segment, WholeRoot,
 };
 use isobath_qcow2::{
     Bitmap, BitmapCluster, ClusterKind, CompressionType, Extension, Geometry, GuestOffset, Head,
@@ -217,8 +217,12 @@ pub fn index(data: &[u8]) {
     let unit_bits = 9 + u32::from(unit) % 13;
     match kind % 6 {
         0 => {
-            let Some(root) = Root::decode(bytes) else { return };
-            assert_eq!(Root::decode(&root.encode()), Some(root));
+            if let Some(root) = Root::decode(bytes) {
+                assert_eq!(Root::decode(&root.encode()), Some(root));
+            }
+            if let Some(whole) = WholeRoot::decode(bytes) {
+                assert_eq!(WholeRoot::decode(&whole.encode()), Some(whole));
+            }
         }
         1 => {
             let covers = u32::from(unit) * 64;

@@ -14,8 +14,15 @@ pub fn remote(input: &[u8]) {
     let Some((layers, rest)) = input.split_first() else { return };
     if let Ok(heads) = Heads::decode(rest, usize::from(*layers)) {
         let mut written = heads.encode();
-        // The reserved bytes are ignored.
-        written[12..16].copy_from_slice(&rest[12..16]);
-        assert_eq!(written, rest);
+        assert_eq!(
+            Heads::decode(&written, usize::from(*layers)).expect("they were just written"),
+            heads
+        );
+        // The first version is not written any more.
+        if rest[7] == written[7] {
+            // The reserved bytes are ignored.
+            written[20..24].copy_from_slice(&rest[20..24]);
+            assert_eq!(written, rest);
+        }
     }
 }

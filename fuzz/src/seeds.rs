@@ -5,7 +5,7 @@ use isobath_export::nbd::request::Request;
 use isobath_qcow2::embedded::{LEAD, Mapping, ZoneId, embed};
 use isobath_qcow2::index::{
     BlockHash, BlockPointer, HeadsBlock, LayerRecord, LayerStamp, Page, PageEntry, PageRecord,
-    RecordedFormat, Root, Segment,
+    RecordedFormat, Root, Segment, WholeRoot,
 };
 use isobath_qcow2::journal::{Operation, Record, Zone, Zones};
 use isobath_qcow2::{
@@ -86,12 +86,14 @@ fn valid(target: &str) -> Vec<Vec<u8>> {
                 )
             };
             let manifest = format!(
-                r#"{{"format":"isobath-chain","version":1,"size":512,"heads":{{"digest":"{digest}","length":16}},"layers":[{},{}]}}"#,
+                r#"{{"format":"isobath-chain","version":2,"size":512,"heads":{{"digest":"{digest}","length":16}},"index":{{"digest":"{digest}","length":9}},"layers":[{},{}]}}"#,
                 layer(""),
                 layer(r#""backing":"a","backing_format":"qcow2","#)
             );
-            let heads = b"\x02IHDS\0\0\0\x01\0\0\0\x02\0\0\0\0\0\0\0\x03\0\0\0\x08\0\0\0\0\0\0\0\x01QFI12345678x";
-            vec![manifest.into_bytes(), heads.to_vec()]
+            let first = b"\x02IHDS\0\0\0\x01\0\0\0\x02\0\0\0\0\0\0\0\x03\0\0\0\x08\0\0\0\0\0\0\0\x01QFI12345678x";
+            let words = [2_u32, 1, 3, 16, 0, 3, 8, 16].map(u32::to_be_bytes).concat();
+            let second = [b"\x01IHDS", &words[..], b"ALLchecksums of itQFI12345678checksums of it!"].concat();
+            vec![manifest.into_bytes(), first.to_vec(), second]
         }
         "tls_name" => vec![
             b"\x31\x0b\x30\x09\x06\x03\x55\x04\x06\x13\x02GB\x31\x0c\x30\x0a\x06\x03\x55\x04\x03\x0c\x03a,b"
@@ -145,12 +147,14 @@ fn indexes() -> Vec<(u8, Vec<u8>)> {
         tail: vec![record.clone(), record.clone(), record.clone()],
         segments: vec![Some(pointer)],
     };
+    let whole = WholeRoot { unit_bits: 16, layers: 3, size: 1 << 30, segments: vec![None] };
     let listed = PageRecord { page: Some(pointer), folded: 1, newer: vec![1, 2] };
     let segment = Segment { number: 0, pages: vec![listed, PageRecord::default()] };
     let data = (0..500).map(|n| PageEntry::Data { layer: n % 3, host: HostOffset::new(1 << 20) });
     let page = Page::new(0, 16, data).encode(16).expect("small offsets");
     vec![
         (0, root.encode()),
+        (0, whole.encode()),
         (1, segment.encode()),
         (2, page),
         (3, LayerRecord::encode_chapter(&vec![record; 7], Some(&block))),

@@ -60,7 +60,9 @@ impl<S: Storage> Chain<S> {
 
     /// As [`below`](Self::below), with the index of this chain, which describes no more layers.
     pub fn below_with_index(&self, count: usize) -> Option<Self> {
-        let index = self.index().filter(|index| index.root().position as usize <= count);
+        let index = self.index().filter(|index| {
+            index.root().map_or(index.covers(), |root| root.position as usize) <= count
+        });
         Some(Self { index: RwLock::new(index), ..self.below(count)? })
     }
 }
@@ -128,10 +130,22 @@ impl<S> Chain<S> {
     where
         S: Storage,
     {
-        if index.as_ref().is_some_and(|index| index.root().covers as usize > self.depth()) {
+        if index.as_ref().is_some_and(|index| index.covers() > self.depth()) {
             violated("an index describes layers of its chain");
         }
         *self.index.write() = index;
+    }
+
+    /// The index of another chain, if it is in a file of its own and describes only layers that this one has as well.
+    pub fn index_shared_with(&self, other: &Self) -> Option<Arc<ChainIndex<S>>>
+    where
+        S: Storage,
+    {
+        let index = other.index().filter(|index| index.root().is_none())?;
+        let id = |layer: &Arc<Layer<S>>| layer.storage().id();
+        let described = other.layers.get(..index.covers())?.iter().map(id);
+        let own = self.layers.get(..index.covers())?.iter().map(id);
+        described.eq(own).then_some(index)
     }
 
     /// The layers with their indexes, from the base up.

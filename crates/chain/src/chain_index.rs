@@ -1,14 +1,17 @@
 //! A direct-access index in use.
 
+use isobath_image::Result;
 use isobath_image::index_area::read_block;
 use isobath_image::layer::Layer;
 use isobath_image::violated;
 use isobath_qcow2::index::{
-    BlockPointer, MAX_BLOCK_BYTES, MAX_PAGE_BYTES, Page, PageRecord, Root, SEGMENT_PAGES, Segment,
+    BlockHash, BlockPointer, MAX_BLOCK_BYTES, MAX_PAGE_BYTES, PAGE_UNITS, Page, PageRecord, Root,
+    SEGMENT_PAGES, Segment, WholeRoot,
 };
 use isobath_storage::{IoBuf, Storage};
 use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -17,12 +20,23 @@ const CACHED_SEGMENTS: usize = 256;
 
 /// An index in use.
 pub struct ChainIndex<S> {
-    /// The layers from the base up to the one that holds it, which is the last. The chain that uses it may end below.
-    layers: Vec<Arc<Layer<S>>>,
-    root: Root,
+    held: Held<S>,
+    /// Layers that it describes, from the base.
+    covers: u32,
+    /// log2 of its unit in bytes.
+    unit_bits: u32,
     segments: Mutex<FxHashMap<u32, Arc<Segment>>>,
     /// A block was damaged, and that was logged.
     damaged: AtomicBool,
+}
+
+/// Where an index is.
+enum Held<S> {
+    /// In the files of these layers, from the base up to the one that holds the root, which is the last. The chain that
+    /// uses it may end below.
+    Within { layers: Vec<Arc<Layer<S>>>, root: Root },
+    /// In a file of its own.
+    Beside { file: S, root: WholeRoot },
 }
 
 /// The owners that an index gives for one page of the disk.
@@ -42,82 +56,152 @@ impl<S: Storage> ChainIndex<S> {
         if root.covers > root.position {
             violated("an index describes layers below the image that holds it");
         }
-        Self { layers, root, segments: Mutex::default(), damaged: AtomicBool::new(false) }
+        let (covers, unit_bits) = (root.covers, root.unit_bits);
+        Self::held(Held::Within { layers, root }, covers, unit_bits)
+    }
+
+    /// The index of a whole chain in a file of its own, which has this `root`.
+    pub fn beside(file: S, root: WholeRoot) -> Self {
+        let (covers, unit_bits) = (root.layers, root.unit_bits);
+        Self::held(Held::Beside { file, root }, covers, unit_bits)
+    }
+
+    fn held(held: Held<S>, covers: u32, unit_bits: u32) -> Self {
+        let damaged = AtomicBool::new(false);
+        Self { held, covers, unit_bits, segments: Mutex::default(), damaged }
     }
 
     /// Layers that it describes, from the base.
     pub fn covers(&self) -> usize {
-        self.root.covers as usize
+        self.covers as usize
     }
 
-    /// Its root.
-    pub fn root(&self) -> &Root {
-        &self.root
+    /// log2 of its unit in bytes.
+    pub fn unit_bits(&self) -> u32 {
+        self.unit_bits
     }
 
-    /// The image that holds it.
-    fn holder(&self) -> &Layer<S> {
-        &self.layers[self.root.position as usize]
+    /// log2 of the guest bytes that a page describes.
+    pub fn page_bits(&self) -> u32 {
+        self.unit_bits + PAGE_UNITS.trailing_zeros()
+    }
+
+    /// Its root, if it is in the files of its layers.
+    pub fn root(&self) -> Option<&Root> {
+        match &self.held {
+            Held::Within { root, .. } => Some(root),
+            Held::Beside { .. } => None,
+        }
     }
 
     /// The owners of the page that contains the guest byte at `guest`; `None` if its block is damaged, which is logged
     /// once.
-    pub async fn owners(&self, guest: u64) -> Option<Owners> {
-        let owners = self.read_owners(guest >> self.root.page_bits()).await;
+    ///
+    /// # Errors
+    /// The index is in a file of its own that cannot be read now.
+    pub async fn owners(&self, guest: u64) -> Result<Option<Owners>> {
+        let owners = self.read_owners(guest >> self.page_bits()).await?;
         if owners.is_none() && !self.damaged.swap(true, Ordering::Relaxed) {
-            tracing::warn!(
-                "the index of '{}' is damaged; the layers' own tables are used in place of the \
-                 damaged parts. 'isobath index' rewrites it",
-                isobath_storage::shown(self.holder().name())
-            );
+            match &self.held {
+                Held::Within { layers, root } => tracing::warn!(
+                    "the index of '{}' is damaged; the layers' own tables are used in place of the \
+                     damaged parts. 'isobath index' rewrites it",
+                    isobath_storage::shown(layers[root.position as usize].name())
+                ),
+                Held::Beside { file, .. } => tracing::warn!(
+                    "the index '{}' is damaged; the layers' own tables are used in place of the damaged parts",
+                    isobath_storage::shown(file.name())
+                ),
+            }
         }
-        owners
+        Ok(owners)
     }
 
-    async fn read_owners(&self, number: u64) -> Option<Owners> {
-        let record = self.record(number).await?;
+    async fn read_owners(&self, number: u64) -> Result<Option<Owners>> {
+        let Some(record) = self.record(number).await? else { return Ok(None) };
         let page = match &record.page {
-            Some(pointer) => Some(self.page(number, &record, pointer).await?),
+            Some(pointer) => match self.page(number, &record, pointer).await? {
+                None => return Ok(None),
+                page => page,
+            },
             None => None,
         };
-        Some(Owners { newer: record.newer, page })
+        Ok(Some(Owners { newer: record.newer, page }))
     }
 
-    async fn record(&self, number: u64) -> Option<PageRecord> {
-        let segment = u32::try_from(number / SEGMENT_PAGES as u64).ok()?;
-        let Some(pointer) = self.root.segments.get(segment as usize).copied().flatten() else {
-            return Some(PageRecord::default());
+    async fn record(&self, number: u64) -> Result<Option<PageRecord>> {
+        let Ok(segment) = u32::try_from(number / SEGMENT_PAGES as u64) else { return Ok(None) };
+        let segments = match &self.held {
+            Held::Within { root, .. } => &root.segments,
+            Held::Beside { root, .. } => &root.segments,
         };
-        let segment = self.segment(segment, &pointer).await?;
+        let Some(pointer) = segments.get(segment as usize).copied().flatten() else {
+            return Ok(Some(PageRecord::default()));
+        };
+        let Some(segment) = self.segment(segment, &pointer).await? else { return Ok(None) };
         let within = (number % SEGMENT_PAGES as u64) as usize;
-        Some(segment.pages.get(within).cloned().unwrap_or_default())
+        Ok(Some(segment.pages.get(within).cloned().unwrap_or_default()))
     }
 
-    /// A segment, from memory or from its file.
-    pub async fn segment(&self, number: u32, pointer: &BlockPointer) -> Option<Arc<Segment>> {
+    /// A segment, from memory or from its file; `None` if it is damaged.
+    ///
+    /// # Errors
+    /// As for [`owners`](Self::owners).
+    pub async fn segment(
+        &self,
+        number: u32,
+        pointer: &BlockPointer,
+    ) -> Result<Option<Arc<Segment>>> {
         let cached = self.segments.lock().get(&number).map(Arc::clone);
         if cached.is_some() {
-            return cached;
+            return Ok(cached);
         }
-        let bytes = self.block(pointer, MAX_BLOCK_BYTES).await?;
-        let segment = Arc::new(Segment::decode(&bytes, number, self.root.covers)?);
+        let Some(bytes) = self.block(pointer, MAX_BLOCK_BYTES).await? else { return Ok(None) };
+        let Some(segment) = Segment::decode(&bytes, number, self.covers) else { return Ok(None) };
+        let segment = Arc::new(segment);
         let mut segments = self.segments.lock();
         if segments.len() >= CACHED_SEGMENTS {
             segments.clear();
         }
         segments.insert(number, Arc::clone(&segment));
-        Some(segment)
+        Ok(Some(segment))
     }
 
-    async fn page(&self, number: u64, record: &PageRecord, pointer: &BlockPointer) -> Option<Page> {
-        let bytes = self.block(pointer, MAX_PAGE_BYTES).await?;
-        let page = Page::decode(&bytes, u32::try_from(number).ok()?, self.root.unit_bits)?;
+    async fn page(
+        &self,
+        number: u64,
+        record: &PageRecord,
+        pointer: &BlockPointer,
+    ) -> Result<Option<Page>> {
+        let Some(bytes) = self.block(pointer, MAX_PAGE_BYTES).await? else { return Ok(None) };
+        let number = u32::try_from(number).ok();
+        let page = number.and_then(|number| Page::decode(&bytes, number, self.unit_bits));
         let known = |layer: u16| u32::from(layer) < record.folded;
-        page.runs.iter().all(|run| run.entry.layer().is_none_or(known)).then_some(page)
+        Ok(page.filter(|page| page.runs.iter().all(|run| run.entry.layer().is_none_or(known))))
     }
 
-    /// A block, from the layer whose file contains it.
-    async fn block(&self, pointer: &BlockPointer, most: u32) -> Option<IoBuf> {
-        read_block(self.layers.get(pointer.layer as usize)?, pointer, most).await
+    /// A block, from the file that contains it; `None` if it does not match its pointer.
+    async fn block(&self, pointer: &BlockPointer, most: u32) -> Result<Option<IoBuf>> {
+        match &self.held {
+            Held::Within { layers, .. } => Ok(match layers.get(pointer.layer as usize) {
+                Some(layer) => read_block(layer, pointer, most).await,
+                None => None,
+            }),
+            Held::Beside { file, .. } => {
+                if pointer.layer != 0 || pointer.length > most {
+                    return Ok(None);
+                }
+                let buf = IoBuf::zeroed(pointer.length as usize);
+                match file.read_at(pointer.offset.get(), buf).await {
+                    Ok(bytes) => Ok((BlockHash::of(&bytes) == pointer.hash).then_some(bytes)),
+                    Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                        tracing::debug!("{error}");
+                        Ok(None)
+                    }
+                    // The layers' own tables are in the same storage, and tell no more.
+                    Err(error) => Err(error.into()),
+                }
+            }
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Opening a chain: from the active layer down, by the names in the headers.
 
 use crate::chain::{Chain, MAX_LAYERS};
-use crate::index::{self, Ahead};
+use crate::index::{self, Ahead, find_whole};
 use futures_util::stream::{self, StreamExt};
 use isobath_image::encryption::Key;
 use isobath_image::index_area::read_root;
@@ -24,6 +24,22 @@ const OPENED_AT_ONCE: usize = 128;
 
 /// Opens `name` and everything below it, and the index that describes it, if there is a valid one.
 pub async fn open_chain<H: Host>(
+    host: &H,
+    name: &Path,
+    options: &OpenOptions,
+) -> Result<Chain<H::File>> {
+    let chain = open_with_index(host, name, options).await?;
+    if options.backing && options.trust == Trust::Full && options.snapshot.is_none() {
+        let whole = if chain.index().is_some() { None } else { find_whole(host, &chain).await? };
+        if whole.is_some() {
+            chain.set_index(whole);
+        }
+    }
+    Ok(chain)
+}
+
+/// The same, with an index that is in the files of its layers.
+async fn open_with_index<H: Host>(
     host: &H,
     name: &Path,
     options: &OpenOptions,

@@ -59,7 +59,7 @@ pub use isobath_chain::create::{
     Created, NewDisk, NewEncryption, Preallocation, create, create_held, create_held_beside,
 };
 pub use isobath_chain::fork::{Forked, Forks, fork};
-pub use isobath_chain::index::{IndexInfo, IndexLimits, IndexState};
+pub use isobath_chain::index::{IndexInfo, IndexLimits, IndexState, WholeIndex};
 pub use isobath_chain::info::{
     BitmapInfo, ForeignInfo, ImageInfo, InfoOptions, Qcow2Info, backing_chain_info, full_name, info,
 };

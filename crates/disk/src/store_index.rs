@@ -6,8 +6,8 @@
 
 use crate::disk::Disk;
 use isobath_chain::index::{
-    Built, Folding, IndexInfo, IndexState, NoIndex, Place, build, examine, examine_heads, find,
-    page,
+    Built, Folding, IndexInfo, IndexState, NoIndex, Place, WholeIndex, build, build_whole, examine,
+    examine_heads, find, page,
 };
 use isobath_chain::open::unlike_its_file;
 use isobath_image::index_area::clusters;
@@ -92,7 +92,7 @@ impl<H: Host> Disk<H> {
         writer.commit(&self.readers).await?;
         self.chain.set_index(find(&self.chain).await);
         let covers = below.depth() as u32;
-        let unit = self.chain.index().map_or(0, |index| 1 << index.root().unit_bits);
+        let unit = self.chain.index().map_or(0, |index| 1 << index.unit_bits());
         let used = built.bytes.len() as u64;
         Ok(IndexInfo {
             layers: covers,
@@ -149,6 +149,15 @@ impl<H: Host> Disk<H> {
         )))
     }
 
+    /// An index of all layers, the active one included, for a file beside them; `None` if there can be none. It is made
+    /// from the layers' own tables, which must not change meanwhile.
+    ///
+    /// # Errors
+    /// The storage fails.
+    pub async fn whole_index(&self) -> Result<Option<WholeIndex>> {
+        build_whole(&self.chain, |_, _| {}).await
+    }
+
     /// Compares what the active image's index says with the layers' own headers and tables, page by page, and
     /// returns where they differ. The inner `Err` is the reason why the index is not used at all, or says what it has
     /// wrong besides pages.
@@ -176,14 +185,14 @@ impl<H: Host> Disk<H> {
         else {
             return Ok(Ok(Vec::new()));
         };
-        let index = self.chain.indexed_by(root);
+        let root = &root;
+        let index = self.chain.indexed_by(root.clone());
         indexed.set_index(Some(Arc::clone(&index)));
-        let root = index.root();
         let mut differ = Vec::new();
         let length = 1 << root.page_bits();
         let total = root.size.div_ceil(length);
         for number in 0..total {
-            let whole = index.owners(number * length).await.is_some();
+            let whole = index.owners(number * length).await?.is_some();
             let ours = page(&indexed, root, number).await?;
             let theirs = page(&plain, root, number).await?;
             if !whole || ours != theirs {

@@ -1,16 +1,17 @@
 //! Verifies that a store has all of a chain.
 
 use crate::checksums::{Checksums, Part};
-use crate::digest::{BLOCK, Hasher};
+use crate::digest::{BLOCK, Digest, Hasher, Table};
 use crate::error::{Error, Result};
 use crate::heads::{Head, Heads};
 use crate::keys;
-use crate::manifest::Layer;
+use crate::manifest::{Layer, Manifest};
 use crate::progress::Progress;
 use crate::pull::{heads, manifest};
 use crate::recorded::{self, Comparison};
 use crate::store::Store;
 use crate::work;
+use isobath_qcow2::index::WholeRoot;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -67,7 +68,10 @@ pub fn check(store: &dyn Store, name: &str, depth: Depth, progress: &Progress) -
     if depth == Depth::Digests && problems.is_empty() {
         // Damage is what this is for; any other error ends it.
         let heads = match heads(store, &manifest) {
-            Ok(heads) => heads,
+            Ok(heads) => {
+                problems.extend(check_index(store, &manifest, &heads, progress)?);
+                heads
+            }
             Err(Error::Damaged(problem)) => {
                 problems.push(problem);
                 // Nothing is recorded, so that nothing is compared.
@@ -82,6 +86,17 @@ pub fn check(store: &dyn Store, name: &str, depth: Depth, progress: &Progress) -
             };
             let head = heads.layers().get(number);
             let checked = check_layer(store, layer, head, progress);
+            let checked = checked.map(|(mut problems, differs)| {
+                let other =
+                    |head: &&Head| !head.table.is_empty() && Digest::of(&head.table) != layer.table;
+                if head.as_ref().is_some_and(other) {
+                    problems.push(format!(
+                        "the heads have other checksums than '{}': push the chain again",
+                        keys::table(&layer.table)
+                    ));
+                }
+                (problems, differs)
+            });
             let differs = || recorded::differ(&layer.digest);
             match checked {
                 Ok((problems, true)) => Ok([problems, vec![differs()]].concat()),
@@ -95,6 +110,48 @@ pub fn check(store: &dyn Store, name: &str, depth: Depth, progress: &Progress) -
         problems.dedup();
     }
     Ok(Checked { layers: manifest.layers.len(), objects: objects.len(), problems })
+}
+
+/// What is wrong with the index of a chain and with what the heads say of it, short of what it says of the layers.
+fn check_index(
+    store: &dyn Store,
+    manifest: &Manifest,
+    heads: &Heads,
+    progress: &Progress,
+) -> Result<Vec<String>> {
+    let (object, head) = match (&manifest.index, heads.index()) {
+        (None, None) => return Ok(Vec::new()),
+        (Some(object), Some(head)) => (object, head),
+        _ => {
+            return Ok(vec![
+                "the heads have another index than the manifest: push the chain again".to_owned(),
+            ]);
+        }
+    };
+    let key = keys::index(&object.digest);
+    let (mut hasher, mut table) = (Hasher::default(), Table::new());
+    let mut at = 0;
+    while at < object.length {
+        progress.check()?;
+        let size = PIECE.min(object.length - at);
+        let bytes = store.read(&key, at, size as usize)?;
+        hasher.update(&bytes);
+        table.extend(&bytes);
+        progress.add(size);
+        at += size;
+    }
+    if hasher.finish() != object.digest {
+        return Ok(vec![format!("'{key}' does not match its digest")]);
+    }
+    let mut problems = Vec::new();
+    if table.bytes() != head.table {
+        problems.push(format!("the heads have other checksums than '{key}': push the chain again"));
+    }
+    let root = WholeRoot::decode(&head.root);
+    if root.is_none_or(|root| root.layers as usize != manifest.layers.len()) {
+        problems.push(format!("the heads have no root of '{key}': push the chain again"));
+    }
+    Ok(problems)
 }
 
 /// What is wrong with a layer and its table, and whether the layer, if it is whole, differs from its head.

@@ -122,6 +122,10 @@ impl Table {
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.0
     }
+
+    pub(crate) fn into_bytes(self) -> Vec<u8> {
+        self.0
+    }
 }
 
 fn checksum(block: &[u8]) -> [u8; CHECKSUM] {

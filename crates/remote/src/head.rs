@@ -2,7 +2,7 @@
 
 use crate::digest::BLOCK;
 use crate::error::{Error, Result};
-use crate::heads::Head;
+use crate::heads::{Head, MOST_HEADER};
 use crate::manifest::{Format, Layer};
 use isobath_qcow2::{Header, ParseMode};
 use std::ops::Range;
@@ -26,7 +26,7 @@ impl KnownHead {
     /// # Errors
     /// It cannot be, or is another thing than what the manifest says.
     pub(crate) fn new(layer: &Layer, head: Head) -> Result<Self> {
-        let Head { header: start, l1 } = head;
+        let Head { header: start, l1, table: _ } = head;
         let wrong = |what: &dyn std::fmt::Display| {
             Error::damaged(format_args!(
                 "the chain's heads: layer '{}' has {what}; push the chain again from where it is whole",
@@ -49,9 +49,9 @@ impl KnownHead {
         let header =
             describes(layer, &start).map_err(|what| wrong(&format_args!("a wrong {what}")))?;
         let cluster = Header::probe_length(&start).map_err(|error| wrong(&error))?;
-        let start_length = layer.length.min(cluster as u64);
+        let start_length = layer.length.min(cluster.max(MOST_HEADER) as u64);
         if start.len() as u64 > start_length {
-            return Err(wrong(&"a header that is longer than its first cluster"));
+            return Err(wrong(&"a header that is longer than what is recorded of it"));
         }
         let l1_offset = header.l1_table_offset.get();
         let end = l1_offset.checked_add(l1.len() as u64).filter(|end| *end <= layer.length);

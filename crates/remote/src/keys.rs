@@ -9,7 +9,7 @@ pub(crate) const PUSHES: &str = "pushes/";
 /// Whoever collects objects has this one.
 pub(crate) const COLLECTOR: &str = "gc.lock";
 /// Where objects are that are named by their digests.
-pub(crate) const KINDS: [&str; 3] = ["layers/", "tables/", "heads/"];
+pub(crate) const KINDS: [&str; 4] = ["layers/", "tables/", "heads/", "indexes/"];
 
 const SUFFIX: &str = ".json";
 
@@ -34,6 +34,10 @@ pub(crate) fn table(digest: &Digest) -> String {
 
 pub(crate) fn heads(digest: &Digest) -> String {
     format!("{}{digest}", KINDS[2])
+}
+
+pub(crate) fn index(digest: &Digest) -> String {
+    format!("{}{digest}", KINDS[3])
 }
 
 /// Whether an object may have this name, or a part of it: letters, digits, `.`, `_` and `-`, beginning with none of the

@@ -2,7 +2,7 @@
 
 use crate::digest::{Digest, Table};
 use crate::error::{Error, Result};
-use crate::heads::{Heads, MAX_LAYERS};
+use crate::heads::{Heads, MAX_LAYERS, MOST_INDEX};
 use serde::{Deserialize, Serialize};
 
 /// Most bytes of a manifest.
@@ -15,7 +15,9 @@ const MAX_LENGTH: u64 = 1 << 56;
 const MAX_TOTAL: u64 = 1 << 62;
 
 const FORMAT: &str = "isobath-chain";
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
+/// The version whose heads have no index.
+const FIRST_VERSION: u64 = 1;
 
 /// A chain in a store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,6 +28,9 @@ pub struct Manifest {
     pub size: u64,
     /// Where the heads of all layers are.
     pub heads: HeadsObject,
+    /// Where the index of all layers is, if there is one.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub index: Option<IndexObject>,
     /// From the base to the top. Each is the parent of the next.
     pub layers: Vec<Layer>,
 }
@@ -33,6 +38,15 @@ pub struct Manifest {
 /// The object with the heads of all layers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HeadsObject {
+    /// Its digest.
+    pub digest: Digest,
+    /// Its length in bytes.
+    pub length: u64,
+}
+
+/// The object with the pages of the index of all layers; its root and the checksums of its blocks are in the heads.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IndexObject {
     /// Its digest.
     pub digest: Digest,
     /// Its length in bytes.
@@ -83,9 +97,14 @@ pub struct Layer {
 }
 
 impl Manifest {
-    pub(crate) fn new(heads: HeadsObject, layers: Vec<Layer>) -> Result<Self> {
+    pub(crate) fn new(
+        heads: HeadsObject,
+        index: Option<IndexObject>,
+        layers: Vec<Layer>,
+    ) -> Result<Self> {
         let size = layers.last().map_or(0, |top| top.size);
-        let manifest = Self { format: FORMAT.to_owned(), version: VERSION, size, heads, layers };
+        let (format, version) = (FORMAT.to_owned(), VERSION);
+        let manifest = Self { format, version, size, heads, index, layers };
         manifest.check().map(|()| manifest)
     }
 
@@ -134,9 +153,10 @@ impl Manifest {
                 "the manifest of '{name}' has the format {format:?}, and not '{FORMAT}'"
             )));
         }
-        if kind.version != VERSION {
+        if !matches!(kind.version, FIRST_VERSION | VERSION) {
             return Err(Error::damaged(format_args!(
-                "the manifest of '{name}' has version {}, and this program knows version {VERSION}: use a newer one",
+                "the manifest of '{name}' has version {}, and this program knows versions {FIRST_VERSION} and \
+                 {VERSION}: use a newer one",
                 kind.version
             )));
         }
@@ -153,7 +173,9 @@ impl Manifest {
             let table = (crate::keys::table(&layer.table), Table::length(layer.length));
             [(crate::keys::layer(&layer.digest), layer.length), table]
         });
-        layers.chain([(crate::keys::heads(&self.heads.digest), self.heads.length)])
+        let index =
+            self.index.iter().map(|index| (crate::keys::index(&index.digest), index.length));
+        layers.chain(index).chain([(crate::keys::heads(&self.heads.digest), self.heads.length)])
     }
 
     /// Whether everything that it says can be.
@@ -173,6 +195,19 @@ impl Manifest {
             return Err(Error::refused(format_args!(
                 "its heads have {length} bytes; at most {most} are allowed"
             )));
+        }
+        if let Some(index) = &self.index {
+            if self.version == FIRST_VERSION {
+                return Err(Error::refused(format_args!(
+                    "it has an index, which version {FIRST_VERSION} has not"
+                )));
+            }
+            if index.length == 0 || index.length > MOST_INDEX {
+                let length = index.length;
+                return Err(Error::refused(format_args!(
+                    "its index has {length} bytes; 1 to {MOST_INDEX} are allowed"
+                )));
+            }
         }
         let mut total = 0_u64;
         let mut below = None;

@@ -3,7 +3,7 @@
 use crate::checksums::{Checksums, Part};
 use crate::digest::{BLOCK, Digest, Hasher, unique};
 use crate::error::{Error, Result, shown};
-use crate::heads::{Head, Heads};
+use crate::heads::{Head, Heads, MOST_HEADER};
 use crate::keys;
 use crate::local::{open_file, rename_new};
 use crate::manifest::{Format, Layer, MAX_MANIFEST, Manifest, is_file};
@@ -419,11 +419,17 @@ fn fetch_part(
     Ok(())
 }
 
-/// The header cluster of a file, or all of one that is shorter.
-fn cluster(file: &File) -> std::io::Result<Vec<u8>> {
+/// As many of a file's first bytes as the longest header cluster, or all of one that is shorter.
+fn start(file: &File) -> std::io::Result<Vec<u8>> {
     let length = file.metadata()?.len();
     let mut start = vec![0; length.min(Header::MAX_LENGTH as u64) as usize];
     file.read_exact_at(&mut start, 0)?;
+    Ok(start)
+}
+
+/// The header cluster of a file, or all of one that is shorter.
+fn cluster(file: &File) -> std::io::Result<Vec<u8>> {
+    let mut start = start(file)?;
     if let Ok(used) = Header::probe_length(&start) {
         start.truncate(used);
     }
@@ -471,7 +477,7 @@ fn describes(one: &Wanted<'_>, file: &File) -> Result<()> {
 fn matches_head(files: &Files<'_>, one: &Wanted<'_>, head: &Head, file: &File) -> Result<()> {
     let Layer { digest, length, format, .. } = one.layer;
     let failed = |error| files.failed("read", &one.name, error);
-    let start = cluster(file).map_err(failed)?;
+    let start = start(file).map_err(failed)?;
     let mut compared = Comparison::new(head, *format, *length, &start);
     let place = compared.l1();
     let mut table = vec![0; (place.end - place.start) as usize];
@@ -520,11 +526,11 @@ fn is_layer(
     let mut start = Vec::new();
     if let Some(below) = &one.rebased {
         let now = cluster(&file).map_err(failed)?;
-        let Some(head) =
-            head.filter(|head| !head.header.is_empty() && head.header.len() <= now.len())
-        else {
-            return Ok(false);
+        // What is recorded of a short cluster may go on behind it.
+        let fits = |head: &&Head| {
+            !head.header.is_empty() && head.header.len() <= now.len().max(MOST_HEADER)
         };
+        let Some(head) = head.filter(fits) else { return Ok(false) };
         start.clone_from(&head.header);
         start.resize(now.len(), 0);
         let mut changed = start.clone();

@@ -2,9 +2,9 @@
 
 use crate::digest::{BLOCK, Digest, Hasher, Table, unique};
 use crate::error::{Error, Result, shown};
-use crate::heads::{Head, Heads, MAX_LAYERS, MOST_L1_TOGETHER};
+use crate::heads::{Head, Heads, IndexHead, MAX_LAYERS, MOST_INDEX, MOST_L1_TOGETHER, MOST_ROOT};
 use crate::keys;
-use crate::manifest::{Format, HeadsObject, Layer, MAX_MANIFEST, Manifest, fits};
+use crate::manifest::{Format, HeadsObject, IndexObject, Layer, MAX_MANIFEST, Manifest, fits};
 use crate::progress::Progress;
 use crate::recorded;
 use crate::store::{Outcome, Parts, Store, Version};
@@ -51,6 +51,15 @@ pub struct LocalLayer {
     pub format: Format,
 }
 
+/// An index of all layers, whose files nobody has changed since it was made.
+#[derive(Clone, Debug)]
+pub struct Index {
+    /// Its root, at most 1 MiB.
+    pub root: Vec<u8>,
+    /// The segments and pages, at most 256 MiB.
+    pub bytes: Vec<u8>,
+}
+
 /// Which manifest may be replaced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Replace {
@@ -78,11 +87,13 @@ struct Prepared {
     /// The header without zeroes at its end, if it is recorded.
     header: Vec<u8>,
     l1: Option<Range<u64>>,
+    /// The checksums of its blocks.
+    table: Vec<u8>,
     sent: bool,
 }
 
 /// Puts a chain into a store under a name: every layer that is not there yet, and then the manifest. `layers` are from
-/// the base to the top.
+/// the base to the top. An index that is longer than it may be, or has no bytes, is left out.
 ///
 /// # Errors
 /// A layer cannot be pushed as it is; the store fails; somebody else pushes to the name or collects objects at the same
@@ -91,6 +102,7 @@ pub fn push(
     store: &dyn Store,
     name: &str,
     layers: &[LocalLayer],
+    index: Option<&Index>,
     replace: Replace,
     progress: &Progress,
 ) -> Result<Pushed> {
@@ -117,7 +129,13 @@ pub fn push(
         known.map_err(|error| Error::damaged(format_args!("{error}; --overwrite replaces it")))?;
     }
     let mut sent = Pushed { layers: layers.len(), ..Pushed::default() };
-    let push = Push { store, name, layers, replace, was, room: Room::new(IN_FLIGHT), progress };
+    let fits = |index: &&Index| {
+        let (root, bytes) = (index.root.len(), index.bytes.len() as u64);
+        (1..=MOST_ROOT).contains(&root) && (1..=MOST_INDEX).contains(&bytes)
+    };
+    let index = index.filter(fits);
+    let push =
+        Push { store, name, layers, index, replace, was, room: Room::new(IN_FLIGHT), progress };
     let mut done = Manifests::default();
     for _ in 0..ROUNDS {
         let note = Note::put(store).map_err(|error| done.told(name, error))?;
@@ -172,6 +190,7 @@ struct Push<'p> {
     name: &'p str,
     /// From the base to the top.
     layers: &'p [LocalLayer],
+    index: Option<&'p Index>,
     replace: Replace,
     /// The manifest that may be replaced.
     was: Option<(Vec<u8>, Version)>,
@@ -235,7 +254,7 @@ impl Push<'_> {
         if length <= SMALL || !sent {
             progress.add(length);
         }
-        Ok(Prepared { layer, header, l1, sent })
+        Ok(Prepared { layer, header, l1, table: table.into_bytes(), sent })
     }
 
     /// Sends a layer in parts, to this key, of as many bytes as were hashed. Each part is compared with the table, so
@@ -269,12 +288,27 @@ impl Push<'_> {
 
     /// Puts the heads and the manifest.
     fn finish(&self, prepared: Vec<Prepared>, done: &mut Manifests) -> Result<()> {
-        let (layers, heads) = heads_of(self.layers, prepared)?;
+        let index = self.index.map(|index| {
+            let mut table = Table::new();
+            table.extend(&index.bytes);
+            let (digest, length) = (Digest::of(&index.bytes), index.bytes.len() as u64);
+            let head = IndexHead { root: index.root.clone(), table: table.into_bytes() };
+            (IndexObject { digest, length }, head, &index.bytes)
+        });
+        let (index, index_head) = match index {
+            Some((object, head, bytes)) => {
+                put_unless_there(self.store, &keys::index(&object.digest), bytes)?;
+                (Some(object), Some(head))
+            }
+            None => (None, None),
+        };
+        let (layers, heads) = heads_of(self.layers, prepared, index_head)?;
         let heads = heads.encode();
         let digest = Digest::of(&heads);
         put_unless_there(self.store, &keys::heads(&digest), &heads)?;
         let manifest =
-            Manifest::new(HeadsObject { digest, length: heads.len() as u64 }, layers)?.encode()?;
+            Manifest::new(HeadsObject { digest, length: heads.len() as u64 }, index, layers)?
+                .encode()?;
         self.progress.check()?;
         self.store.settle()?;
         if done.done || self.was.as_ref().is_some_and(|(bytes, _)| *bytes == manifest) {
@@ -321,12 +355,16 @@ impl Push<'_> {
 }
 
 /// Reads the L1 tables, from the top down as long as there is room, so that no others take memory.
-fn heads_of(locals: &[LocalLayer], prepared: Vec<Prepared>) -> Result<(Vec<Layer>, Heads)> {
+fn heads_of(
+    locals: &[LocalLayer],
+    prepared: Vec<Prepared>,
+    index: Option<IndexHead>,
+) -> Result<(Vec<Layer>, Heads)> {
     let mut room = MOST_L1_TOGETHER as u64;
     let mut heads = Vec::with_capacity(prepared.len());
     let mut layers = Vec::with_capacity(prepared.len());
     for (local, one) in locals.iter().zip(prepared).rev() {
-        let mut head = Head { header: one.header, l1: Vec::new() };
+        let mut head = Head { header: one.header, l1: Vec::new(), table: one.table };
         if let Some(place) = one.l1
             && let Some(rest) = room.checked_sub(place.end - place.start)
         {
@@ -338,7 +376,7 @@ fn heads_of(locals: &[LocalLayer], prepared: Vec<Prepared>) -> Result<(Vec<Layer
     }
     heads.reverse();
     layers.reverse();
-    Ok((layers, Heads::new(heads)))
+    Ok((layers, Heads::new(heads, index)))
 }
 
 /// Puts an object that is named by its digest, if it is not there.
@@ -385,7 +423,7 @@ struct Described {
     size: u64,
     backing: Option<String>,
     backing_format: Option<String>,
-    /// The header cluster without the zeroes at its end; empty if that is too long to be recorded.
+    /// What is recorded of the file's first bytes.
     header: Vec<u8>,
     /// The L1 table, if it is not too long to be recorded.
     l1: Option<Range<u64>>,
@@ -410,10 +448,11 @@ fn describe(local: &LocalLayer, length: u64, below: Option<Format>) -> Result<De
         let (backing, backing_format, header, l1) = (None, None, Vec::new(), None);
         return Ok(Described { size, backing, backing_format, header, l1 });
     }
-    let mut cluster = read(local, 0, length.min(Header::MAX_LENGTH as u64))?;
+    let start = read(local, 0, length.min(Header::MAX_LENGTH as u64))?;
     let invalid = |error| Error::refused(format_args!("'{path}': {error}"));
-    cluster.truncate(Header::probe_length(&cluster).map_err(invalid)?);
-    let header = Header::parse(&cluster).map_err(invalid)?;
+    let cluster = Header::probe_length(&start).map_err(invalid)?;
+    let header = start.get(..cluster).unwrap_or(&start);
+    let header = Header::parse(header).map_err(invalid)?;
     let features = header.incompatible;
     let way_out = if features.contains(IncompatibleFeatures::JOURNAL) {
         Some(("was not closed and has a journal", "isobath seal"))
@@ -444,7 +483,7 @@ fn describe(local: &LocalLayer, length: u64, below: Option<Format>) -> Result<De
         _ => {}
     }
     let l1 = recorded::l1(&header, length);
-    let cluster = recorded::header(cluster);
+    let recorded = recorded::header(start, cluster);
     let size = header.disk_size();
     let backing_format =
         header.backing_format().map(str::to_owned).filter(|_| header.backing_file.is_some());
@@ -456,7 +495,7 @@ fn describe(local: &LocalLayer, length: u64, below: Option<Format>) -> Result<De
         )));
     }
     let backing = header.backing_file;
-    Ok(Described { size, backing, backing_format, header: cluster, l1 })
+    Ok(Described { size, backing, backing_format, header: recorded, l1 })
 }
 
 /// The note of a push: whoever collects objects sees that layers may be needed that no manifest names yet.

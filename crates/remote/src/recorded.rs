@@ -7,13 +7,16 @@ use crate::manifest::Format;
 use isobath_qcow2::Header;
 use std::ops::Range;
 
-/// What is recorded of a header cluster: all of it, without the zeroes at its end, unless that is too long.
-pub(crate) fn header(mut cluster: Vec<u8>) -> Vec<u8> {
-    let used = cluster.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
-    cluster.truncate(if used > MOST_HEADER { 0 } else { used });
+/// What is recorded of a file that begins with these bytes, all of it or as much as the longest header cluster, whose
+/// first cluster has this length: that cluster, or as much as is recorded at most if it is shorter, without the zeroes
+/// at the end, unless that is too long.
+pub(crate) fn header(mut start: Vec<u8>, cluster: usize) -> Vec<u8> {
+    start.truncate(cluster.max(MOST_HEADER));
+    let used = start.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
+    start.truncate(if used > MOST_HEADER { 0 } else { used });
     // Those of all layers are held, and each was as long as a cluster may be.
-    cluster.shrink_to_fit();
-    cluster
+    start.shrink_to_fit();
+    start
 }
 
 /// Where the L1 table is in a file of so many bytes, if it may be recorded.
@@ -35,10 +38,10 @@ impl<'h> Comparison<'h> {
     /// With a file of so many bytes that begins with these: all of it, or all of the longest header cluster.
     pub(crate) fn new(head: &'h Head, format: Format, length: u64, start: &[u8]) -> Self {
         let parsed = || {
-            let cluster = start.get(..start.len().min(Header::MAX_LENGTH))?;
-            let cluster = cluster.get(..Header::probe_length(cluster).ok()?)?;
-            let parsed = Header::parse(cluster).ok()?;
-            Some((header(cluster.to_vec()), l1(&parsed, length)))
+            let start = start.get(..start.len().min(Header::MAX_LENGTH))?;
+            let cluster = Header::probe_length(start).ok()?;
+            let parsed = Header::parse(start.get(..cluster.min(start.len()))?).ok()?;
+            Some((header(start.to_vec(), cluster), l1(&parsed, length)))
         };
         let parsed = (format == Format::Qcow2).then(parsed).flatten();
         let (recorded, l1) = parsed.unwrap_or_default();
@@ -96,11 +99,11 @@ mod tests {
         let _ = qemu::run(create.arg(&path).arg("4G")).ok();
         let file = std::fs::read(&path).unwrap();
         let start = &file[..file.len().min(Header::MAX_LENGTH)];
-        let cluster = &start[..Header::probe_length(start).unwrap()];
-        let place = l1(&Header::parse(cluster).unwrap(), file.len() as u64).unwrap();
+        let cluster = Header::probe_length(start).unwrap();
+        let place = l1(&Header::parse(&start[..cluster]).unwrap(), file.len() as u64).unwrap();
         let table = file[place.start as usize..place.end as usize].to_vec();
         assert_eq!(table.len(), 64);
-        let whole = Head { header: header(cluster.to_vec()), l1: table };
+        let whole = Head { header: header(start.to_vec(), cluster), l1: table, table: Vec::new() };
         let differs = |head: &Head, format, piece: usize| {
             let mut compared = Comparison::new(head, format, file.len() as u64, start);
             for (number, bytes) in file.chunks(piece).enumerate() {

@@ -4,8 +4,8 @@
 //! [`AnyHost`] it is compiled once; each operation then costs an allocation and an indirect call.
 
 use isobath_storage::{
-    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, Made, OpenMode,
-    Reflink, Result, Storage, ZeroMode,
+    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IndexFile, IoBuf,
+    Made, OpenMode, Reflink, Result, Storage, ZeroMode,
 };
 use std::any::Any;
 use std::path::{Path, PathBuf};
@@ -47,6 +47,7 @@ trait DynHost: Send + Sync {
     fn canonical(&self, name: &Path) -> Result<PathBuf>;
     fn find(&self, name: &Path) -> Result<Option<FileId>>;
     fn protocol_name(&self, name: &str) -> bool;
+    fn index_of(&self, top: &Path) -> Option<IndexFile>;
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf;
 }
 
@@ -100,6 +101,10 @@ impl<H: Host> DynHost for Typed<H> {
         self.0.protocol_name(name)
     }
 
+    fn index_of(&self, top: &Path) -> Option<IndexFile> {
+        self.0.index_of(top)
+    }
+
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {
         self.0.resolve(referrer, name)
     }
@@ -143,6 +148,10 @@ impl Host for AnyHost {
 
     fn protocol_name(&self, name: &str) -> bool {
         self.0.protocol_name(name)
+    }
+
+    fn index_of(&self, top: &Path) -> Option<IndexFile> {
+        self.0.index_of(top)
     }
 
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {

@@ -2,8 +2,8 @@
 //! it would notice.
 
 use isobath_storage::{
-    Allocation, Capabilities, FileId, Host, Identity, IoBuf, Made, OpenMode, Result, Storage,
-    StorageExt as _, ZeroMode,
+    Allocation, Capabilities, FileId, Host, Identity, IndexFile, IoBuf, Made, OpenMode, Result,
+    Storage, StorageExt as _, ZeroMode,
 };
 use parking_lot::Mutex;
 use std::path::{Path, PathBuf};
@@ -136,6 +136,10 @@ impl<H: Host> Host for CarelessHost<H> {
 
     fn protocol_name(&self, name: &str) -> bool {
         self.inner.protocol_name(name)
+    }
+
+    fn index_of(&self, top: &Path) -> Option<IndexFile> {
+        self.inner.index_of(top)
     }
 
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {

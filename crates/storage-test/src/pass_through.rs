@@ -1,8 +1,9 @@
 //! Wrapping hosts: every operation is forwarded, and hooks are called before and after it.
 
 use isobath_storage::{
-    Access, Allocation, BoxFuture, Capabilities, Extensions, FileId, Hints, Host, Identity, IoBuf,
-    Layout, Made, OpenMode, Reflink, Result, Roles, Stamp, Stamps, Storage, ZeroMode,
+    Access, Allocation, BoxFuture, Capabilities, Extensions, FileId, Hints, Host, Identity,
+    IndexFile, IoBuf, Layout, Made, OpenMode, Reflink, Result, Roles, Stamp, Stamps, Storage,
+    ZeroMode,
 };
 use std::future::Future;
 use std::path::{Path, PathBuf};
@@ -211,6 +212,10 @@ impl<H: Host, K: HostHooks> Host for PassThrough<H, K> {
 
     fn protocol_name(&self, name: &str) -> bool {
         self.inner.protocol_name(name)
+    }
+
+    fn index_of(&self, top: &Path) -> Option<IndexFile> {
+        self.inner.index_of(top)
     }
 
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {

@@ -314,6 +314,15 @@ pub struct Made<F> {
     pub is_new: bool,
 }
 
+/// A direct-access index of all layers of a chain.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IndexFile {
+    /// The name under which the host opens the file with its blocks.
+    pub name: PathBuf,
+    /// The bytes of its root, which are not in that file.
+    pub root: Arc<[u8]>,
+}
+
 /// Opens files by name.
 pub trait Host: Send + Sync + 'static {
     /// The type of an open file.
@@ -383,6 +392,13 @@ pub trait Host: Send + Sync + 'static {
     fn protocol_name(&self, name: &str) -> bool {
         let _ = name;
         false
+    }
+
+    /// The index of the chain whose top layer has this name, as given to [`open`](Self::open), if the host keeps one in
+    /// a file of its own, and vouches that it describes the layers that it opens. By default there is none.
+    fn index_of(&self, top: &Path) -> Option<IndexFile> {
+        let _ = top;
+        None
     }
 
     /// The name under which `name`, as written in the header of the image `referrer`, is opened:

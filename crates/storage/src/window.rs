@@ -7,8 +7,8 @@
 use crate::error::{Operation, StorageError};
 use crate::sectors::{SectorCipher, Sectors, around};
 use crate::{
-    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, Made, OpenMode,
-    Reflink, Result, SECTOR, Storage, StorageExt, ZeroMode,
+    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IndexFile, IoBuf,
+    Made, OpenMode, Reflink, Result, SECTOR, Storage, StorageExt, ZeroMode,
 };
 use std::io;
 use std::ops::Range;
@@ -161,6 +161,14 @@ impl<H: Host> Host for WindowHost<H> {
         {
             Some(file) => self.0.protocol_name(&file),
             None => self.0.protocol_name(name),
+        }
+    }
+
+    /// A part is no layer of a chain with an index of its own.
+    fn index_of(&self, top: &Path) -> Option<IndexFile> {
+        match Part::of_name(top) {
+            Some(_) => None,
+            None => self.0.index_of(top),
         }
     }
 

@@ -32,11 +32,11 @@ const FOLD_FROM: usize = 16;
 /// The number of newer layers at which a page is folded out of turn.
 const FOLD_AT: usize = 32;
 /// Pages folded at once.
-const FOLDS_AT_ONCE: usize = 16;
+pub(super) const FOLDS_AT_ONCE: usize = 16;
 /// No disk has more segments: 4 PiB in 64 KiB clusters.
-const MOST_SEGMENTS: u64 = 1 << 20;
+pub(super) const MOST_SEGMENTS: u64 = 1 << 20;
 /// The unit of the index of a disk whose layers are all raw.
-const RAW_UNIT_BITS: u32 = 16;
+pub(super) const RAW_UNIT_BITS: u32 = 16;
 
 /// What the index of a new overlay may cost, while its creator waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -125,8 +125,11 @@ pub async fn build<S: Storage>(
     folding: Folding,
     mut progress: impl FnMut(u64, u64),
 ) -> Result<Outcome> {
-    if let Some(base) = chain.index().filter(|_| folding != Folding::Whole) {
-        let built = build_on(Some(&*base), chain, above, place, folding, &mut progress).await?;
+    if let Some(base) = chain.index().filter(|_| folding != Folding::Whole)
+        && let Some(root) = base.root()
+    {
+        let built =
+            build_on(Some((&*base, root)), chain, above, place, folding, &mut progress).await?;
         match built {
             // It is damaged, or of a larger disk.
             None | Some(Err(NoIndex::Unsuited)) => {}
@@ -139,7 +142,7 @@ pub async fn build<S: Storage>(
 
 /// Like [`build`], from an index of the lower layers; `None` if that is damaged.
 async fn build_on<S: Storage>(
-    base: Option<&ChainIndex<S>>,
+    base: Option<(&ChainIndex<S>, &Root)>,
     chain: &Chain<S>,
     above: &str,
     place: Place,
@@ -151,22 +154,22 @@ async fn build_on<S: Storage>(
     }
     let unit = chain.top_down().filter_map(|(_, layer)| layer.unit_bits()).min();
     let unit_bits = unit.unwrap_or(RAW_UNIT_BITS);
-    let base = base.filter(|base| base.root().unit_bits <= unit_bits);
-    let unit_bits = base.map_or(unit_bits, |base| base.root().unit_bits);
-    let size = base.map_or(0, |base| base.root().size).max(chain.active().size());
+    let base = base.filter(|(_, below)| below.unit_bits <= unit_bits);
+    let unit_bits = base.map_or(unit_bits, |(_, below)| below.unit_bits);
+    let size = base.map_or(0, |(_, below)| below.size).max(chain.active().size());
     let mut root = Root {
         unit_bits,
         position: place.position,
         covers: chain.depth() as u32,
         size,
-        chapters: base.map(|base| base.root().chapters.clone()).unwrap_or_default(),
-        tail: base.map(|base| base.root().tail.clone()).unwrap_or_default(),
+        chapters: base.map(|(_, below)| below.chapters.clone()).unwrap_or_default(),
+        tail: base.map(|(_, below)| below.tail.clone()).unwrap_or_default(),
         segments: Vec::new(),
     };
     if size.div_ceil(1 << root.segment_bits()) > MOST_SEGMENTS || place.position >= 1 << 16 {
         return Ok(Some(Err(NoIndex::Unsuited)));
     }
-    let first = base.map_or(0, ChainIndex::covers);
+    let first = base.map_or(0, |(base, _)| base.covers());
     let (mut limit, mut deferred) = (u64::MAX, false);
     if let Folding::InTurn(limits) = folding {
         let added = chain.layers().skip(first).map(|(_, layer)| scan::table_bytes(layer));
@@ -366,7 +369,7 @@ enum Made {
 
 struct Work<'a, S> {
     chain: &'a Chain<S>,
-    base: Option<&'a ChainIndex<S>>,
+    base: Option<(&'a ChainIndex<S>, &'a Root)>,
     root: &'a Root,
     /// `None` if no table is read.
     folding: Option<Folding>,
@@ -379,14 +382,14 @@ struct Work<'a, S> {
 
 impl<S: Storage> Work<'_, S> {
     async fn segment(&mut self, number: u32, out: &mut Out) -> Result<Made> {
-        let before = self.base.and_then(|base| base.root().segments.get(number as usize).copied());
+        let before = self.base.and_then(|(_, below)| below.segments.get(number as usize).copied());
         let before = before.flatten();
         let owned = self.owned.of_segment(number);
         if owned.is_empty() {
             return Ok(Made::Segment(before));
         }
         let mut pages = match (self.base, &before) {
-            (Some(base), Some(pointer)) => match base.segment(number, pointer).await {
+            (Some((base, _)), Some(pointer)) => match base.segment(number, pointer).await? {
                 Some(segment) => segment.pages.clone(),
                 None => return Ok(Made::Broken),
             },
@@ -486,7 +489,7 @@ pub async fn page<S: Storage>(chain: &Chain<S>, root: &Root, number: u64) -> Res
 }
 
 /// A resolved slice as a page; `None` if a unit is invalid.
-fn page_of(slice: &Slice, number: u32, unit_bits: u32) -> Option<Page> {
+pub(super) fn page_of(slice: &Slice, number: u32, unit_bits: u32) -> Option<Page> {
     let mut entries = Vec::with_capacity(PAGE_UNITS);
     for index in 0..PAGE_UNITS {
         entries.push(match slice.unit_source(index, unit_bits) {

@@ -58,16 +58,15 @@ async fn merge_described<S: Storage>(
     index: &ChainIndex<S>,
     range: &Range<u64>,
 ) -> Result<bool> {
-    let Some(owners) = index.owners(range.start).await else { return Ok(false) };
+    let Some(owners) = index.owners(range.start).await? else { return Ok(false) };
     let newer = owners.newer.iter().rev().filter_map(|layer| {
         let layer = LayerIndex::new(*layer);
         Some((layer, chain.get(layer)?))
     });
     merge_layers(merge, chain, newer, &no_writer, range).await?;
     if let Some(page) = owners.page {
-        let root = index.root();
-        let start = range.start >> root.page_bits() << root.page_bits();
-        merge.apply_page(chain, &page, start, root.unit_bits);
+        let start = range.start >> index.page_bits() << index.page_bits();
+        merge.apply_page(chain, &page, start, index.unit_bits());
     }
     Ok(true)
 }
@@ -193,7 +192,8 @@ fn entries<'a>(table: &'a [u8], qcow2: &'a Qcow2) -> impl Iterator<Item = L2Entr
 /// The error for a byte at `guest` for which a layer's tables are invalid.
 pub async fn explain_invalid<S: Storage>(layer: &Layer<S>, guest: u64) -> DiskError {
     let Some(qcow2) = layer.as_qcow2() else {
-        return DiskError::Corrupt { image: layer.name().to_owned(), reason: "unknown".into() };
+        let reason = format!("an index of the chain gives another place for guest offset {guest}");
+        return DiskError::Corrupt { image: layer.name().to_owned(), reason };
     };
     let geometry = &qcow2.geometry;
     let (l1_index, _) = geometry.table_position(geometry.cluster_of(GuestOffset::new(guest)));
@@ -371,10 +371,12 @@ impl Merge {
                 PageEntry::Zero { .. } => self.decide(range, |_| Some(Unit::zero(index))),
                 PageEntry::Data { host, .. } => {
                     let past_end = layer.data_end();
+                    let moves = layer.as_qcow2().is_some();
                     self.decide(range, |guest| {
                         let host = host.get() + (guest - start);
                         let unit = Unit::data(index, host, unit_bits, false);
-                        unit.filter(|_| host < past_end).or(Some(Unit::invalid(index)))
+                        let can_be = host < past_end && (moves || host == guest);
+                        unit.filter(|_| can_be).or(Some(Unit::invalid(index)))
                     });
                 }
                 // Only a qcow2 layer has one.

@@ -6,7 +6,7 @@ use crate::store::{self, StoreOptions};
 use crate::trust::Trusting;
 use crate::{json, options, runtime, size};
 use isobath_disk::{Disk, ImageFormat, Layer, OpenOptions, Secrets};
-use isobath_remote::{Address, Format, LocalLayer, Replace, push};
+use isobath_remote::{Address, Format, Index, LocalLayer, Replace, push};
 use isobath_storage::{FileId, Storage};
 use serde_json::json;
 use std::fs::File;
@@ -60,9 +60,11 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         let layers: Vec<_> = disk.layers().collect();
         let layers = layers.into_iter().rev().map(|layer| local(layer));
         let layers = layers.collect::<Result<Vec<_>, _>>()?;
+        let index = disk.whole_index().await?;
+        let index = index.map(|index| Index { root: index.root.encode(), bytes: index.bytes });
         let (place, name) = (address.place.clone(), address.name.clone());
         let work = move |store: &dyn isobath_remote::Store, progress: &_| {
-            push(store, &name, &layers, replace, progress)
+            push(store, &name, &layers, index.as_ref(), replace, progress)
         };
         let interrupted =
             "what was sent stays in the store for the next push, and the chain there is unchanged";

@@ -305,11 +305,29 @@ fn a_file_with_the_name_of_a_chain_is_in_nobodys_way() {
     assert!(refused.contains("a file is named by its path"), "{refused}");
 }
 
+/// A manifest of a chain of one layer whose heads have not its checksums; the heads are put into the store.
+fn without_tables(place: &Path, manifest: &[u8]) -> Vec<u8> {
+    let mut manifest: Value = serde_json::from_slice(manifest).unwrap();
+    let heads = place.join("store/heads");
+    let mut bytes = fs::read(heads.join(manifest["heads"]["digest"].as_str().unwrap())).unwrap();
+    // The length of the layer's table is the third word of its record, and the table is at the end.
+    let table = u32::from_be_bytes(bytes[32..36].try_into().unwrap());
+    bytes[32..36].fill(0);
+    bytes.truncate(bytes.len() - table as usize);
+    let changed = place.join("changed");
+    fs::write(&changed, &bytes).unwrap();
+    let sum = run(Command::new("sha256sum").arg(&changed)).ok().text();
+    let digest = sum.split(' ').next().unwrap();
+    fs::rename(&changed, heads.join(digest)).unwrap();
+    manifest["heads"] = json!({ "digest": digest, "length": bytes.len() });
+    serde_json::to_vec(&manifest).unwrap()
+}
+
 #[test]
 fn what_the_tables_of_a_chain_may_take_is_reserved() {
     let place = Place::new(1, "");
     let manifest = place.path().join("store/manifests/vm.json");
-    let written = fs::read(&manifest).unwrap();
+    let written = without_tables(place.path(), &fs::read(&manifest).unwrap());
     for (length, said) in [(4_u64 << 40, "the checksums of its layers"), (17 << 40, "at most")] {
         let mut changed: Value = serde_json::from_slice(&written).unwrap();
         changed["layers"][0]["length"] = length.into();
@@ -330,6 +348,60 @@ fn in_bucket<'c>(command: &'c mut Command, server: &s3::Server) -> &'c mut Comma
         .env("AWS_REGION", "nowhere")
         .env("AWS_ENDPOINT_URL", &server.endpoint)
         .env("AWS_ALLOW_HTTP", "true")
+}
+
+#[test]
+fn the_first_read_of_a_deep_chain_asks_for_what_it_needs_and_no_more() {
+    let (place, store) = (Place::new(40, ""), s3::Server::start());
+    let _ = isobath(place.path(), args!["pull", "-q", &place.vm(), "."]).ok();
+    let mut push = Command::new(ISOBATH);
+    push.current_dir(place.path()).args(["push", "-q", "39.qcow2", "s3://bucket/some/vm"]);
+    let _ = run(in_bucket(&mut push, &store)).ok();
+    let expected = fs::read(place.expected()).unwrap();
+    for at in (0..expected.len()).step_by(1 << 20) {
+        store.fail(Vec::new());
+        let cache = place.path().join(format!("cache-{at}"));
+        let mut dd = Command::new(ISOBATH);
+        dd.current_dir(place.path()).args(["dd", "-O", "raw", "bs=4096", "count=1"]);
+        dd.args([&format!("skip={}", at / 4096), "if=s3://bucket/some/vm", "of=part"]);
+        let _ = run(in_bucket(dd.args(["--cache-dir".as_ref(), cache.as_os_str()]), &store)).ok();
+        assert!(fs::read(place.path().join("part")).unwrap() == expected[at..at + 4096], "{at}");
+        // The manifest, the heads, the index, and the layer that has it, if any has.
+        let requests = store.requests();
+        let kinds = ["manifests/", "heads/", "indexes/", "layers/"];
+        let of = |kind: &str| requests.iter().filter(|one| one.contains(kind)).count();
+        assert_eq!(
+            kinds[..3].iter().map(|kind| of(kind)).collect::<Vec<_>>(),
+            [1, 1, 1],
+            "{requests:?}"
+        );
+        assert!(of("layers/") < 2 && requests.len() == 3 + of("layers/"), "{requests:?}");
+        fs::remove_file(place.path().join("part")).unwrap();
+    }
+}
+
+#[test]
+fn a_chain_whose_index_is_damaged_or_gone_is_read_by_its_layers_tables() {
+    let place = Place::new(5, "");
+    let indexes = place.path().join("store/indexes");
+    let index = fs::read_dir(indexes).unwrap().next().unwrap().unwrap().path();
+    let mut bytes = fs::read(&index).unwrap();
+    bytes[20] ^= 1;
+    for wrong in [Some(bytes), None] {
+        match wrong {
+            Some(bytes) => fs::write(&index, bytes).unwrap(),
+            None => fs::remove_file(&index).unwrap(),
+        }
+        let served = place.serve(&[]);
+        assert_same_bytes(&served.uri("vm"), &place.expected());
+        let done = served.server.stop().ok();
+        assert!(
+            done.stderr.contains("index") && done.stderr.contains("the layers' own tables"),
+            "{}",
+            done.report()
+        );
+        fs::remove_dir_all(place.path().join("cache")).unwrap();
+    }
 }
 
 #[test]

@@ -97,9 +97,9 @@ fn a_chain_goes_to_a_store_and_comes_back() {
     let text = isobath(place.path(), args!["remote", "ls", &store]).ok().text();
     assert!(text.lines().count() == 2 && text.contains("16 MiB"), "{text}");
     let _ = isobath(place.path(), args!["remote", "rm", &vm]).ok();
-    assert_eq!(place.json(&["remote", "gc", &store])["objects-too-young"], 5);
-    assert_eq!(place.json(&["remote", "gc", "-n", "--grace", "0s", &store])["objects-removed"], 5);
-    assert_eq!(place.json(&["remote", "gc", "--grace", "0s", &store])["objects-removed"], 5);
+    assert_eq!(place.json(&["remote", "gc", &store])["objects-too-young"], 6);
+    assert_eq!(place.json(&["remote", "gc", "-n", "--grace", "0s", &store])["objects-removed"], 6);
+    assert_eq!(place.json(&["remote", "gc", "--grace", "0s", &store])["objects-removed"], 6);
     let gone = isobath(place.path(), args!["pull", &vm, "out"]).exits(1);
     assert!(gone.stderr.contains("has no chain 'vm'"), "{}", gone.report());
 }
@@ -110,7 +110,7 @@ fn verify_says_by_its_exit_code_whether_a_chain_is_whole() {
     let vm = place.vm();
     let _ = isobath(place.path(), args!["push", "-q", "vm.qcow2", &vm]).ok();
     let whole = isobath(place.path(), args!["remote", "verify", &vm]).ok().text();
-    assert_eq!(whole, "2 layers, 5 objects: all match their digests.\n");
+    assert_eq!(whole, "2 layers, 6 objects: all match their digests.\n");
     let layer = place.layer(4 << 20);
     let mut bytes = fs::read(&layer).unwrap();
     bytes[5 << 20] ^= 1;

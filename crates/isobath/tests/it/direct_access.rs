@@ -3,11 +3,13 @@
 
 use crate::common::{assert_consistent, export, random_fates};
 use futures_executor::block_on;
-use isobath_disk::{Disk, IndexLimits, NewDisk, OpenOptions, ZeroFlags, create};
-use isobath_qcow2::CompressionType;
-use isobath_qcow2::index::IndexExtension;
-use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf};
+use isobath_disk::{Below, Disk, IndexLimits, NewDisk, OpenOptions, WholeIndex, ZeroFlags, create};
+use isobath_qcow2::index::{
+    BlockHash, BlockPointer, IndexExtension, Page, PageEntry, PageRecord, Segment, WholeRoot,
+};
+use isobath_qcow2::{CompressedCluster, CompressionType, HostOffset};
+use isobath_storage::memory::{MemoryFile, MemoryHost};
+use isobath_storage::{Host, IndexFile, IoBuf, OpenMode, Result};
 use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::recorder::RecorderHost;
 use isobath_testkit::{model::Model, qemu, seed::Seed};
@@ -95,6 +97,7 @@ impl Chain {
     async fn check(&self) -> (usize, bool) {
         let disk = self.open(false).await;
         compare(&disk, &self.model).await;
+        self.check_beside(&disk).await;
         let own = match disk.verify_index(|_| {}).await {
             Ok(Ok(differ)) => {
                 assert_eq!(differ, []);
@@ -103,6 +106,19 @@ impl Chain {
             _ => false,
         };
         (disk.indexed_layers(), own)
+    }
+
+    /// An index of all layers in a file of its own gives the same.
+    async fn check_beside(&self, disk: &Disk<AnyHost>) {
+        let WholeIndex { root, bytes } = disk.whole_index().await.unwrap().unwrap();
+        assert_eq!(root.layers as usize, self.layers.len());
+        let beside = Beside::new(self, &root, &bytes);
+        // Indexes in the layers' own files are not used where formats are given.
+        let below = disk.layers().nth(1).map(|layer| Below::NamedWithFormat(layer.format()));
+        let options = OpenOptions::new().backing_files(below.into_iter().collect::<Vec<_>>());
+        let disk = Disk::open(beside.any(), &self.name(), &options).await.unwrap();
+        assert_eq!(disk.indexed_layers(), disk.depth());
+        compare(&disk, &self.model).await;
     }
 
     async fn write_index(&self) {
@@ -117,6 +133,46 @@ impl Chain {
         let image = directory.path().join(self.name());
         qemu::assert_clean(&image);
         self.model.check(&qemu::read_disk(&image, "qcow2")).unwrap();
+    }
+}
+
+/// A host that has an index of the whole chain.
+#[derive(Clone)]
+struct Beside {
+    inner: MemoryHost,
+    top: PathBuf,
+    index: IndexFile,
+}
+
+impl Beside {
+    fn new(chain: &Chain, root: &WholeRoot, bytes: &[u8]) -> Self {
+        chain.host.insert("whole", bytes);
+        let index = IndexFile { name: "whole".into(), root: root.encode().into() };
+        Self { inner: chain.host.clone(), top: chain.name(), index }
+    }
+}
+
+impl Host for Beside {
+    type File = MemoryFile;
+
+    async fn open(&self, name: &Path, mode: OpenMode) -> Result<MemoryFile> {
+        self.inner.open(name, mode).await
+    }
+
+    async fn create(&self, name: &Path, mode: OpenMode) -> Result<MemoryFile> {
+        self.inner.create(name, mode).await
+    }
+
+    async fn remove(&self, name: &Path) -> Result<()> {
+        self.inner.remove(name).await
+    }
+
+    async fn remove_file(&self, name: &Path, file: &MemoryFile) -> Result<bool> {
+        self.inner.remove_file(name, file).await
+    }
+
+    fn index_of(&self, top: &Path) -> Option<IndexFile> {
+        (top == self.top).then(|| self.index.clone())
     }
 }
 
@@ -184,6 +240,98 @@ fn random_chains_read_the_same_with_an_index_anywhere() {
 }
 
 /// Enough layers for pages to be folded in turn and for chapters.
+/// A chain of one qcow2 image of 1 MiB above a raw one, both with data.
+async fn two_layers() -> Chain {
+    let (host, layers) = (MemoryHost::new(), vec![("base.raw".to_owned(), "raw")]);
+    let base = vec![7; 1 << 20];
+    host.insert("base.raw", &base);
+    let mut chain = Chain { host, layers, model: Model::from_bytes(&base) };
+    chain.add(NewDisk::new(1 << 20).index(false)).await;
+    let disk = chain.open(true).await;
+    disk.write(0, IoBuf::copy_of(&vec![9; 1 << 16])).await.unwrap();
+    disk.close().await.unwrap();
+    chain.model.fill(0, 1 << 16, 9);
+    chain
+}
+
+/// An index of two layers whose only page has these entries and is of so many layers.
+fn crafted(entries: &[PageEntry], folded: u32) -> (WholeRoot, Vec<u8>) {
+    let place = |at: usize, block: &[u8]| BlockPointer {
+        layer: 0,
+        offset: HostOffset::new(at as u64),
+        length: block.len() as u32,
+        hash: BlockHash::of(block),
+    };
+    let mut bytes = Page::new(0, 16, entries.iter().copied()).encode(16).unwrap();
+    let page = Some(place(0, &bytes));
+    let pages = vec![PageRecord { page, folded, newer: Vec::new() }];
+    let segment = Segment { number: 0, pages }.encode();
+    let segments = vec![Some(place(bytes.len(), &segment))];
+    bytes.extend(segment);
+    (WholeRoot { unit_bits: 16, layers: 2, size: 1 << 20, segments }, bytes)
+}
+
+#[test]
+fn a_damaged_index_beside_a_chain_is_not_used_where_it_is_damaged() {
+    block_on(async {
+        let chain = two_layers().await;
+        let disk = chain.open(false).await;
+        let WholeIndex { root, bytes } = disk.whole_index().await.unwrap().unwrap();
+        let options = OpenOptions::new();
+        for at in 0..bytes.len() {
+            let mut bytes = bytes.clone();
+            bytes[at] ^= 1;
+            let host = Beside::new(&chain, &root, &bytes).any();
+            compare(&Disk::open(host, &chain.name(), &options).await.unwrap(), &chain.model).await;
+        }
+        for length in [0, 1, bytes.len() - 1] {
+            let host = Beside::new(&chain, &root, &bytes[..length]).any();
+            compare(&Disk::open(host, &chain.name(), &options).await.unwrap(), &chain.model).await;
+        }
+        // Of another chain, or with a root that is none.
+        let other = WholeRoot { layers: 3, ..root.clone() };
+        let mut none = Beside::new(&chain, &root, &bytes);
+        none.index.root = root.encode()[1..].into();
+        for host in [Beside::new(&chain, &other, &bytes), none] {
+            let disk = Disk::open(host.any(), &chain.name(), &options).await.unwrap();
+            assert_eq!(disk.indexed_layers(), 0);
+            compare(&disk, &chain.model).await;
+        }
+        let host = Beside::new(&chain, &root, &bytes).any();
+        assert_eq!(Disk::open(host, &chain.name(), &options).await.unwrap().indexed_layers(), 2);
+    });
+}
+
+#[test]
+fn an_index_beside_a_chain_that_leads_out_of_its_layers_is_an_error_or_not_used() {
+    block_on(async {
+        let chain = two_layers().await;
+        let data = |layer, host| PageEntry::Data { layer, host: HostOffset::new(host) };
+        let cluster = CompressedCluster { offset: HostOffset::new(512), length: 512 };
+        let compressed = |layer| PageEntry::Compressed { layer, cluster };
+        // Past the ends of the files; a compressed cluster of a raw image.
+        for entry in [data(1, 1 << 40), data(0, 1 << 20), compressed(0)] {
+            let (root, bytes) = crafted(&[entry], 2);
+            let host = Beside::new(&chain, &root, &bytes).any();
+            let disk = Disk::open(host, &chain.name(), &OpenOptions::new()).await.unwrap();
+            assert_eq!(disk.indexed_layers(), 2);
+            disk.read(0, IoBuf::zeroed(512)).await.expect_err(&format!("{entry:?}"));
+        }
+        // Layers that the page, or the chain, has not.
+        for (entry, folded) in [(data(1, 0), 1), (data(2, 0), 2), (data(2, 0), 3)] {
+            let (root, bytes) = crafted(&[entry], folded);
+            let host = Beside::new(&chain, &root, &bytes).any();
+            let disk = Disk::open(host, &chain.name(), &OpenOptions::new()).await.unwrap();
+            compare(&disk, &chain.model).await;
+        }
+        // What it says counts where it can be.
+        let (root, bytes) = crafted(&[data(0, 0)], 2);
+        let host = Beside::new(&chain, &root, &bytes).any();
+        let disk = Disk::open(host, &chain.name(), &OpenOptions::new()).await.unwrap();
+        assert_eq!(disk.read(0, IoBuf::zeroed(512)).await.unwrap()[..], [7; 512]);
+    });
+}
+
 #[test]
 fn long_chains_share_what_did_not_change() {
     let mut rng = Seed::new().rng();

@@ -5,12 +5,15 @@
 //! ([`IndexExtension`]) points to a [`Root`], the root to chapters of [`LayerRecord`]s and to [`Segment`]s, a segment
 //! to [`Page`]s. A chapter is followed by the [heads](crate::Head) of its layers. Blocks that have not changed since
 //! the previous snapshot are referred to in the file of a layer below. `docs/format.md` specifies it to the byte.
+//!
+//! A chain in a store has an index of all of its layers, in a file of its own, under a [`WholeRoot`].
 
 mod block;
 mod page;
 mod record;
 mod root;
 mod segment;
+mod whole;
 
 pub use block::{BlockHash, BlockHasher, BlockPointer, IndexExtension};
 pub(crate) use block::{Fields, pad};
@@ -18,6 +21,7 @@ pub use page::{MAX_PAGE_BYTES, Page, PageEntry, PageRun};
 pub use record::{HeadsBlock, LayerRecord, LayerStamp, RecordedFormat};
 pub use root::Root;
 pub use segment::{PageRecord, Segment};
+pub use whole::WholeRoot;
 
 /// Units that a page describes.
 pub const PAGE_UNITS: usize = 1024;

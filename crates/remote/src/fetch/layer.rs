@@ -6,7 +6,7 @@ use super::patience::Patience;
 use super::streams::Streams;
 use super::wanted::{Awaited, Shared, Wanted, may_pass};
 use crate::cache::{Cache, CachedLayer, Filled, Held, LayerKey, Look, ObjectKind};
-use crate::digest::{BLOCK, Table};
+use crate::digest::{BLOCK, Digest, Table};
 use crate::error::{Error, Result};
 use crate::head::KnownHead;
 use crate::keys;
@@ -45,6 +45,8 @@ pub(crate) struct RemoteLayer {
     described: Layer,
     head: KnownHead,
     common: Arc<Common>,
+    /// Its table, if the heads have it; it was not compared with its digest.
+    table: Option<Arc<[u8]>>,
     attached: OnceLock<Attached>,
     attaching: Mutex<Option<Arc<Flight<Tabled>>>>,
     streams: Mutex<Streams>,
@@ -61,13 +63,21 @@ struct Attached {
 }
 
 impl RemoteLayer {
-    pub(crate) fn new(described: Layer, head: KnownHead, common: Arc<Common>) -> Self {
+    /// A layer that is the object with this key.
+    pub(crate) fn new(
+        key: String,
+        described: Layer,
+        head: KnownHead,
+        table: Option<Arc<[u8]>>,
+        common: Arc<Common>,
+    ) -> Self {
         Self {
             number: NUMBERS.fetch_add(1, Ordering::Relaxed),
-            key: keys::layer(&described.digest),
+            key,
             described,
             head,
             common,
+            table,
             attached: OnceLock::new(),
             attaching: Mutex::default(),
             streams: Mutex::default(),
@@ -147,8 +157,11 @@ impl RemoteLayer {
         self.common.fetcher.look_up(move || {
             let landing = Landing { layer, flight };
             let layer = &landing.layer;
-            if let Some(table) = layer.cached_table() {
-                let attached = layer.attach(&table);
+            if let Some(table) = &layer.table {
+                let attached = layer.attach_known(table);
+                landing.end(attached);
+            } else if let Some(table) = layer.cached_table() {
+                let attached = layer.attach(table.bytes());
                 landing.end(attached);
             } else {
                 let common = Arc::clone(&layer.common);
@@ -162,7 +175,7 @@ impl RemoteLayer {
                     let kept = fetched.and_then(|bytes| {
                         layer.common.cache.keep(ObjectKind::Table, digest, &bytes)
                     });
-                    let attached = kept.and_then(|table| layer.attach(&table));
+                    let attached = kept.and_then(|table| layer.attach(table.bytes()));
                     landing.end(attached);
                 }));
             }
@@ -174,14 +187,30 @@ impl RemoteLayer {
         self.common.cache.object(ObjectKind::Table, &self.described.table)
     }
 
+    /// Takes the table that the heads have into use. What is in the cache is told by its digest, and other chains,
+    /// which whoever wrote these heads may not write, have the same layer there.
+    ///
+    /// # Errors
+    /// It is not the one that the manifest names; as for [`attach`](Self::attach).
+    fn attach_known(&self, table: &Arc<[u8]>) -> Result<()> {
+        if Digest::of(table) != self.described.table {
+            return Err(Error::damaged(format_args!(
+                "the chain's heads: '{}' has other checksums than its table; push the chain again from where it is \
+                 whole",
+                self.key
+            )));
+        }
+        self.attach(table)
+    }
+
     /// Takes the table into use.
     ///
     /// # Errors
     /// What is in the cache of the layer is another thing than what its head says.
-    fn attach(&self, table: &Held) -> Result<()> {
+    fn attach(&self, table: &Arc<[u8]>) -> Result<()> {
         let Layer { digest, length, table: digest_of_table, .. } = self.described;
         let key = LayerKey { digest, length, table: digest_of_table };
-        let table = Arc::clone(table.bytes());
+        let table = Arc::clone(table);
         let cached = self.common.cache.layer(&key, Arc::clone(&table))?;
         self.compare_with(&cached)?;
         // Whoever else did it found the same.

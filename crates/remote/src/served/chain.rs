@@ -2,13 +2,13 @@
 
 use crate::address::Address;
 use crate::cache::{Cache, ObjectKind};
-use crate::digest::BLOCK;
+use crate::digest::{BLOCK, Digest, Table};
 use crate::error::{Error, Result};
 use crate::fetch::{Common, Fetcher, RemoteLayer, Source, object};
 use crate::head::KnownHead;
-use crate::heads::Heads;
+use crate::heads::{Heads, IndexHead};
 use crate::keys;
-use crate::manifest::{Format, MAX_MANIFEST, Manifest};
+use crate::manifest::{Format, IndexObject, Layer, MAX_MANIFEST, Manifest};
 use crate::progress::Progress;
 use crate::store::{Limits, Store};
 use std::path::PathBuf;
@@ -18,6 +18,9 @@ use std::time::Duration;
 /// Bytes of memory for each block, and for each layer, at most.
 const OF_BLOCK: u64 = 16 + 8;
 const OF_LAYER: u64 = 8192;
+
+/// What names the index among the layers of a chain.
+pub(super) const INDEX: &str = "index";
 
 /// How long the manifest is asked for where requests wait for ever, if one is known.
 const FIRST_LIMIT: Duration = Duration::from_secs(30);
@@ -30,8 +33,16 @@ pub struct Chain {
     address: Address,
     /// From the base to the top.
     layers: Vec<Arc<RemoteLayer>>,
+    index: Option<Index>,
     /// The store did not answer, and the manifest is the one that was read last.
     last_known: Option<String>,
+}
+
+/// The index of all layers.
+struct Index {
+    root: Arc<[u8]>,
+    /// The object with its segments and pages, which is read as a layer is.
+    object: Arc<RemoteLayer>,
 }
 
 impl std::fmt::Debug for Chain {
@@ -89,13 +100,24 @@ impl Chain {
         let heads = heads(&source, &manifest, cache)?;
         let fetcher = Fetcher::start(source, limit, progress)?;
         let common = Arc::new(Common::new(fetcher, Arc::clone(cache)));
+        let (heads, index_head) = heads.into_parts();
+        let index = index(manifest.index.as_ref(), index_head, &common)?;
         let mut layers = Vec::new();
-        for (layer, head) in manifest.layers.into_iter().zip(heads.into_layers()) {
-            let head = KnownHead::new(&layer, head)?;
-            layers.push(Arc::new(RemoteLayer::new(layer, head, Arc::clone(&common))));
+        for (layer, mut head) in manifest.layers.into_iter().zip(heads) {
+            let table = std::mem::take(&mut head.table);
+            let (key, head) = (keys::layer(&layer.digest), KnownHead::new(&layer, head)?);
+            if !table.is_empty() && table.len() as u64 != Table::length(layer.length) {
+                return Err(Error::damaged(format_args!(
+                    "the chain's heads: layer '{}' has the checksums of another number of blocks; push the chain \
+                     again from where it is whole",
+                    layer.digest
+                )));
+            }
+            let table = Some(table).filter(|table| !table.is_empty()).map(Arc::from);
+            layers.push(Arc::new(RemoteLayer::new(key, layer, head, table, Arc::clone(&common))));
         }
         let address = address.clone();
-        Ok(Arc::new(Self { address, layers, last_known }))
+        Ok(Arc::new(Self { address, layers, index, last_known }))
     }
 
     /// Where it is.
@@ -115,7 +137,9 @@ impl Chain {
             let blocks = layer.described().length.div_ceil(BLOCK);
             blocks * OF_BLOCK + layer.head().memory() + OF_LAYER
         };
-        self.layers.iter().map(of_layer).sum()
+        let of_index =
+            self.index.iter().map(|index| index.root.len() as u64 + of_layer(&index.object));
+        self.layers.iter().map(of_layer).chain(of_index).sum()
     }
 
     /// The number of layers.
@@ -134,6 +158,17 @@ impl Chain {
         self.layers.last().map_or(0, |top| top.described().size)
     }
 
+    /// The name under which the index of all layers is opened, and its root, if there is an index.
+    pub(super) fn index(&self) -> Option<(PathBuf, &Arc<[u8]>)> {
+        let name = format!("{}#{INDEX}", self.address).into();
+        self.index.as_ref().map(|index| (name, &index.root))
+    }
+
+    /// The object of the index.
+    pub(super) fn index_object(&self) -> Option<&Arc<RemoteLayer>> {
+        self.index.as_ref().map(|index| &index.object)
+    }
+
     /// The name under which the layer with this number is opened.
     pub(super) fn name_of(&self, number: usize) -> PathBuf {
         if number + 1 == self.layers.len() {
@@ -146,6 +181,38 @@ impl Chain {
     pub(super) fn layer(&self, number: usize) -> Option<&Arc<RemoteLayer>> {
         self.layers.get(number)
     }
+}
+
+/// The index of a chain, which is read as a layer is.
+fn index(
+    object: Option<&IndexObject>,
+    head: Option<IndexHead>,
+    common: &Arc<Common>,
+) -> Result<Option<Index>> {
+    let (IndexObject { digest, length }, IndexHead { root, table }) = match (object, head) {
+        (None, None) => return Ok(None),
+        (Some(object), Some(head)) if head.table.len() as u64 == Table::length(object.length) => {
+            (object, head)
+        }
+        _ => {
+            return Err(Error::damaged(
+                "the chain's heads have another index than its manifest; push the chain again from where it is whole",
+            ));
+        }
+    };
+    let described = Layer {
+        digest: *digest,
+        length: *length,
+        format: Format::Raw,
+        size: *length,
+        file: INDEX.to_owned(),
+        backing: None,
+        backing_format: None,
+        table: Digest::of(&table),
+    };
+    let (key, head) = (keys::index(digest), KnownHead::default());
+    let object = RemoteLayer::new(key, described, head, Some(table.into()), Arc::clone(common));
+    Ok(Some(Index { root: root.into(), object: Arc::new(object) }))
 }
 
 /// Refuses a chain whose tables would take too much memory.

@@ -1,8 +1,9 @@
 //! The layers of chains in stores, as files of a host.
 
-use super::chain::Chain;
+use super::chain::{Chain, INDEX};
 use super::file::{RemoteFile, read_only};
-use isobath_storage::{FileId, Host, OpenMode, Operation, Result, StorageError};
+use crate::fetch::RemoteLayer;
+use isobath_storage::{FileId, Host, IndexFile, OpenMode, Operation, Result, StorageError};
 use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -37,6 +38,12 @@ impl RemoteHost {
         Arc::clone(chains.entry(address).or_insert_with(|| Arc::clone(chain)))
     }
 
+    /// The object of the index that a name is of.
+    fn index(&self, name: &Path) -> Option<Arc<RemoteLayer>> {
+        let (address, INDEX) = name.to_str()?.split_once('#')? else { return None };
+        self.chain(address)?.index_object().map(Arc::clone)
+    }
+
     /// The layer that a name is of, by its number.
     fn layer(&self, name: &str) -> Option<(Arc<Chain>, usize)> {
         let (address, number) = match name.split_once('#') {
@@ -66,6 +73,9 @@ impl Host for RemoteHost {
     type File = RemoteFile;
 
     async fn open(&self, name: &Path, mode: OpenMode) -> Result<RemoteFile> {
+        if let Some(index) = self.index(name).filter(|_| !mode.writable) {
+            return Ok(RemoteFile::new(name.to_owned(), &index));
+        }
         let (chain, number) = self.find_layer(Operation::Open, name)?;
         if mode.writable {
             return Err(read_only(Operation::Open, name));
@@ -89,6 +99,13 @@ impl Host for RemoteHost {
     fn find(&self, name: &Path) -> Result<Option<FileId>> {
         let (chain, number) = self.find_layer(Operation::Query, name)?;
         Ok(chain.layer(number).map(|layer| RemoteFile::id_of(layer)))
+    }
+
+    /// The index of a chain, for its top layer.
+    fn index_of(&self, top: &Path) -> Option<IndexFile> {
+        let (chain, number) = self.layer(top.to_str()?)?;
+        let (name, root) = chain.index().filter(|_| number + 1 == chain.depth())?;
+        Some(IndexFile { name, root: Arc::clone(root) })
     }
 
     /// In a layer of a chain the one below, whatever name the header has: the manifest gives the order. No header of

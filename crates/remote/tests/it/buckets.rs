@@ -69,7 +69,7 @@ fn a_chain_goes_through_an_object_store() {
     assert_eq!(send(&store, "other", &chain).unwrap().sent, 1);
     assert_eq!(list(&store).unwrap().len(), 2);
     remove(&store, "other").unwrap();
-    assert_eq!(gc(&store, Duration::ZERO, false).unwrap().objects, 3);
+    assert_eq!(gc(&store, Duration::ZERO, false).unwrap().objects, 4);
     is_whole(&store, "vm");
 }
 
@@ -232,7 +232,8 @@ fn a_store_without_conditional_puts_needs_the_word_of_the_user() {
     let error = send(&store, "vm", &chain).unwrap_err().to_string();
     assert!(error.contains("--overwrite"), "{error}");
     assert!(!server.objects().contains_key("some/prefix/manifests/vm.json"));
-    push(&store, "vm", &chain.layers(), Replace::Any, &Progress::default()).unwrap();
+    push(&store, "vm", &chain.layers(), Some(&chain.index()), Replace::Any, &Progress::default())
+        .unwrap();
     is_whole(&store, "vm");
     let error = gc(&store, Duration::ZERO, false).unwrap_err().to_string();
     assert!(error.contains("--break-lock"), "{error}");
@@ -283,8 +284,9 @@ fn a_push_that_is_cancelled_ends() {
     let store = open_with(&server, patient(), &progress);
     server.fail((3..10_000).map(|number| (number, Fault::Status(503))));
     std::thread::scope(|scope| {
-        let pushing =
-            scope.spawn(|| push(&store, "vm", &chain.layers(), Replace::Unchanged, &progress));
+        let pushing = scope.spawn(|| {
+            push(&store, "vm", &chain.layers(), Some(&chain.index()), Replace::Unchanged, &progress)
+        });
         isobath_testkit::until("a request fails", || server.requests().len() > 5);
         server.fail([]);
         progress.cancel();
@@ -553,7 +555,14 @@ fn a_push_whose_manifest_cannot_be_read_back_says_what_is_unknown() {
         server.set_objects(BTreeMap::default());
         let refused = (number + 1..100).map(|number| (number, Fault::Status(403)));
         server.fail(refused.chain([(number, Fault::AnswerLost)]));
-        let pushed = push(&store, "vm", &chain.layers(), replace, &Progress::default());
+        let pushed = push(
+            &store,
+            "vm",
+            &chain.layers(),
+            Some(&chain.index()),
+            replace,
+            &Progress::default(),
+        );
         let message = pushed.unwrap_err().to_string();
         assert!(message.contains("the old one or the new one"), "{message}");
         assert!(message.contains("403"), "{message}");

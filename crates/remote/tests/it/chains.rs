@@ -1,6 +1,7 @@
 //! Chains of files for tests.
 
-use isobath_remote::{Format, LocalLayer};
+use isobath_qcow2::index::WholeRoot;
+use isobath_remote::{BLOCK, Format, Index, LocalLayer};
 use isobath_testkit::process::run;
 use isobath_testkit::qemu;
 use std::fs::{self, File};
@@ -85,6 +86,16 @@ impl Chain {
             LocalLayer { file: File::open(&path).unwrap(), path, format }
         });
         layers.collect()
+    }
+
+    /// An index of all of them, as it is pushed: what it says of the layers is nothing that a store looks at. That of a
+    /// chain with a base that is sent in parts is longer than a block.
+    pub(crate) fn index(&self) -> Index {
+        let layers = self.names.len() as u32;
+        let root = WholeRoot { unit_bits: 16, layers, size: 1 << 20, segments: vec![None] };
+        let length = if self.names[0] == "base.raw" { BLOCK as u32 + 1000 } else { 300 };
+        let bytes = (0..length).map(|at| (at / 7 + layers) as u8).collect();
+        Index { root: root.encode(), bytes }
     }
 
     /// All files of a directory are files of the chain, and those that must be there are.

@@ -3,7 +3,7 @@
 use crate::chains::Chain;
 use crate::round_trips::{fetch, gc, is_whole, send, verify};
 use crate::stores::{self, Watched};
-use isobath_remote::{Digest, Error, Manifest, Names, Progress, Target, list, pull};
+use isobath_remote::{Digest, Error, Heads, Manifest, Names, Progress, Target, list, pull};
 use serde_json::{Value, json};
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -23,9 +23,10 @@ fn changed(change: impl FnOnce(&mut Value)) -> Vec<u8> {
     };
     let mut manifest = json!({
         "format": "isobath-chain",
-        "version": 1,
+        "version": 2,
         "size": 512,
         "heads": { "digest": digest, "length": 40 },
+        "index": { "digest": digest, "length": 100 },
         "layers": [layer("a", None), layer("b", Some("a")), layer("c", Some("b"))],
     });
     change(&mut manifest);
@@ -171,8 +172,10 @@ fn heads_that_have_another_header_or_l1_table_than_a_layer_are_found() {
     let text = fs::read_to_string(&path).unwrap();
     let manifest = Manifest::decode("vm", text.as_bytes()).unwrap();
     let heads = fs::read(kept.path().join(format!("heads/{}", manifest.heads.digest))).unwrap();
-    // Before the headers are 16 bytes, and 8 for each of three layers; the last byte is of the top's L1 table.
-    for at in [40 + 8, heads.len() - 1] {
+    let header = heads.windows(4).position(|bytes| bytes == b"QFI\xfb").unwrap();
+    // The top's L1 table and its checksums are the last.
+    let table = Heads::decode(&heads, 3).unwrap().layers()[2].table.len();
+    for at in [header + 8, heads.len() - table - 1] {
         let mut changed = heads.clone();
         changed[at] ^= 1;
         let digest = Digest::of(&changed);
@@ -196,6 +199,63 @@ fn heads_that_have_another_header_or_l1_table_than_a_layer_are_found() {
     // A push makes them right.
     send(&store, "vm", &chain).unwrap();
     is_whole(&store, "vm");
+}
+
+#[test]
+fn heads_and_indexes_that_do_not_belong_to_each_other_are_found() {
+    let chain = Chain::new();
+    let (kept, store) = stores::new();
+    send(&store, "vm", &chain).unwrap();
+    let path = kept.path().join("manifests/vm.json");
+    let text = fs::read_to_string(&path).unwrap();
+    let manifest = Manifest::decode("vm", text.as_bytes()).unwrap();
+    let index = manifest.index.clone().unwrap();
+    let heads = fs::read(kept.path().join(format!("heads/{}", manifest.heads.digest))).unwrap();
+    let known = Heads::decode(&heads, 3).unwrap();
+    let root = known.index().unwrap().root.len();
+    let from = heads.windows(4).position(|bytes| bytes == b"IALL").unwrap();
+    // The number of layers in the root; the checksums of the index; those of the top.
+    let changes =
+        [(from + 11, "no root"), (from + root, "other checksums"), (heads.len() - 1, "tables/")];
+    for (at, what) in changes {
+        let mut changed = heads.clone();
+        changed[at] ^= 1;
+        let digest = Digest::of(&changed);
+        fs::write(kept.path().join(format!("heads/{digest}")), changed).unwrap();
+        fs::write(&path, text.replace(&manifest.heads.digest.to_string(), &digest.to_string()))
+            .unwrap();
+        let found = verify(&store, "vm").unwrap().problems;
+        assert!(found.len() == 1 && found[0].contains(what), "{what}: {found:?}");
+        let directory = tempfile::tempdir().unwrap();
+        fetch(&store, "vm", directory.path()).unwrap();
+        chain.is_part(directory.path(), true);
+    }
+    let own = format!(",\"index\":{{\"digest\":\"{}\",\"length\":{}}}", index.digest, index.length);
+    assert!(text.contains(&own), "{text}");
+    fs::write(&path, text.replace(&own, "")).unwrap();
+    let found = verify(&store, "vm").unwrap().problems;
+    assert!(found.len() == 1 && found[0].contains("another index than the manifest"), "{found:?}");
+    fs::write(&path, &text).unwrap();
+    is_whole(&store, "vm");
+    // What is damaged, short or missing is found, and a push makes it right.
+    let object = kept.path().join(format!("indexes/{}", index.digest));
+    let right = fs::read(&object).unwrap();
+    let mut wrong = right.clone();
+    *wrong.last_mut().unwrap() ^= 1;
+    for bytes in [Some(&wrong[..]), Some(&right[1..]), None] {
+        fs::remove_file(&object).unwrap();
+        if let Some(bytes) = bytes {
+            fs::write(&object, bytes).unwrap();
+        }
+        let found = verify(&store, "vm").unwrap().problems;
+        assert!(found.len() == 1 && found[0].contains("indexes/"), "{found:?}");
+        // One of the right length counts as there.
+        if bytes.is_some_and(|bytes| bytes.len() == right.len()) {
+            fs::remove_file(&object).unwrap();
+        }
+        send(&store, "vm", &chain).unwrap();
+        is_whole(&store, "vm");
+    }
 }
 
 #[test]
@@ -246,7 +306,9 @@ fn what_a_manifest_must_not_say_is_refused_with_a_reason() {
     type Change = fn(&mut Value);
     let cases: &[(Change, &str)] = &[
         (|m| m["format"] = "other".into(), "format"),
-        (|m| m["version"] = 2.into(), "use a newer one"),
+        (|m| m["version"] = 3.into(), "use a newer one"),
+        (|m| m["version"] = 0.into(), "use a newer one"),
+        (|m| m["version"] = 1.into(), "which version 1 has not"),
         (|m| m["version"] = json!(18_446_744_073_709_551_615_u64), "use a newer one"),
         (|m| m["version"] = (-1).into(), "damaged"),
         (|m| m["version"] = "1".into(), "damaged"),
@@ -258,6 +320,10 @@ fn what_a_manifest_must_not_say_is_refused_with_a_reason() {
         (|m| m["layers"] = vec![m["layers"][1].clone(); 65_537].into(), "65537 layers"),
         (|m| m["heads"]["length"] = json!(1_u64 << 40), "heads"),
         (|m| m["heads"]["digest"] = "../../etc/passwd".into(), "64 digits"),
+        (|m| m["index"]["length"] = 0.into(), "its index has 0 bytes"),
+        (|m| m["index"]["length"] = json!((256_u64 << 20) + 1), "its index has 268435457 bytes"),
+        (|m| m["index"]["digest"] = "../../etc/passwd".into(), "64 digits"),
+        (|m| m["index"] = json!({ "length": 5 }), "damaged"),
         (|m| m["layers"][0]["digest"] = "../manifests/vm.json".into(), "64 digits"),
         (|m| m["layers"][0]["digest"] = "A".repeat(64).into(), "64 digits"),
         (|m| m["layers"][0]["table"] = "".into(), "64 digits"),
@@ -310,9 +376,12 @@ fn every_cut_and_every_flipped_bit_of_a_manifest_is_refused_or_harmless() {
     send(&store, "vm", &chain).unwrap();
     let path = kept.path().join("manifests/vm.json");
     let bytes = fs::read(&path).unwrap();
+    // An index is not pulled.
+    let index = bytes.windows(8).position(|part| part == b"\"index\":").unwrap();
+    let index = index..index + bytes[index..].iter().position(|byte| *byte == b'}').unwrap();
     let mut accepted = 0;
     let cuts = (0..bytes.len() - 1).map(|length| bytes[..length].to_vec());
-    let flips = (0..bytes.len() * 8).map(|bit| {
+    let flips = (0..bytes.len() * 8).filter(|bit| !index.contains(&(bit / 8))).map(|bit| {
         let mut bytes = bytes.clone();
         bytes[bit / 8] ^= 1 << (bit % 8);
         bytes

@@ -217,7 +217,14 @@ fn an_interrupted_push_says_that_the_chain_is_unchanged_only_if_its_manifest_was
         for number in 0.. {
             let (_kept, store) = stores::new();
             let watched = Watched::dying(&store, Death::Interrupted(number));
-            let pushed = push(&watched, "vm", &chain.layers(), replace, &Progress::default());
+            let pushed = push(
+                &watched,
+                "vm",
+                &chain.layers(),
+                Some(&chain.index()),
+                replace,
+                &Progress::default(),
+            );
             let is_there = store.head("manifests/vm.json").unwrap().is_some();
             match pushed {
                 Err(Error::Interrupted) => {

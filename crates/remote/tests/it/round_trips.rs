@@ -14,7 +14,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub(crate) fn send(store: &dyn Store, name: &str, chain: &Chain) -> Result<isobath_remote::Pushed> {
-    push(store, name, &chain.layers(), Replace::Unchanged, &Progress::default())
+    push(
+        store,
+        name,
+        &chain.layers(),
+        Some(&chain.index()),
+        Replace::Unchanged,
+        &Progress::default(),
+    )
 }
 
 pub(crate) fn fetch(store: &dyn Store, name: &str, directory: &Path) -> Result<Pulled> {
@@ -44,7 +51,9 @@ fn what_is_pushed_is_pulled_byte_for_byte_and_qemu_reads_it() {
     let chain = Chain::new();
     let (kept, store) = stores::new();
     let progress = Progress::default();
-    let pushed = push(&store, "vm", &chain.layers(), Replace::Unchanged, &progress).unwrap();
+    let pushed =
+        push(&store, "vm", &chain.layers(), Some(&chain.index()), Replace::Unchanged, &progress)
+            .unwrap();
     assert_eq!((pushed.layers, pushed.sent), (3, 3));
     assert_eq!(progress.bytes(), (pushed.bytes, pushed.bytes));
     is_whole(&store, "vm");
@@ -204,7 +213,8 @@ fn images_that_are_not_whole_by_themselves_are_not_pushed() {
     let mut without = Chain::new();
     let mut layers = without.layers();
     layers.remove(0);
-    let error = push(&store, "vm", &layers, Replace::Unchanged, &Progress::default()).unwrap_err();
+    let error =
+        push(&store, "vm", &layers, None, Replace::Unchanged, &Progress::default()).unwrap_err();
     assert!(error.to_string().contains("not among the layers"), "{error}");
     without.names.reverse();
     assert!(send(&store, "vm", &without).is_err());
@@ -315,12 +325,13 @@ fn only_what_nobody_needs_is_collected_and_only_when_it_is_old() {
     remove(&store, "long").unwrap();
     assert!(remove(&store, "long").is_err());
     let young = gc(&store, day, false).unwrap();
-    assert_eq!((young.objects, young.young), (0, 3));
+    // A layer, its table, the heads and the index.
+    assert_eq!((young.objects, young.young), (0, 4));
     let how = Collection { grace: Duration::ZERO, dry_run: true, break_lock: false };
-    assert_eq!(collect(&store, &how, &Progress::default()).unwrap().objects, 3);
+    assert_eq!(collect(&store, &how, &Progress::default()).unwrap().objects, 4);
     assert_eq!(fs::read_dir(kept.path().join("layers")).unwrap().count(), 4);
     let old = gc(&stores::Aged(&store), day, false).unwrap();
-    assert_eq!((old.chains, old.objects, old.young), (1, 3, 0));
+    assert_eq!((old.chains, old.objects, old.young), (1, 4, 0));
     is_whole(&store, "short");
     assert_eq!(fs::read_dir(kept.path().join("layers")).unwrap().count(), 3);
     assert!(!kept.path().join("gc.lock").exists());
@@ -334,7 +345,7 @@ fn nothing_is_collected_if_it_is_unknown_what_is_needed() {
     send(&store, "other", &chain).unwrap();
     let manifest = kept.path().join("manifests/vm.json");
     let text = fs::read_to_string(&manifest).unwrap();
-    for changed in [text.replace("\"version\":1", "\"version\":2"), text[..20].to_owned()] {
+    for changed in [text.replace("\"version\":2", "\"version\":3"), text[..20].to_owned()] {
         fs::write(&manifest, changed).unwrap();
         fs::remove_file(kept.path().join("manifests/other.json")).ok();
         let error = gc(&store, Duration::ZERO, false).unwrap_err().to_string();

@@ -7,7 +7,7 @@ use crate::round_trips::send;
 use isobath_remote::cache::Cache;
 use isobath_remote::served::{self, RemoteHost};
 use isobath_remote::store::{Directory, Entry, Found, Outcome, Parts, Store, Version};
-use isobath_remote::{Address, Digest, Error, Result};
+use isobath_remote::{Address, Digest, Error, Heads, Result};
 use isobath_ring::block_on;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageError, StorageExt};
 use serde_json::Value;
@@ -304,7 +304,7 @@ fn a_cold_read_of_4_kib_fetches_one_block_and_the_next_reads_of_it_none() {
     let requests = place.store.taken();
     assert_eq!(reads(&requests).len(), 1, "{requests:?}");
     assert!(reads(&requests)[0].ends_with(&format!(" {} {BLOCK}", 5 * BLOCK)), "{requests:?}");
-    assert_eq!(requests.len(), 2, "the table and the block: {requests:?}");
+    assert_eq!(requests.len(), 1, "the heads have the table: {requests:?}");
     assert!(read(&file, at + 4096, 4096).unwrap() == place.local(0, at + 4096, 4096));
     assert_eq!(place.store.taken(), [""; 0]);
 }
@@ -468,6 +468,9 @@ fn begin(
 fn who_joins_a_request_that_fails_later_is_not_told_of_others_waits() {
     for what in ["a block", "the table"] {
         let place = Place::new(raw(8));
+        if what == "the table" {
+            place.change_heads(without_tables);
+        }
         let opened = place.opened();
         let file = opened.file(0);
         let at = 3 * BLOCK;
@@ -560,6 +563,7 @@ fn a_store_that_is_away_at_the_start_is_replaced_by_the_last_known_manifest() {
 #[test]
 fn a_table_that_cannot_be_read_fails_for_all_who_wait_and_is_tried_anew() {
     let place = Place::new(raw(8));
+    place.change_heads(without_tables);
     let opened = place.opened();
     let file = opened.file(0);
     let tables = place.directory.path().join("store/tables");
@@ -663,7 +667,7 @@ impl Place {
         fs::write(&path, serde_json::to_vec(&manifest).unwrap()).unwrap();
     }
 
-    /// Changes the heads, and the manifest so that it names them.
+    /// Changes the heads, and the manifest so that it names them. Heads of the first version have no index.
     fn change_heads(&self, change: impl FnOnce(&mut Vec<u8>)) {
         let heads = self.directory.path().join("store/heads");
         self.change_manifest(|manifest| {
@@ -674,12 +678,135 @@ impl Place {
             fs::write(heads.join(&digest), &bytes).unwrap();
             manifest["heads"]["digest"] = digest.into();
             manifest["heads"]["length"] = bytes.len().into();
+            if bytes[7] == 1 {
+                manifest["version"] = 1.into();
+                manifest.as_object_mut().unwrap().remove("index");
+            }
         });
     }
 
     fn refused(&self) -> String {
         self.open(Some(Duration::from_mins(5))).err().unwrap().to_string()
     }
+}
+
+/// Heads of the first version, which have no tables of checksums and no index.
+fn without_tables(bytes: &mut Vec<u8>) {
+    let layers = u32::from_be_bytes(bytes[8..12].try_into().unwrap());
+    let heads = Heads::decode(bytes, layers as usize).unwrap();
+    *bytes = [&b"IHDS"[..], &1_u32.to_be_bytes(), &layers.to_be_bytes(), &[0; 4]].concat();
+    for head in heads.layers() {
+        bytes.extend((head.header.len() as u32).to_be_bytes());
+        bytes.extend((head.l1.len() as u32).to_be_bytes());
+    }
+    for head in heads.layers() {
+        bytes.extend([&head.header[..], &head.l1].concat());
+    }
+}
+
+#[test]
+fn a_chain_of_the_first_version_is_read() {
+    for chain in [Chain::new(), raw(8)] {
+        let place = Place::new(chain);
+        place.change_heads(without_tables);
+        let opened = place.opened();
+        for number in 0..place.chain.names.len() {
+            let length = fs::metadata(place.chain.path(number)).unwrap().len() as usize;
+            assert!(
+                read(&opened.file(number), 0, length).unwrap() == place.local(number, 0, length)
+            );
+        }
+        assert_eq!(opened.host.index_of(Path::new(&place.address.to_string())), None);
+    }
+}
+
+#[test]
+fn checksums_in_the_heads_must_be_those_of_the_table() {
+    let place = Place::new(raw(8));
+    // The object ends with them.
+    place.change_heads(|bytes| *bytes.last_mut().unwrap() ^= 1);
+    let opened = place.opened();
+    for _ in 0..2 {
+        let error = read(&opened.file(0), 0, 4096).unwrap_err().to_string();
+        assert!(error.contains("other checksums than its table"), "{error}");
+    }
+    place.change_heads(|bytes| {
+        bytes.truncate(bytes.len() - 16);
+        // The length of the only layer's table.
+        let length = u32::from_be_bytes(bytes[32..36].try_into().unwrap()) - 16;
+        bytes[32..36].copy_from_slice(&length.to_be_bytes());
+    });
+    assert!(place.refused().contains("the checksums of another number of blocks"));
+}
+
+#[test]
+fn an_index_is_read_as_it_was_pushed_and_by_its_name_alone() {
+    let place = Place::new(Chain::new());
+    let index = place.chain.index();
+    let opened = place.opened();
+    let top = place.address.to_string();
+    let found = opened.host.index_of(Path::new(&top)).unwrap();
+    assert_eq!(found.root[..], index.root[..]);
+    for other in [format!("{top}#0"), format!("{top}#index"), format!("{top}2")] {
+        assert_eq!(opened.host.index_of(Path::new(&other)), None, "{other}");
+    }
+    let writable = OpenMode { writable: true, ..OpenMode::default() };
+    assert!(block_on(opened.host.open(&found.name, writable)).is_err());
+    let file = block_on(opened.host.open(&found.name, OpenMode::default())).unwrap();
+    place.store.taken();
+    assert!(read(&file, 0, index.bytes.len()).unwrap() == index.bytes);
+    let (length, requests) = (index.bytes.len(), place.store.taken());
+    assert_eq!(requests.len(), 1, "{requests:?}");
+    assert!(
+        requests[0].starts_with("READ indexes/") && requests[0].ends_with(&format!(" 0 {length}"))
+    );
+    // Another server on this machine has it.
+    let again = place.opened();
+    let file = block_on(again.host.open(&found.name, OpenMode::default())).unwrap();
+    place.store.taken();
+    assert!(read(&file, 0, index.bytes.len()).unwrap() == index.bytes);
+    assert_eq!(place.store.taken(), Vec::<String>::new());
+}
+
+#[test]
+fn a_damaged_index_is_told_from_one_that_cannot_be_read_now() {
+    let place = Place::new(Chain::new());
+    let opened = place.opened();
+    let found = opened.host.index_of(Path::new(&place.address.to_string())).unwrap();
+    let file = block_on(opened.host.open(&found.name, OpenMode::default())).unwrap();
+    place.store.with(|state| state.away = true);
+    let error = read(&file, 0, 100).unwrap_err();
+    assert_ne!(error.kind(), std::io::ErrorKind::InvalidData, "{error}");
+    place.store.with(|state| state.away = false);
+    let indexes = place.directory.path().join("store/indexes");
+    let object = fs::read_dir(&indexes).unwrap().next().unwrap().unwrap().path();
+    let mut bytes = fs::read(&object).unwrap();
+    bytes[0] ^= 1;
+    for wrong in [Some(bytes), None] {
+        match wrong {
+            Some(bytes) => fs::write(&object, bytes).unwrap(),
+            None => fs::remove_file(&object).unwrap(),
+        }
+        let error = read(&file, 0, 100).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::InvalidData, "{error}");
+    }
+}
+
+#[test]
+fn a_chain_whose_heads_and_manifest_differ_about_the_index_is_not_opened() {
+    let place = Place::new(Chain::new());
+    let changes: [Change; 3] = [
+        |manifest| drop(manifest.as_object_mut().unwrap().remove("index")),
+        |manifest| manifest["index"]["length"] = (1 << 20).into(),
+        |manifest| manifest["index"]["length"] = 100.into(),
+    ];
+    let right = fs::read(place.directory.path().join("store/manifests/vm.json")).unwrap();
+    for change in changes {
+        place.change_manifest(change);
+        assert!(place.refused().contains("another index than its manifest"));
+        fs::write(place.directory.path().join("store/manifests/vm.json"), &right).unwrap();
+    }
+    place.opened();
 }
 
 #[test]
@@ -690,8 +817,12 @@ fn a_layer_whose_head_says_another_thing_is_not_read() {
         if cached {
             read(&place.opened().file(0), 0, length as usize).unwrap();
         }
-        // The object ends with the L1 table.
-        place.change_heads(|bytes| *bytes.last_mut().unwrap() ^= 1);
+        // The object ends with the L1 table and the checksums.
+        place.change_heads(|bytes| {
+            let table = Heads::decode(bytes, 1).unwrap().layers()[0].table.len();
+            let last = bytes.len() - table - 1;
+            bytes[last] ^= 1;
+        });
         let opened = place.opened();
         let file = opened.file(0);
         for _ in 0..2 {
@@ -730,6 +861,6 @@ fn a_chain_whose_heads_are_not_what_its_manifest_says_is_not_opened() {
     assert!(place.refused().contains("heads/"));
     fs::write(place.directory.path().join("store/manifests/vm.json"), &right).unwrap();
     // The L1 table of the first layer moves: what its header says counts.
-    place.change_heads(|bytes| bytes[16 + 7] ^= 8);
+    place.change_heads(|bytes| bytes[24 + 7] ^= 8);
     place.refused();
 }

@@ -116,7 +116,14 @@ impl Drop for Gateway {
 }
 
 fn send(store: &dyn Store, name: &str, chain: &Chain) -> Result<Pushed> {
-    push(store, name, &chain.layers(), Replace::Unchanged, &Progress::default())
+    push(
+        store,
+        name,
+        &chain.layers(),
+        Some(&chain.index()),
+        Replace::Unchanged,
+        &Progress::default(),
+    )
 }
 
 #[track_caller]
@@ -148,8 +155,8 @@ fn chains_are_pushed_listed_verified_pulled_removed_and_collected() {
     let names: Vec<String> = list(&store).unwrap().into_iter().map(|listed| listed.name).collect();
     assert_eq!(names, ["other", "vm"]);
     remove(&store, "other").unwrap();
-    // The heads of the shorter chain, and three objects of the other.
-    assert_eq!(gc(&store, false).unwrap().objects, 4);
+    // The heads and the index of the shorter chain, and four objects of the other.
+    assert_eq!(gc(&store, false).unwrap().objects, 6);
     comes_back(&store, "vm", &chain);
     assert!(store.head("gc.lock").unwrap().is_none() && store.list("pushes/").unwrap().is_empty());
 }
@@ -240,8 +247,16 @@ fn a_push_that_was_interrupted_anywhere_is_pushed_again() {
         let interrupted = gateway.store_of("secret", &progress);
         gateway.proxy.set(Rule::CutOnce(Way::Up, at));
         let pushed = std::thread::scope(|scope| {
-            let pushing = scope
-                .spawn(|| push(&interrupted, "vm", &chain.layers(), Replace::Unchanged, &progress));
+            let pushing = scope.spawn(|| {
+                push(
+                    &interrupted,
+                    "vm",
+                    &chain.layers(),
+                    Some(&chain.index()),
+                    Replace::Unchanged,
+                    &progress,
+                )
+            });
             isobath_testkit::until("so many bytes", || gateway.proxy.counted() > at);
             progress.cancel();
             pushing.join().unwrap()
