@@ -1,22 +1,23 @@
 //! A direct-access index in use.
 
-use isobath_image::Result;
 use isobath_image::index_area::read_block;
 use isobath_image::layer::Layer;
 use isobath_image::violated;
 use isobath_qcow2::index::{
-    BlockHash, BlockPointer, MAX_BLOCK_BYTES, MAX_PAGE_BYTES, PAGE_UNITS, Page, PageRecord, Root,
+    BlockPointer, MAX_BLOCK_BYTES, MAX_PAGE_BYTES, PAGE_UNITS, Page, PageRecord, Root,
     SEGMENT_PAGES, Segment, WholeRoot,
 };
 use isobath_storage::{IoBuf, Storage};
 use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
-use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Segments kept in memory: with 64 KiB clusters each covers 4 GiB and takes some 6 KiB.
 const CACHED_SEGMENTS: usize = 256;
+
+/// The most bytes of a segment whose pages are all folded.
+const MAX_FOLDED_SEGMENT_BYTES: u32 = 16 + SEGMENT_PAGES as u32 * 40;
 
 /// An index in use.
 pub struct ChainIndex<S> {
@@ -94,13 +95,10 @@ impl<S: Storage> ChainIndex<S> {
         }
     }
 
-    /// The owners of the page that contains the guest byte at `guest`; `None` if its block is damaged, which is logged
-    /// once.
-    ///
-    /// # Errors
-    /// The index is in a file of its own that cannot be read now.
-    pub async fn owners(&self, guest: u64) -> Result<Option<Owners>> {
-        let owners = self.read_owners(guest >> self.page_bits()).await?;
+    /// The owners of the page that contains the guest byte at `guest`; `None` if its block is damaged or cannot be read,
+    /// which is logged once.
+    pub async fn owners(&self, guest: u64) -> Option<Owners> {
+        let owners = self.read_owners(guest >> self.page_bits()).await;
         if owners.is_none() && !self.damaged.swap(true, Ordering::Relaxed) {
             match &self.held {
                 Held::Within { layers, root } => tracing::warn!(
@@ -109,99 +107,74 @@ impl<S: Storage> ChainIndex<S> {
                     isobath_storage::shown(layers[root.position as usize].name())
                 ),
                 Held::Beside { file, .. } => tracing::warn!(
-                    "the index '{}' is damaged; the layers' own tables are used in place of the damaged parts",
+                    "the index '{}' is damaged or cannot be read; where that is so, the layers' own tables are used",
                     isobath_storage::shown(file.name())
                 ),
             }
         }
-        Ok(owners)
+        owners
     }
 
-    async fn read_owners(&self, number: u64) -> Result<Option<Owners>> {
-        let Some(record) = self.record(number).await? else { return Ok(None) };
+    async fn read_owners(&self, number: u64) -> Option<Owners> {
+        let record = self.record(number).await?;
         let page = match &record.page {
-            Some(pointer) => match self.page(number, &record, pointer).await? {
-                None => return Ok(None),
-                page => page,
-            },
+            Some(pointer) => Some(self.page(number, &record, pointer).await?),
             None => None,
         };
-        Ok(Some(Owners { newer: record.newer, page }))
+        Some(Owners { newer: record.newer, page })
     }
 
-    async fn record(&self, number: u64) -> Result<Option<PageRecord>> {
-        let Ok(segment) = u32::try_from(number / SEGMENT_PAGES as u64) else { return Ok(None) };
+    async fn record(&self, number: u64) -> Option<PageRecord> {
+        let segment = u32::try_from(number / SEGMENT_PAGES as u64).ok()?;
         let segments = match &self.held {
             Held::Within { root, .. } => &root.segments,
             Held::Beside { root, .. } => &root.segments,
         };
         let Some(pointer) = segments.get(segment as usize).copied().flatten() else {
-            return Ok(Some(PageRecord::default()));
+            return Some(PageRecord::default());
         };
-        let Some(segment) = self.segment(segment, &pointer).await? else { return Ok(None) };
+        let segment = self.segment(segment, &pointer).await?;
         let within = (number % SEGMENT_PAGES as u64) as usize;
-        Ok(Some(segment.pages.get(within).cloned().unwrap_or_default()))
+        Some(segment.pages.get(within).cloned().unwrap_or_default())
     }
 
-    /// A segment, from memory or from its file; `None` if it is damaged.
-    ///
-    /// # Errors
-    /// As for [`owners`](Self::owners).
-    pub async fn segment(
-        &self,
-        number: u32,
-        pointer: &BlockPointer,
-    ) -> Result<Option<Arc<Segment>>> {
+    /// A segment, from memory or from its file; `None` if it is damaged or cannot be read.
+    pub async fn segment(&self, number: u32, pointer: &BlockPointer) -> Option<Arc<Segment>> {
         let cached = self.segments.lock().get(&number).map(Arc::clone);
         if cached.is_some() {
-            return Ok(cached);
+            return cached;
         }
-        let Some(bytes) = self.block(pointer, MAX_BLOCK_BYTES).await? else { return Ok(None) };
-        let Some(segment) = Segment::decode(&bytes, number, self.covers) else { return Ok(None) };
-        let segment = Arc::new(segment);
+        let most = match &self.held {
+            Held::Within { .. } => MAX_BLOCK_BYTES,
+            Held::Beside { .. } => MAX_FOLDED_SEGMENT_BYTES,
+        };
+        let bytes = self.block(pointer, most).await?;
+        let segment = Arc::new(Segment::decode(&bytes, number, self.covers)?);
         let mut segments = self.segments.lock();
         if segments.len() >= CACHED_SEGMENTS {
             segments.clear();
         }
         segments.insert(number, Arc::clone(&segment));
-        Ok(Some(segment))
+        Some(segment)
     }
 
-    async fn page(
-        &self,
-        number: u64,
-        record: &PageRecord,
-        pointer: &BlockPointer,
-    ) -> Result<Option<Page>> {
-        let Some(bytes) = self.block(pointer, MAX_PAGE_BYTES).await? else { return Ok(None) };
-        let number = u32::try_from(number).ok();
-        let page = number.and_then(|number| Page::decode(&bytes, number, self.unit_bits));
+    async fn page(&self, number: u64, record: &PageRecord, pointer: &BlockPointer) -> Option<Page> {
+        let bytes = self.block(pointer, MAX_PAGE_BYTES).await?;
+        let page = Page::decode(&bytes, u32::try_from(number).ok()?, self.unit_bits)?;
         let known = |layer: u16| u32::from(layer) < record.folded;
-        Ok(page.filter(|page| page.runs.iter().all(|run| run.entry.layer().is_none_or(known))))
+        page.runs.iter().all(|run| run.entry.layer().is_none_or(known)).then_some(page)
     }
 
-    /// A block, from the file that contains it; `None` if it does not match its pointer.
-    async fn block(&self, pointer: &BlockPointer, most: u32) -> Result<Option<IoBuf>> {
+    /// A block, from the file that contains it.
+    async fn block(&self, pointer: &BlockPointer, most: u32) -> Option<IoBuf> {
         match &self.held {
-            Held::Within { layers, .. } => Ok(match layers.get(pointer.layer as usize) {
-                Some(layer) => read_block(layer, pointer, most).await,
-                None => None,
-            }),
-            Held::Beside { file, .. } => {
-                if pointer.layer != 0 || pointer.length > most {
-                    return Ok(None);
-                }
-                let buf = IoBuf::zeroed(pointer.length as usize);
-                match file.read_at(pointer.offset.get(), buf).await {
-                    Ok(bytes) => Ok((BlockHash::of(&bytes) == pointer.hash).then_some(bytes)),
-                    Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-                        tracing::debug!("{error}");
-                        Ok(None)
-                    }
-                    // The layers' own tables are in the same storage, and tell no more.
-                    Err(error) => Err(error.into()),
-                }
+            Held::Within { layers, .. } => {
+                read_block(&**layers.get(pointer.layer as usize)?.storage(), pointer, most).await
             }
+            Held::Beside { file, .. } if pointer.layer == 0 => {
+                read_block(file, pointer, most).await
+            }
+            Held::Beside { .. } => None,
         }
     }
 }

@@ -192,7 +192,7 @@ impl<H: Host> Disk<H> {
         let length = 1 << root.page_bits();
         let total = root.size.div_ceil(length);
         for number in 0..total {
-            let whole = index.owners(number * length).await?.is_some();
+            let whole = index.owners(number * length).await.is_some();
             let ours = page(&indexed, root, number).await?;
             let theirs = page(&plain, root, number).await?;
             if !whole || ours != theirs {

@@ -19,20 +19,16 @@ pub async fn read_root<S: Storage>(layer: &Layer<S>) -> Option<Root> {
         length: extension.root_length,
         hash: extension.root_hash,
     };
-    Root::decode(&read_block(layer, &pointer, MAX_BLOCK_BYTES).await?)
+    Root::decode(&read_block(&**layer.storage(), &pointer, MAX_BLOCK_BYTES).await?)
 }
 
-/// Reads a block from a layer's file; `None` if it does not match the pointer.
-pub async fn read_block<S: Storage>(
-    layer: &Layer<S>,
-    pointer: &BlockPointer,
-    most: u32,
-) -> Option<IoBuf> {
+/// Reads a block from a file; `None` if it does not match the pointer.
+pub async fn read_block<S: Storage>(file: &S, pointer: &BlockPointer, most: u32) -> Option<IoBuf> {
     if pointer.length > most {
         return None;
     }
     let buf = IoBuf::zeroed(pointer.length as usize);
-    match layer.storage().read_at(pointer.offset.get(), buf).await {
+    match file.read_at(pointer.offset.get(), buf).await {
         Ok(bytes) => (BlockHash::of(&bytes) == pointer.hash).then_some(bytes),
         Err(error) => {
             tracing::debug!("{error}");

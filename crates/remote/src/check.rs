@@ -141,14 +141,19 @@ fn check_index(
         at += size;
     }
     if hasher.finish() != object.digest {
-        return Ok(vec![format!("'{key}' does not match its digest")]);
+        return Ok(vec![format!(
+            "'{key}' does not match its digest: remove it, and push the chain again"
+        )]);
     }
     let mut problems = Vec::new();
     if table.bytes() != head.table {
         problems.push(format!("the heads have other checksums than '{key}': push the chain again"));
     }
     let root = WholeRoot::decode(&head.root);
-    if root.is_none_or(|root| root.layers as usize != manifest.layers.len()) {
+    let is_its = |root: &WholeRoot| {
+        root.layers as usize == manifest.layers.len() && root.size == manifest.size
+    };
+    if root.as_ref().is_none_or(|root| !is_its(root)) {
         problems.push(format!("the heads have no root of '{key}': push the chain again"));
     }
     Ok(problems)

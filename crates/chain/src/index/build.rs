@@ -389,7 +389,7 @@ impl<S: Storage> Work<'_, S> {
             return Ok(Made::Segment(before));
         }
         let mut pages = match (self.base, &before) {
-            (Some((base, _)), Some(pointer)) => match base.segment(number, pointer).await? {
+            (Some((base, _)), Some(pointer)) => match base.segment(number, pointer).await {
                 Some(segment) => segment.pages.clone(),
                 None => return Ok(Made::Broken),
             },

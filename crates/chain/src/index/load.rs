@@ -104,7 +104,7 @@ impl Ahead {
     /// Reads the next chapter; returns where its heads are, if it has any.
     async fn chapter<S: Storage>(&mut self, holder: &Layer<S>) -> Option<Option<BlockPointer>> {
         let pointer = *self.next_chapter()?;
-        let bytes = read_block(holder, &pointer, MAX_BLOCK_BYTES).await?;
+        let bytes = read_block(&**holder.storage(), &pointer, MAX_BLOCK_BYTES).await?;
         for record in LayerRecord::decode_chapter(&bytes, CHAPTER_LAYERS)?.into_iter().rev() {
             self.records.push_front(record);
         }
@@ -122,7 +122,7 @@ async fn read_heads<S: Storage>(
     holder: &Layer<S>,
     pointer: &BlockPointer,
 ) -> Option<Vec<Option<Head>>> {
-    let bytes = read_block(holder, pointer, MAX_HEADS_BYTES).await?;
+    let bytes = read_block(&**holder.storage(), pointer, MAX_HEADS_BYTES).await?;
     Head::decode_all(&bytes, CHAPTER_LAYERS)
 }
 

@@ -184,7 +184,10 @@ pub async fn find_whole<H: Host>(
     let found = chain.top_down().find_map(|(at, layer)| Some((at, host.index_of(layer.name())?)));
     let Some((at, IndexFile { name, root })) = found else { return Ok(None) };
     let root = WholeRoot::decode(&root);
-    let Some(root) = root.filter(|root| root.layers == u32::from(at.get()) + 1) else {
+    let size = chain.get(at).map(|top| top.size());
+    let is_its =
+        |root: &WholeRoot| root.layers == u32::from(at.get()) + 1 && Some(root.size) == size;
+    let Some(root) = root.filter(is_its) else {
         tracing::warn!(
             "the index '{}' is damaged; the layers' own tables are used in its place",
             shown(&name)

@@ -58,7 +58,7 @@ async fn merge_described<S: Storage>(
     index: &ChainIndex<S>,
     range: &Range<u64>,
 ) -> Result<bool> {
-    let Some(owners) = index.owners(range.start).await? else { return Ok(false) };
+    let Some(owners) = index.owners(range.start).await else { return Ok(false) };
     let newer = owners.newer.iter().rev().filter_map(|layer| {
         let layer = LayerIndex::new(*layer);
         Some((layer, chain.get(layer)?))
@@ -189,11 +189,18 @@ fn entries<'a>(table: &'a [u8], qcow2: &'a Qcow2) -> impl Iterator<Item = L2Entr
     (0..count).filter_map(|index| L2Entry::read(table, index, &qcow2.geometry))
 }
 
+/// The error for a byte at `guest` for which an index leads out of a layer.
+fn elsewhere<S: Storage>(layer: &Layer<S>, guest: u64) -> DiskError {
+    let reason = format!(
+        "the index of the chain leads out of the file for guest offset {guest}, and the layer does not"
+    );
+    DiskError::Corrupt { image: layer.name().to_owned(), reason }
+}
+
 /// The error for a byte at `guest` for which a layer's tables are invalid.
 pub async fn explain_invalid<S: Storage>(layer: &Layer<S>, guest: u64) -> DiskError {
     let Some(qcow2) = layer.as_qcow2() else {
-        let reason = format!("an index of the chain gives another place for guest offset {guest}");
-        return DiskError::Corrupt { image: layer.name().to_owned(), reason };
+        return elsewhere(layer, guest);
     };
     let geometry = &qcow2.geometry;
     let (l1_index, _) = geometry.table_position(geometry.cluster_of(GuestOffset::new(guest)));
@@ -218,6 +225,10 @@ pub async fn explain_invalid<S: Storage>(layer: &Layer<S>, guest: u64) -> DiskEr
                 let start = GuestOffset::new(guest - geometry.in_cluster(GuestOffset::new(guest)));
                 if let Err(error) = kind.check_data_file(start, geometry) {
                     return layer.format_error(error);
+                }
+                if matches!(kind, ClusterKind::Data { offset, .. } if offset.get() < layer.data_end())
+                {
+                    return elsewhere(layer, guest);
                 }
                 return DiskError::Corrupt {
                     image: layer.name().to_owned(),

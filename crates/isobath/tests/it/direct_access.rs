@@ -292,7 +292,9 @@ fn a_damaged_index_beside_a_chain_is_not_used_where_it_is_damaged() {
         let other = WholeRoot { layers: 3, ..root.clone() };
         let mut none = Beside::new(&chain, &root, &bytes);
         none.index.root = root.encode()[1..].into();
-        for host in [Beside::new(&chain, &other, &bytes), none] {
+        let longer = WholeRoot { size: 2 << 20, ..root.clone() };
+        let others = [other, longer].map(|root| Beside::new(&chain, &root, &bytes));
+        for host in others.into_iter().chain([none]) {
             let disk = Disk::open(host.any(), &chain.name(), &options).await.unwrap();
             assert_eq!(disk.indexed_layers(), 0);
             compare(&disk, &chain.model).await;

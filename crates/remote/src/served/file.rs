@@ -71,11 +71,7 @@ impl RemoteFile {
     }
 
     fn failed(&self, offset: u64, length: usize, error: &Error) -> StorageError {
-        let kind = match error {
-            Error::Damaged(_) => io::ErrorKind::InvalidData,
-            _ => io::ErrorKind::Other,
-        };
-        let cause = io::Error::new(kind, error.to_string());
+        let cause = io::Error::other(error.to_string());
         StorageError::at(Operation::Read, &self.name, offset, length as u64, cause)
     }
 

@@ -40,21 +40,18 @@ impl RemoteHost {
 
     /// The object of the index that a name is of.
     fn index(&self, name: &Path) -> Option<Arc<RemoteLayer>> {
-        let (address, INDEX) = name.to_str()?.split_once('#')? else { return None };
+        let (address, INDEX) = name.to_str()?.rsplit_once('#')? else { return None };
         self.chain(address)?.index_object().map(Arc::clone)
     }
 
     /// The layer that a name is of, by its number.
     fn layer(&self, name: &str) -> Option<(Arc<Chain>, usize)> {
-        let (address, number) = match name.split_once('#') {
-            Some((address, number)) => (address, Some(number)),
-            None => (name, None),
-        };
-        let chain = self.chain(address)?;
-        let number = match number {
-            Some(number) => number.parse().ok()?,
-            None => chain.depth().checked_sub(1)?,
-        };
+        if let Some(chain) = self.chain(name) {
+            let top = chain.depth().checked_sub(1)?;
+            return Some((chain, top));
+        }
+        let (address, number) = name.rsplit_once('#')?;
+        let (chain, number) = (self.chain(address)?, number.parse().ok()?);
         chain.layer(number)?;
         Some((chain, number))
     }

@@ -92,8 +92,10 @@ impl Chain {
     /// chain with a base that is sent in parts is longer than a block.
     pub(crate) fn index(&self) -> Index {
         let layers = self.names.len() as u32;
-        let root = WholeRoot { unit_bits: 16, layers, size: 1 << 20, segments: vec![None] };
-        let length = if self.names[0] == "base.raw" { BLOCK as u32 + 1000 } else { 300 };
+        let raw = self.names[0] == "base.raw";
+        let size = if raw { fs::metadata(self.path(0)).unwrap().len() } else { 1 << 20 };
+        let root = WholeRoot { unit_bits: 16, layers, size, segments: vec![None] };
+        let length = if raw { BLOCK as u32 + 1000 } else { 300 };
         let bytes = (0..length).map(|at| (at / 7 + layers) as u8).collect();
         Index { root: root.encode(), bytes }
     }

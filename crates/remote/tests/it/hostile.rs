@@ -214,9 +214,13 @@ fn heads_and_indexes_that_do_not_belong_to_each_other_are_found() {
     let known = Heads::decode(&heads, 3).unwrap();
     let root = known.index().unwrap().root.len();
     let from = heads.windows(4).position(|bytes| bytes == b"IALL").unwrap();
-    // The number of layers in the root; the checksums of the index; those of the top.
-    let changes =
-        [(from + 11, "no root"), (from + root, "other checksums"), (heads.len() - 1, "tables/")];
+    // The number of layers and the size in the root; the checksums of the index; those of the top.
+    let changes = [
+        (from + 11, "no root"),
+        (from + 22, "no root"),
+        (from + root, "other checksums"),
+        (heads.len() - 1, "tables/"),
+    ];
     for (at, what) in changes {
         let mut changed = heads.clone();
         changed[at] ^= 1;
