@@ -95,8 +95,8 @@ impl<S: Storage> ChainIndex<S> {
         }
     }
 
-    /// The owners of the page that contains the guest byte at `guest`; `None` if its block is damaged or cannot be read,
-    /// which is logged once.
+    /// The owners of the page that contains the guest byte at `guest`; `None` if its block is damaged or cannot be
+    /// read, which is logged once.
     pub async fn owners(&self, guest: u64) -> Option<Owners> {
         let owners = self.read_owners(guest >> self.page_bits()).await;
         if owners.is_none() && !self.damaged.swap(true, Ordering::Relaxed) {
@@ -107,7 +107,8 @@ impl<S: Storage> ChainIndex<S> {
                     isobath_storage::shown(layers[root.position as usize].name())
                 ),
                 Held::Beside { file, .. } => tracing::warn!(
-                    "the index '{}' is damaged or cannot be read; where that is so, the layers' own tables are used",
+                    "the index '{}' is damaged or cannot be read; where that is so, the layers' own tables are \
+                     used",
                     isobath_storage::shown(file.name())
                 ),
             }
