@@ -4,7 +4,7 @@
 //! [`AnyHost`] it is compiled once; each operation then costs an allocation and an indirect call.
 
 use isobath_storage::{
-    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, Made, OpenMode,
+    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, KeptLayer, Made, OpenMode,
     Reflink, Result, Storage, ZeroMode,
 };
 use std::any::Any;
@@ -47,6 +47,7 @@ trait DynHost: Send + Sync {
     fn canonical(&self, name: &Path) -> Result<PathBuf>;
     fn find(&self, name: &Path) -> Result<Option<FileId>>;
     fn protocol_name(&self, name: &str) -> bool;
+    fn kept(&self, image: &Path) -> Option<KeptLayer>;
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf;
 }
 
@@ -100,6 +101,10 @@ impl<H: Host> DynHost for Typed<H> {
         self.0.protocol_name(name)
     }
 
+    fn kept(&self, image: &Path) -> Option<KeptLayer> {
+        self.0.kept(image)
+    }
+
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {
         self.0.resolve(referrer, name)
     }
@@ -143,6 +148,10 @@ impl Host for AnyHost {
 
     fn protocol_name(&self, name: &str) -> bool {
         self.0.protocol_name(name)
+    }
+
+    fn kept(&self, image: &Path) -> Option<KeptLayer> {
+        self.0.kept(image)
     }
 
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {

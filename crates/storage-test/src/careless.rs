@@ -2,7 +2,7 @@
 //! it would notice.
 
 use isobath_storage::{
-    Allocation, Capabilities, FileId, Host, Identity, IoBuf, Made, OpenMode, Result, Storage,
+    Allocation, Capabilities, FileId, Host, Identity, IoBuf, KeptLayer, Made, OpenMode, Result, Storage,
     StorageExt as _, ZeroMode,
 };
 use parking_lot::Mutex;
@@ -136,6 +136,10 @@ impl<H: Host> Host for CarelessHost<H> {
 
     fn protocol_name(&self, name: &str) -> bool {
         self.inner.protocol_name(name)
+    }
+
+    fn kept(&self, image: &Path) -> Option<KeptLayer> {
+        self.inner.kept(image)
     }
 
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {

@@ -2,7 +2,7 @@
 
 use isobath_storage::{
     Access, Allocation, BoxFuture, Capabilities, Extensions, FileId, Hints, Host, Identity, IoBuf,
-    Layout, Made, OpenMode, Reflink, Result, Roles, Stamp, Stamps, Storage, ZeroMode,
+    KeptLayer, Layout, Made, OpenMode, Reflink, Result, Roles, Stamp, Stamps, Storage, ZeroMode,
 };
 use std::future::Future;
 use std::path::{Path, PathBuf};
@@ -211,6 +211,10 @@ impl<H: Host, K: HostHooks> Host for PassThrough<H, K> {
 
     fn protocol_name(&self, name: &str) -> bool {
         self.inner.protocol_name(name)
+    }
+
+    fn kept(&self, image: &Path) -> Option<KeptLayer> {
+        self.inner.kept(image)
     }
 
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {

@@ -5,8 +5,8 @@
 
 use crate::error::{Operation, StorageError};
 use crate::{
-    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, Made, OpenMode,
-    Reflink, Result, Storage, ZeroMode,
+    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, KeptLayer, Made,
+    OpenMode, Reflink, Result, Storage, ZeroMode,
 };
 use std::fmt;
 use std::io;
@@ -142,6 +142,13 @@ impl<A: Host, B: Host> Host for EitherHost<A, B> {
 
     fn protocol_name(&self, name: &str) -> bool {
         self.first.protocol_name(name) || self.second.protocol_name(name)
+    }
+
+    fn kept(&self, image: &Path) -> Option<KeptLayer> {
+        match (self.rule)(image) {
+            Side::First => self.first.kept(image),
+            Side::Second => self.second.kept(image),
+        }
     }
 
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {

@@ -314,6 +314,15 @@ pub struct Made<F> {
     pub is_new: bool,
 }
 
+/// A layer of a chain that a host keeps as it is: it is never written to, and its name is the only one that a header
+/// may have for it, a [protocol name](Host::protocol_name).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeptLayer {
+    /// The name of the layer below, whatever name the layer's own header has for it. `None` if it is the base, or
+    /// cannot be opened.
+    pub below: Option<PathBuf>,
+}
+
 /// Opens files by name.
 pub trait Host: Send + Sync + 'static {
     /// The type of an open file.
@@ -383,6 +392,12 @@ pub trait Host: Send + Sync + 'static {
     fn protocol_name(&self, name: &str) -> bool {
         let _ = name;
         false
+    }
+
+    /// What this host knows of the image with this name, if it keeps it as a layer of a chain. By default it keeps none.
+    fn kept(&self, image: &Path) -> Option<KeptLayer> {
+        let _ = image;
+        None
     }
 
     /// The name under which `name`, as written in the header of the image `referrer`, is opened:

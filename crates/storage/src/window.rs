@@ -7,8 +7,8 @@
 use crate::error::{Operation, StorageError};
 use crate::sectors::{SectorCipher, Sectors, around};
 use crate::{
-    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, Made, OpenMode,
-    Reflink, Result, SECTOR, Storage, StorageExt, ZeroMode,
+    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, KeptLayer, Made,
+    OpenMode, Reflink, Result, SECTOR, Storage, StorageExt, ZeroMode,
 };
 use std::io;
 use std::ops::Range;
@@ -162,6 +162,11 @@ impl<H: Host> Host for WindowHost<H> {
             Some(file) => self.0.protocol_name(&file),
             None => self.0.protocol_name(name),
         }
+    }
+
+    /// A part is no layer of a chain.
+    fn kept(&self, image: &Path) -> Option<KeptLayer> {
+        if Part::of_name(image).is_some() { None } else { self.0.kept(image) }
     }
 
     /// Names in an image that is a part are relative to the file's directory.

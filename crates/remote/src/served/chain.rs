@@ -1,8 +1,9 @@
 //! A chain that is read from its store.
 
+use super::pinned::{Pinned, pins};
 use crate::address::Address;
 use crate::cache::{Cache, ObjectKind};
-use crate::digest::BLOCK;
+use crate::digest::{BLOCK, Digest};
 use crate::error::{Error, Result};
 use crate::fetch::{Common, Fetcher, RemoteLayer, Source, object};
 use crate::head::KnownHead;
@@ -11,6 +12,7 @@ use crate::keys;
 use crate::manifest::{Format, MAX_MANIFEST, Manifest};
 use crate::progress::Progress;
 use crate::store::{Limits, Store};
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,6 +32,9 @@ pub struct Chain {
     address: Address,
     /// From the base to the top.
     layers: Vec<Arc<RemoteLayer>>,
+    /// The [pin](Pinned) of each layer, and the number of the layer that has a pin.
+    pins: Vec<Digest>,
+    numbers: HashMap<Digest, usize>,
     /// The store did not answer, and the manifest is the one that was read last.
     last_known: Option<String>,
 }
@@ -89,13 +94,15 @@ impl Chain {
         let heads = heads(&source, &manifest, cache)?;
         let fetcher = Fetcher::start(source, limit, progress)?;
         let common = Arc::new(Common::new(fetcher, Arc::clone(cache)));
+        let pins: Vec<_> = pins(manifest.layers.iter().zip(heads.layers())).collect();
+        let numbers = pins.iter().enumerate().map(|(number, pin)| (*pin, number)).collect();
         let mut layers = Vec::new();
         for (layer, head) in manifest.layers.into_iter().zip(heads.into_layers()) {
             let head = KnownHead::new(&layer, head)?;
             layers.push(Arc::new(RemoteLayer::new(layer, head, Arc::clone(&common))));
         }
         let address = address.clone();
-        Ok(Arc::new(Self { address, layers, last_known }))
+        Ok(Arc::new(Self { address, layers, pins, numbers, last_known }))
     }
 
     /// Where it is.
@@ -140,6 +147,36 @@ impl Chain {
             return self.address.to_string().into();
         }
         format!("{}#{number}", self.address).into()
+    }
+
+    /// The format of the top layer.
+    pub fn format(&self) -> Format {
+        let Some(top) = self.layers.last() else { unreachable!("a chain has a layer") };
+        top.described().format
+    }
+
+    /// The name of all layers as they are now, for the header of an image above them. It leads to the same layers when
+    /// others have been pushed on top, and to none if one of them is replaced.
+    pub fn pinned(&self) -> Pinned {
+        let Some(digest) = self.pins.last() else { unreachable!("a chain has a layer") };
+        Pinned { address: self.address.clone(), digest: *digest }
+    }
+
+    /// Whether the chain has these layers as its lower ones.
+    pub fn has(&self, pinned: &Pinned) -> bool {
+        self.number_of(pinned).is_some()
+    }
+
+    /// The number of the highest of these layers.
+    pub(super) fn number_of(&self, pinned: &Pinned) -> Option<usize> {
+        let number = self.numbers.get(&pinned.digest).filter(|_| pinned.address == self.address);
+        number.copied()
+    }
+
+    /// The name of the layer with this number, and of those below it, for the header of an image above them.
+    pub(super) fn pinned_at(&self, number: usize) -> Option<Pinned> {
+        let digest = *self.pins.get(number)?;
+        Some(Pinned { address: self.address.clone(), digest })
     }
 
     /// The layer with this number.
