@@ -21,9 +21,7 @@ use isobath_qcow2::head::MAX_HEAD_L1_ENTRIES;
 use isobath_qcow2::index::LayerStamp;
 use isobath_qcow2::l1::L1_ENTRY_SIZE;
 use isobath_qcow2::{Extension, Head, Header, IncompatibleFeatures, L1Entry, ParseMode};
-use isobath_storage::{
-    Access, Host, IoBuf, KeptLayer, Storage, StorageExt, is_descriptor_set,
-};
+use isobath_storage::{Access, Host, IoBuf, KeptLayer, Storage, StorageExt, is_descriptor_set};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -36,7 +34,9 @@ pub fn referenced_file<H: Host>(
     name: &str,
     trust: &Trust,
 ) -> Result<PathBuf> {
-    if let Some(KeptLayer { below: Some(below) }) = host.kept(referrer).filter(|_| field == BACKING_FILE) {
+    if let Some(KeptLayer { below: Some(below) }) =
+        host.kept(referrer).filter(|_| field == BACKING_FILE)
+    {
         return Ok(below);
     }
     let path = host.resolve(referrer, &name_in_header(host, referrer, field, name, trust)?);

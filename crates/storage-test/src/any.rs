@@ -4,8 +4,8 @@
 //! [`AnyHost`] it is compiled once; each operation then costs an allocation and an indirect call.
 
 use isobath_storage::{
-    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, KeptLayer, Made, OpenMode,
-    Reflink, Result, Storage, ZeroMode,
+    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, KeptLayer,
+    Made, OpenMode, Reflink, Result, Storage, ZeroMode,
 };
 use std::any::Any;
 use std::path::{Path, PathBuf};

@@ -2,8 +2,8 @@
 //! it would notice.
 
 use isobath_storage::{
-    Allocation, Capabilities, FileId, Host, Identity, IoBuf, KeptLayer, Made, OpenMode, Result, Storage,
-    StorageExt as _, ZeroMode,
+    Allocation, Capabilities, FileId, Host, Identity, IoBuf, KeptLayer, Made, OpenMode, Result,
+    Storage, StorageExt as _, ZeroMode,
 };
 use parking_lot::Mutex;
 use std::path::{Path, PathBuf};

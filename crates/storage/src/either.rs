@@ -5,8 +5,8 @@
 
 use crate::error::{Operation, StorageError};
 use crate::{
-    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, KeptLayer, Made,
-    OpenMode, Reflink, Result, Storage, ZeroMode,
+    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, KeptLayer,
+    Made, OpenMode, Reflink, Result, Storage, ZeroMode,
 };
 use std::fmt;
 use std::io;

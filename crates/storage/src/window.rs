@@ -7,8 +7,8 @@
 use crate::error::{Operation, StorageError};
 use crate::sectors::{SectorCipher, Sectors, around};
 use crate::{
-    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, KeptLayer, Made,
-    OpenMode, Reflink, Result, SECTOR, Storage, StorageExt, ZeroMode,
+    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, KeptLayer,
+    Made, OpenMode, Reflink, Result, SECTOR, Storage, StorageExt, ZeroMode,
 };
 use std::io;
 use std::ops::Range;

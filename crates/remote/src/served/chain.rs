@@ -162,9 +162,22 @@ impl Chain {
         Pinned { address: self.address.clone(), digest: *digest }
     }
 
-    /// Whether the chain has these layers as its lower ones.
-    pub fn has(&self, pinned: &Pinned) -> bool {
-        self.number_of(pinned).is_some()
+    /// Checks that the chain has these layers as its lower ones.
+    ///
+    /// # Errors
+    /// It has not.
+    pub fn check(&self, pinned: &Pinned) -> Result<()> {
+        self.number_of(pinned).map(|_| ()).ok_or_else(|| Error::refused(self.without(pinned)))
+    }
+
+    /// What is said of layers that the chain does not have.
+    pub(super) fn without(&self, pinned: &Pinned) -> String {
+        format!(
+            "'{}' has no layers '{pinned}' now: they were replaced in the store, or are described otherwise there. Push \
+             them again under this name, from where they are, or under another, and lead the image there with 'isobath \
+             rebase -u'",
+            self.address
+        )
     }
 
     /// The number of the highest of these layers.

@@ -65,30 +65,20 @@ impl RemoteHost {
 
     /// Why there is no layer of this name.
     fn why_not(&self, name: &str) -> String {
-        let Some(Pinned { address, .. }) = Pinned::parse(name) else {
+        let Some(pinned) = Pinned::parse(name) else {
             return "it is the name of a chain in a store: a command reads it if its command line names it as the image, \
                     and 'isobath pull CHAIN DIRECTORY' makes files of it"
                 .to_owned();
         };
+        let address = &pinned.address;
         match self.chain(&address.to_string()) {
-            Some(chain) => no_longer(&chain),
+            Some(chain) => chain.without(&pinned),
             None => format!(
                 "these are layers of a chain in a store, and only the command line of a server names one: 'isobath \
                  serve {address} --overlay IMAGE' serves the disk, with the topmost local image as IMAGE"
             ),
         }
     }
-}
-
-/// What is said of layers that a chain does not have any more.
-pub(super) fn no_longer(chain: &Chain) -> String {
-    format!(
-        "the chain '{}', which has {} layers now, is without the layers that the image was made above, or describes \
-         them otherwise: push these again under this name, from where they are, or under another name, to which \
-         'isobath rebase -u' leads the image",
-        chain.address(),
-        chain.depth()
-    )
 }
 
 impl Host for RemoteHost {

@@ -23,7 +23,8 @@ impl Pinned {
     /// The layers that a name stands for, if it has this form.
     pub fn parse(name: &str) -> Option<Self> {
         let (address, digest) = name.rsplit_once(PIN).filter(|_| is_name(name))?;
-        let address = Address::parse(address).ok().filter(|parsed| parsed.to_string() == address)?;
+        let address =
+            Address::parse(address).ok().filter(|parsed| parsed.to_string() == address)?;
         Some(Self { address, digest: Digest::parse(digest)? })
     }
 }
