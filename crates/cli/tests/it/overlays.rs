@@ -26,7 +26,10 @@ fn command(place: &Place, images: &[&str], options: &[&str]) -> Command {
 #[track_caller]
 fn serve(place: &Place, overlay: &str, options: &[&str]) -> Server {
     let options = [&["--overlay", overlay], options].concat();
-    Server::start_after_kill(&mut command(place, &[&place.vm()], &options), Ready::Line("-blockdev"))
+    Server::start_after_kill(
+        &mut command(place, &[&place.vm()], &options),
+        Ready::Line("-blockdev"),
+    )
 }
 
 /// Why a server refuses to start.
@@ -42,7 +45,7 @@ fn uri(place: &Place, export: &str) -> String {
 /// What an image's header has as the name of its backing file.
 #[track_caller]
 fn backing(place: &Place, image: &str) -> Option<String> {
-    let info = qemu_img(place.path(), args!["info", "-U", "--output=json", image]).ok().json();
+    let info = isobath(place.path(), args!["info", "-U", "--output=json", image]).ok().json();
     info["backing-filename"].as_str().map(str::to_owned)
 }
 
@@ -63,6 +66,15 @@ fn copy_of(place: &Place) -> PathBuf {
     let copy = place.path().join("copy.raw");
     fs::copy(place.expected(), &copy).unwrap();
     copy
+}
+
+/// Whether an image has a direct-access index.
+#[track_caller]
+fn has_index(place: &Place, image: &str) -> bool {
+    let info = isobath(place.path(), args!["info", "-U", "--output=json", image]).ok().json();
+    let data = &info["format-specific"]["data"];
+    assert!(data.is_object(), "{info}");
+    info.to_string().contains("\"direct-access-index\"")
 }
 
 fn pinned_name(place: &Place, name: &str) -> bool {
@@ -108,7 +120,8 @@ impl Qmp {
     /// The files of the disk's layers, the active one first.
     fn layers(&mut self, disk: &str) -> Vec<String> {
         let blocks = self.ask("query-block", json!({})).unwrap();
-        let block = blocks.as_array().unwrap().iter().find(|block| block["device"] == disk).unwrap();
+        let block =
+            blocks.as_array().unwrap().iter().find(|block| block["device"] == disk).unwrap();
         let mut image = &block["inserted"]["image"];
         let mut names = Vec::new();
         while let Some(name) = image["filename"].as_str() {
@@ -130,7 +143,8 @@ const WRITES: [&str; 6] = [
 
 #[test]
 fn what_is_written_above_a_chain_in_a_store_is_as_in_a_raw_copy() {
-    for (depth, options) in [(1, "cluster_size=4k"), (5, ""), (3, "extended_l2=on,cluster_size=2M")] {
+    for (depth, options) in [(1, "cluster_size=4k"), (5, ""), (3, "extended_l2=on,cluster_size=2M")]
+    {
         for sandbox in ["strict", "off"] {
             let place = Place::new(depth, options);
             let copy = copy_of(&place);
@@ -151,6 +165,27 @@ fn what_is_written_above_a_chain_in_a_store_is_as_in_a_raw_copy() {
             assert!(done.stderr.is_empty(), "{}", done.report());
         }
     }
+}
+
+#[test]
+fn a_raw_image_in_a_store_has_an_overlay() {
+    let place = Place::new(1, "");
+    let (path, copy) = (place.path(), copy_of(&place));
+    // It looks like another image.
+    let mut io = QemuIo::open("raw", copy.to_str().unwrap());
+    io.ok("write -P 0x51 0 1");
+    drop(io);
+    fs::write(path.join("expected.raw"), fs::read(&copy).unwrap()).unwrap();
+    let push = args!["push", "-q", "-f", "raw", "--overwrite", "expected.raw", &place.vm()];
+    let _ = isobath(path, push).ok();
+    for _ in 0..2 {
+        let server = serve(&place, "top.qcow2", &["--sandbox", "strict"]);
+        assert!(server.output().contains("2 layers"), "{}", server.output());
+        write_both(&place, "vm", &copy, &WRITES);
+        assert_same_bytes(&uri(&place, "vm"), &copy);
+        let _ = server.stop().ok();
+    }
+    assert!(!qemu_img(path, args!["map", "top.qcow2"]).status.success());
 }
 
 #[test]
@@ -263,7 +298,9 @@ fn what_is_no_overlay_of_the_chain_is_refused_and_stays() {
         (&vm, "must be a file"),
         ("/dev/fdset/1", "must be a file"),
     ] {
-        let before = fs::read(path.join(overlay)).ok().filter(|_| path.join(overlay).is_file());
+        let file = Some(path.join(overlay)).filter(|file| file.is_file());
+        let contents = || file.as_ref().map(|file| fs::read(file).unwrap());
+        let before = contents();
         for sandbox in ["strict", "off"] {
             for more in [&[][..], &["--read-only"]] {
                 let options = [&["--overlay", overlay, "--sandbox", sandbox], more].concat();
@@ -271,8 +308,8 @@ fn what_is_no_overlay_of_the_chain_is_refused_and_stays() {
                 assert!(refused.contains(said), "{overlay}, {sandbox}: {refused}");
             }
         }
-        let after = fs::read(path.join(overlay)).ok().filter(|_| path.join(overlay).is_file());
-        assert_eq!(before, after, "{overlay}");
+
+        assert_eq!(before, contents(), "{overlay}");
     }
     let _ = serve(&place, "top", &[]).stop().ok();
     for (images, options, said) in [
@@ -280,7 +317,8 @@ fn what_is_no_overlay_of_the_chain_is_refused_and_stays() {
         (&[&vm], &["--overlay", "top", "--untrusted"], "leave out --untrusted or --overlay"),
         (&[&vm], &["--overlay", "top", "--overlay", "x"], "--overlay is given 2 times"),
         (&["alone"], &["--overlay", "top"], "'alone', which is no chain in a store"),
-        (&[&vm, "top"], &["--sandbox", "off"], "isobath serve"),
+        (&[&vm, "top"], &["--sandbox", "off"], "--overlay top"),
+        (&[&vm, "top"], &["--sandbox", "strict"], "--overlay IMAGE"),
         (&[&vm, "top"], &["--sandbox", "off", "--overlay", "new"], "--overlay top"),
     ] {
         let refused = refused(&place, images, options);
@@ -472,6 +510,9 @@ fn jobs_change_no_layer_of_the_store_and_merge_those_above() {
         let _ = qmp.ask("blockdev-snapshot-sync", snapshot).unwrap();
         write_both(&place, "vm", &copy, &[write]);
     }
+    for image in ["top.qcow2", "a.qcow2", "b.qcow2"] {
+        assert!(!has_index(&place, image), "{image}");
+    }
     let layers = qmp.layers("vm");
     assert_eq!((layers.len(), &layers[2..4]), (7, &["top.qcow2".to_owned(), pinned.clone()][..]));
     let nodes = qmp.ask("query-named-block-nodes", json!({})).unwrap();
@@ -497,7 +538,8 @@ fn jobs_change_no_layer_of_the_store_and_merge_those_above() {
     qmp.refuses("blockdev-snapshot-sync", sync, "only read");
     let existing = json!({"device": "vm", "snapshot-file": pinned, "mode": "existing"});
     qmp.refuses("blockdev-snapshot-sync", existing, "only read");
-    let node_of_store = json!({"node-name": store, "snapshot-node-name": "new", "snapshot-file": file("c")});
+    let node_of_store =
+        json!({"node-name": store, "snapshot-node-name": "new", "snapshot-file": file("c")});
     qmp.refuses("blockdev-snapshot-sync", node_of_store, "root");
     qmp.refuses("block_resize", json!({"node-name": store, "size": 16 << 20}), "");
     for command in ["change-backing-file", "drive-mirror", "drive-backup"] {
@@ -603,6 +645,11 @@ fn a_chain_in_a_store_has_a_hundred_forks() {
         assert_eq!(fs::metadata(path.join(name)).unwrap().len(), 256 << 10);
     }
     assert_eq!(backing(&place, &names[99]), first);
+    assert!(!has_index(&place, "f1.qcow2"));
+    let above = args!["create", "-q", "-f", "qcow2", "-b", "other", "-F", "qcow2", "above"];
+    let _ = isobath(path, args!["create", "-q", "-f", "qcow2", "other", "8M"]).ok();
+    let _ = isobath(path, above).ok();
+    assert!(has_index(&place, "above"), "one above a local image has an index");
     let said = fork(&["-F", "raw", "g.qcow2"]).exits(1).stderr;
     assert!(said.contains("leave out --backing-format"), "{said}");
     let said = fork(&["g.qcow2", "f7.qcow2"]).exits(1).stderr;
@@ -613,7 +660,8 @@ fn a_chain_in_a_store_has_a_hundred_forks() {
     let (vm, copy) = (place.vm(), copy_of(&place));
     let overlays = ["--overlay", "", "--overlay", "f1.qcow2", "--overlay", "beside/f2.qcow2"];
     let options = [&overlays[..], &["--sandbox", "strict"]].concat();
-    let server = Server::start(&mut command(&place, &[&vm, &vm, &vm], &options), Ready::Line("-blockdev"));
+    let server =
+        Server::start(&mut command(&place, &[&vm, &vm, &vm], &options), Ready::Line("-blockdev"));
     write_both(&place, "vm-2", &copy, &WRITES);
     assert_same_bytes(&uri(&place, "vm-2"), &copy);
     for untouched in ["vm", "vm-3"] {
@@ -651,15 +699,23 @@ fn an_overlay_is_served_while_the_store_is_away() {
     write_both(&place, "vm", &copy, &WRITES);
     assert_same_bytes(&uri(&place, "vm"), &copy);
     let _ = server.stop().ok();
-    // What is not cached and was overwritten needs no store either.
-    let server = serve(&place, "top.qcow2", &["--remote-timeout", "1"]);
-    write_both(&place, "vm", &copy, &["write -P 41 0 8M"]);
-    let _ = server.stop();
-    fs::remove_dir_all(path.join("cache/layers")).unwrap();
     let server = serve(&place, "top.qcow2", &["--remote-timeout", "1"]);
     assert_same_bytes(&uri(&place, "vm"), &copy);
     let done = server.stop().ok();
     assert!(done.stderr.contains("as it was when it was last read"), "{}", done.report());
+}
+
+#[test]
+fn what_was_overwritten_needs_no_store() {
+    let place = place_with_decoys();
+    let (path, copy) = (place.path(), copy_of(&place));
+    let server = serve(&place, "top.qcow2", &["--remote-timeout", "1"]);
+    // Of the store it needs the tables.
+    write_both(&place, "vm", &copy, &["write -P 61 0 8M"]);
+    fs::rename(path.join("store"), path.join("away")).unwrap();
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    let done = server.stop().ok();
+    assert!(done.stderr.is_empty(), "{}", done.report());
 }
 
 #[test]
@@ -677,7 +733,6 @@ fn a_layer_that_is_gone_from_the_store_is_an_error_that_names_it() {
     fs::create_dir(place.path().join("cache")).unwrap();
     let server = serve(&place, "top.qcow2", &["--remote-timeout", "1"]);
     let mut io = QemuIo::open("raw", uri(&place, "vm"));
-    io.ok("read -P 51 0 64k");
     let said = io.run("read 0 8M");
     assert!(said.contains("rror"), "{said}");
     drop(io);
