@@ -175,8 +175,8 @@ pub struct OpenOptions {
     pub backing_files: Vec<Below>,
     /// How far names in headers are trusted.
     pub trust: Trust,
-    /// Whether direct-access indexes are used and written. They are not where to verify one reads more than it saves, as
-    /// with layers that are read over a network.
+    /// Whether direct-access indexes are used and written. They are not where verifying one reads more than it saves,
+    /// as with layers that are read over a network.
     pub index: bool,
     /// Layers of which a direct-access index has the [head](isobath_qcow2::Head) are opened without being read. Who
     /// examines or rewrites an index reads them.

@@ -394,7 +394,8 @@ pub trait Host: Send + Sync + 'static {
         false
     }
 
-    /// What this host knows of the image with this name, if it keeps it as a layer of a chain. By default it keeps none.
+    /// What this host knows of the image with this name, if it keeps it as a layer of a chain. By default it keeps
+    /// none.
     fn kept(&self, image: &Path) -> Option<KeptLayer> {
         let _ = image;
         None

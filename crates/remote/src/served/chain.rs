@@ -173,9 +173,9 @@ impl Chain {
     /// What is said of layers that the chain does not have.
     pub(super) fn without(&self, pinned: &Pinned) -> String {
         format!(
-            "'{}' has no layers '{pinned}' now: they were replaced in the store, or are described otherwise there. Push \
-             them again under this name, from where they are, or under another, and lead the image there with 'isobath \
-             rebase -u'",
+            "'{}' has no layers '{pinned}' now: they were replaced in the store, or are described otherwise there. \
+             Push them again under this name, from where they are, or under another, and lead the image there with \
+             'isobath rebase -u'",
             self.address
         )
     }

@@ -66,8 +66,8 @@ impl RemoteHost {
     /// Why there is no layer of this name.
     fn why_not(&self, name: &str) -> String {
         let Some(pinned) = Pinned::parse(name) else {
-            return "it is the name of a chain in a store: a command reads it if its command line names it as the image, \
-                    and 'isobath pull CHAIN DIRECTORY' makes files of it"
+            return "it is the name of a chain in a store: a command reads it if its command line names it as the \
+                    image, and 'isobath pull CHAIN DIRECTORY' makes files of it"
                 .to_owned();
         };
         let address = &pinned.address;

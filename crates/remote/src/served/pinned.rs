@@ -1,6 +1,5 @@
 //! The name of certain layers of a chain, as headers of local images above them have it.
 
-use super::host::is_name;
 use crate::address::Address;
 use crate::digest::{Digest, Hasher};
 use crate::heads::Head;
@@ -22,7 +21,7 @@ pub struct Pinned {
 impl Pinned {
     /// The layers that a name stands for, if it has this form.
     pub fn parse(name: &str) -> Option<Self> {
-        let (address, digest) = name.rsplit_once(PIN).filter(|_| is_name(name))?;
+        let (address, digest) = name.rsplit_once(PIN)?;
         let address =
             Address::parse(address).ok().filter(|parsed| parsed.to_string() == address)?;
         Some(Self { address, digest: Digest::parse(digest)? })

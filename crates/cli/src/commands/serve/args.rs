@@ -157,9 +157,9 @@ pub(crate) struct Args {
     /// Read the images without their backing files: what is not in them reads as zeroes; requires --read-only
     #[arg(long)]
     no_backing: bool,
-    /// Writes to a chain in a store go to this local qcow2 image above it. If there is none, it is made; one that there is
-    /// must be above this chain, or above local images that are. With several images, repeat the option, one per image
-    /// in order; an empty value leaves the chain read-only
+    /// Writes to a chain in a store go to this local qcow2 image above it. If there is none, it is made; one that there
+    /// is must be above this chain, or above local images that are. With several images, repeat the option, one per
+    /// image in order; an empty value leaves the chain read-only
     #[arg(long, value_name = "FILE")]
     overlay: Vec<OsString>,
     #[command(flatten)]
