@@ -54,7 +54,7 @@ pub(crate) async fn examine<H: Host + Clone>(
     host: &H,
     overlay: &Path,
     address: &Address,
-    see: &mut dyn FnMut(&Layer<H::File>) -> Result<(), Failure>,
+    mut see: impl FnMut(&Layer<H::File>) -> Result<(), Failure>,
 ) -> Result<Pinned, Failure> {
     let wrong = |image: &Path, what: &dyn Display| {
         let of =
@@ -135,7 +135,7 @@ pub(crate) async fn prepare<H: Host + Clone>(
     writable: bool,
 ) -> Result<(), Failure> {
     if exists(overlay)? {
-        let pinned = examine(host, overlay, chain.address(), &mut |_| Ok(())).await?;
+        let pinned = examine(host, overlay, chain.address(), |_| Ok(())).await?;
         return chain.check(&pinned).map_err(|error| lost(overlay, &error));
     }
     if !writable {

@@ -96,8 +96,8 @@ impl Qmp {
 
     #[track_caller]
     fn refuses(&mut self, command: &str, arguments: Value, why: &str) {
-        let said = self.ask(command, arguments.clone()).unwrap_err();
-        assert!(said.contains(why), "{command} {arguments}: {said}");
+        let said = self.ask(command, arguments).unwrap_err();
+        assert!(said.contains(why), "{command}: {said}");
     }
 
     /// Runs a job, which is told to complete if it asks.
@@ -213,7 +213,7 @@ fn qemu_opens_no_image_above_a_chain_in_a_store_and_no_command_reads_one() {
     let hex = named.rsplit_once(':').unwrap().1;
     let bucket = format!("s3://bucket/vm@sha256:{hex}");
     let create = args!["create", "-q", "-u", "-f", "qcow2", "-b", &bucket, "-F", "qcow2"];
-    let _ = isobath(path, [&create[..], &args!["bucket.qcow2", "8M"]].concat()).ok();
+    let _ = isobath(path, [create, args!["bucket.qcow2", "8M"].to_vec()].concat()).ok();
     for (image, chain) in [("top.qcow2", place.vm()), ("bucket.qcow2", "s3://bucket/vm".into())] {
         assert!(!qemu_img(path, args!["info", "--backing-chain", image]).status.success());
         assert!(!qemu_img(path, args!["convert", "-O", "raw", image, "x.raw"]).status.success());
@@ -431,7 +431,7 @@ fn place_with_decoys() -> Place {
         if number > 0 {
             create.extend(args!["-b", &below, "-F", "qcow2"]);
         }
-        let _ = qemu_img(path, [&create[..], &args![&image, "8M"]].concat()).ok();
+        let _ = qemu_img(path, [create, args![&image, "8M"].to_vec()].concat()).ok();
         let write = format!("write -P {} {}k 1M", number + 1, number * 700);
         let mut io = Command::new(qemu::program("qemu-io"));
         let _ = qemu::run(io.args(["-c", &write, &image])).ok();
@@ -592,7 +592,7 @@ fn an_overlay_may_have_local_images_below_and_become_another_disk() {
     let pinned = qmp.layers("vm")[2].clone();
     let create = |name: &str, below: &str| {
         let format = args!["create", "-q", "-u", "-f", "qcow2", "-b", below, "-F", "qcow2"];
-        let _ = qemu_img(path, [&format[..], &args![name, "8M"]].concat()).ok();
+        let _ = qemu_img(path, [format, args![name, "8M"].to_vec()].concat()).ok();
     };
     let add = |name: &str, backing: Option<Value>| {
         let file = json!({"driver": "file", "filename": path.join(name)});
@@ -753,11 +753,11 @@ fn a_chain_in_a_bucket_has_an_overlay() {
         fs::remove_file(path.join(format!("{number}.qcow2"))).unwrap();
     }
     let copy = copy_of(&place);
-    for round in 0..2 {
+    for write in &WRITES[..2] {
         let options = ["--overlay", "top.qcow2", "--sandbox", "strict"];
         let mut serve = command(&place, &["s3://bucket/some/vm"], &options);
         let server = Server::start(in_bucket(&mut serve, &store), Ready::Line("-blockdev"));
-        write_both(&place, "vm", &copy, &[WRITES[round]]);
+        write_both(&place, "vm", &copy, &[write]);
         assert_same_bytes(&uri(&place, "vm"), &copy);
         let done = server.stop().ok();
         assert!(done.stderr.is_empty(), "{}", done.report());

@@ -78,12 +78,10 @@ fn is_bucket(image: &Path) -> bool {
 async fn try_locks(args: &Args) -> Result<(), Failure> {
     let mut files: Vec<&Path> = Vec::new();
     for (number, image) in args.images().iter().enumerate() {
-        match args.overlay_of(number) {
-            Some(overlay) if overlays::exists(overlay)? => files.push(overlay),
-            Some(_) => {}
-            None if is_file_name(image) => files.push(image),
-            None => {}
-        }
+        files.extend(match args.overlay_of(number) {
+            Some(overlay) => overlays::exists(overlay)?.then_some(overlay),
+            None => is_file_name(image).then_some(image.as_path()),
+        });
     }
     for image in files {
         let mode = OpenMode { writable: !args.is_read_only(), ..OpenMode::default() };
@@ -133,11 +131,11 @@ async fn overlay_files(
     found: &mut Found,
 ) -> Result<(), Failure> {
     if overlays::exists(overlay)? {
-        let mut see = |layer: &Layer<ImageFile>| {
+        let see = |layer: &Layer<ImageFile>| {
             found.add(layer.name(), &**layer.storage())?;
             layer.files().try_for_each(|file| found.add(file.identity().name, file))
         };
-        return overlays::examine(images(), overlay, address, &mut see).await.map(|_| ());
+        return overlays::examine(images(), overlay, address, see).await.map(|_| ());
     }
     match Held::directory_of(overlay) {
         Ok(Some(directory)) => {
