@@ -691,7 +691,7 @@ fn what_is_pushed_on_top_leaves_the_names_of_the_layers_below() {
     });
     place.opened().chain.check(&before).unwrap();
     place.change_manifest(|manifest| {
-        manifest["layers"][0]["table"] = manifest["layers"][1]["table"].clone()
+        manifest["layers"][0]["table"] = manifest["layers"][1]["table"].clone();
     });
     let said = place.opened().chain.check(&before).unwrap_err().to_string();
     assert!(said.contains("or are described otherwise"), "{said}");
