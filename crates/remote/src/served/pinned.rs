@@ -14,7 +14,7 @@ const PIN: &str = "@sha256:";
 pub struct Pinned {
     /// The chain.
     pub address: Address,
-    /// The [pin](pins) of the highest of the layers.
+    /// The pin of the highest of the layers, as `docs/format.md` defines it.
     pub digest: Digest,
 }
 
@@ -65,6 +65,8 @@ fn format_number(format: Format) -> u32 {
 mod tests {
     use super::*;
 
+    type Change = fn(&mut (Layer, Head));
+
     fn layers() -> Vec<(Layer, Head)> {
         let layer = |number: u8, format| Layer {
             digest: Digest::of(&[number]),
@@ -91,7 +93,6 @@ mod tests {
     #[test]
     fn a_pin_covers_everything_that_decides_what_layers_hold() {
         let known = pins_of(&layers());
-        type Change = fn(&mut (Layer, Head));
         let changes: [Change; 8] = [
             |(layer, _)| layer.digest = Digest::of(b"other"),
             |(layer, _)| layer.table = Digest::of(b"other"),
