@@ -122,8 +122,8 @@ impl Host for RemoteHost {
         Ok(chain.layer(number).map(|layer| RemoteFile::id_of(layer)))
     }
 
-    /// The index of a chain, for its top layer under the chain's own name. What local images name by a pin is to be what
-    /// the pin covers, and it does not cover the index, which is another when the chain has grown.
+    /// The index of a chain, for its top layer under the chain's own name. What local images name by a pin is to be
+    /// what the pin covers, and it does not cover the index, which is another when the chain has grown.
     fn index_of(&self, top: &Path) -> Option<IndexFile> {
         let chain = self.chain(top.to_str()?)?;
         let (name, root) = chain.index()?;
