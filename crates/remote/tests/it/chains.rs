@@ -93,7 +93,13 @@ impl Chain {
     pub(crate) fn index(&self) -> Index {
         let layers = self.names.len() as u32;
         let raw = self.names[0] == "base.raw";
-        let size = if raw { fs::metadata(self.path(0)).unwrap().len() } else { 1 << 20 };
+        let top = fs::read(self.top()).unwrap();
+        // The size in a qcow2 header.
+        let size = if top.starts_with(b"QFI\xfb") {
+            u64::from_be_bytes(top[24..32].try_into().unwrap())
+        } else {
+            top.len() as u64
+        };
         let root = WholeRoot { unit_bits: 16, layers, size, segments: vec![None] };
         let length = if raw { BLOCK as u32 + 1000 } else { 300 };
         let bytes = (0..length).map(|at| (at / 7 + layers) as u8).collect();
