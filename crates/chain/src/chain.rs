@@ -136,18 +136,6 @@ impl<S> Chain<S> {
         *self.index.write() = index;
     }
 
-    /// The index of another chain, if it is in a file of its own and describes only layers that this one has as well.
-    pub fn index_shared_with(&self, other: &Self) -> Option<Arc<ChainIndex<S>>>
-    where
-        S: Storage,
-    {
-        let index = other.index().filter(|index| index.root().is_none())?;
-        let id = |layer: &Arc<Layer<S>>| layer.storage().id();
-        let described = other.layers.get(..index.covers())?.iter().map(id);
-        let own = self.layers.get(..index.covers())?.iter().map(id);
-        described.eq(own).then_some(index)
-    }
-
     /// The layers with their indexes, from the base up.
     pub fn layers(&self) -> impl Iterator<Item = (LayerIndex, &Arc<Layer<S>>)> {
         self.layers.iter().enumerate().map(|(n, layer)| (LayerIndex::new(n as u16), layer))
@@ -182,18 +170,11 @@ impl<S> Chain<S> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::must_panic::must_panic;
     use futures_executor::block_on;
     use isobath_storage::memory::{MemoryFile, MemoryHost};
     use isobath_storage::{Host, OpenMode};
-    use std::panic::{AssertUnwindSafe, catch_unwind};
     use std::path::{Path, PathBuf};
-
-    fn must_panic<T>(change: impl FnOnce() -> T, what: &str) {
-        let caught = catch_unwind(AssertUnwindSafe(|| drop(change())));
-        let panic = caught.expect_err(what);
-        let text = panic.downcast_ref::<String>().unwrap();
-        assert!(text.contains(what), "{what}: {text}");
-    }
 
     /// So many layers, all of one raw file.
     fn layers(count: usize) -> Vec<Arc<Layer<MemoryFile>>> {

@@ -4,8 +4,8 @@ use isobath_image::index_area::read_block;
 use isobath_image::layer::Layer;
 use isobath_image::violated;
 use isobath_qcow2::index::{
-    BlockPointer, MAX_BLOCK_BYTES, MAX_PAGE_BYTES, PAGE_UNITS, Page, PageRecord, Root,
-    SEGMENT_PAGES, Segment, WholeRoot,
+    BlockPointer, MAX_BLOCK_BYTES, MAX_PAGE_BYTES, Page, PageRecord, Root, SEGMENT_PAGES, Segment,
+    WholeRoot, page_bits,
 };
 use isobath_storage::{IoBuf, Storage};
 use parking_lot::Mutex;
@@ -84,7 +84,7 @@ impl<S: Storage> ChainIndex<S> {
 
     /// log2 of the guest bytes that a page describes.
     pub fn page_bits(&self) -> u32 {
-        self.unit_bits + PAGE_UNITS.trailing_zeros()
+        page_bits(self.unit_bits)
     }
 
     /// Its root, if it is in the files of its layers.

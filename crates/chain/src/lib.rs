@@ -17,4 +17,6 @@ pub mod fork;
 pub mod index;
 pub mod info;
 pub mod map;
+#[cfg(test)]
+mod must_panic;
 pub mod open;

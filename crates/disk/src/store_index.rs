@@ -155,7 +155,7 @@ impl<H: Host> Disk<H> {
     /// # Errors
     /// The storage fails.
     pub async fn whole_index(&self) -> Result<Option<WholeIndex>> {
-        build_whole(&self.chain, |_, _| {}).await
+        build_whole(&self.chain).await
     }
 
     /// Compares what the active image's index says with the layers' own headers and tables, page by page, and

@@ -3,6 +3,7 @@
 use crate::digest::{Digest, Table};
 use crate::error::{Error, Result};
 use isobath_qcow2::Header;
+use isobath_qcow2::index::{MAX_WHOLE_BYTES, MAX_WHOLE_ROOT_BYTES};
 
 /// Most layers of a chain.
 pub const MAX_LAYERS: usize = 65_536;
@@ -25,9 +26,9 @@ pub(crate) const MOST_L1_TOGETHER: usize = 32 << 20;
 /// Most bytes of the recorded tables of checksums of a chain together.
 const MOST_TABLES_TOGETHER: usize = 4 << 20;
 /// Most bytes of the root of a chain's index.
-pub(crate) const MOST_ROOT: usize = 1 << 20;
+pub(crate) const MOST_ROOT: usize = MAX_WHOLE_ROOT_BYTES;
 /// Most bytes of a chain's index.
-pub(crate) const MOST_INDEX: u64 = 256 << 20;
+pub(crate) const MOST_INDEX: u64 = MAX_WHOLE_BYTES as u64;
 
 /// What is recorded of a layer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -10,18 +10,12 @@ use futures_util::future::join_all;
 use isobath_image::{Result, violated};
 use isobath_qcow2::HostOffset;
 use isobath_qcow2::index::{
-    BlockHash, BlockPointer, PAGE_UNITS, Page, PageRecord, SEGMENT_PAGES, Segment, WholeRoot,
+    BlockHash, BlockPointer, MAX_WHOLE_BYTES, MAX_WHOLE_ROOT_BYTES, Page, PageRecord,
+    SEGMENT_PAGES, Segment, WholeRoot, page_bits,
 };
 use isobath_storage::{Host, IndexFile, Locking, OpenMode, Storage, shown};
 use std::collections::BTreeSet;
 use std::sync::Arc;
-
-/// Most bytes of such an index, which is made in memory: enough for 2 TiB in which no two clusters of 64 KiB continue
-/// each other.
-pub const MOST_WHOLE_BYTES: usize = 256 << 20;
-
-/// The most bytes of its root: enough for a disk of 128 TiB with clusters of 64 KiB.
-pub const MOST_ROOT_BYTES: usize = 1 << 20;
 
 /// The index of all layers of a chain.
 pub struct WholeIndex {
@@ -32,15 +26,12 @@ pub struct WholeIndex {
 }
 
 /// Builds the index of all layers of a chain, none of which may change meanwhile, from the layers' own tables.
-/// `progress` is called with the pages done, and how many there are. `None` if there can be none: the disk is too large
-/// or too fragmented for it, a layer's tables are invalid somewhere, or a layer is of another program's format.
+/// `None` if there can be none: the disk is too large or too fragmented for it, a layer's tables are invalid somewhere,
+/// or a layer is of another program's format.
 ///
 /// # Errors
 /// The storage fails.
-pub async fn build_whole<S: Storage>(
-    chain: &Chain<S>,
-    mut progress: impl FnMut(u64, u64),
-) -> Result<Option<WholeIndex>> {
+pub async fn build_whole<S: Storage>(chain: &Chain<S>) -> Result<Option<WholeIndex>> {
     if chain.layers().any(|(_, layer)| layer.format().recorded().is_none()) {
         return Ok(None);
     }
@@ -49,14 +40,13 @@ pub async fn build_whole<S: Storage>(
     let unit_bits = unit.unwrap_or(RAW_UNIT_BITS);
     let size = plain.active().size();
     let count = WholeRoot::segments(size, unit_bits);
-    if count > MOST_SEGMENTS || WholeRoot::length(count as usize) > MOST_ROOT_BYTES {
+    if count > MOST_SEGMENTS || WholeRoot::length(count as usize) > MAX_WHOLE_ROOT_BYTES {
         return Ok(None);
     }
-    let page_bits = unit_bits + PAGE_UNITS.trailing_zeros();
+    let page_bits = page_bits(unit_bits);
     let owned: Vec<u64> = owned(&plain, page_bits).into_iter().collect();
     let mut pages: Vec<Placed> = Vec::new();
     let mut bytes = Vec::new();
-    let mut done = 0;
     for batch in owned.chunks(FOLDS_AT_ONCE) {
         let resolved = batch.iter().map(async |number| {
             let range = number << page_bits..(number + 1) << page_bits;
@@ -70,17 +60,15 @@ pub async fn build_whole<S: Storage>(
             let Some(block) = encoded(&page, unit_bits) else { return Ok(None) };
             pages.push(Placed { number: *number, at: bytes.len(), hash: BlockHash::of(&block) });
             bytes.extend_from_slice(&block);
-            if bytes.len() > MOST_WHOLE_BYTES {
+            if bytes.len() > MAX_WHOLE_BYTES {
                 return Ok(None);
             }
         }
-        done += batch.len() as u64;
-        progress(done, owned.len() as u64);
     }
     let layers = plain.depth() as u32;
     let mut root = WholeRoot { unit_bits, layers, size, segments: vec![None; count as usize] };
     let bytes = assemble(&mut root, &pages, &bytes);
-    Ok((bytes.len() <= MOST_WHOLE_BYTES).then_some(WholeIndex { root, bytes }))
+    Ok((bytes.len() <= MAX_WHOLE_BYTES).then_some(WholeIndex { root, bytes }))
 }
 
 /// A page's bytes, if reading them gives the page again.
@@ -202,15 +190,8 @@ pub async fn find_whole<H: Host>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::must_panic::must_panic;
     use isobath_qcow2::index::PageEntry;
-    use std::panic::{AssertUnwindSafe, catch_unwind};
-
-    fn must_panic<T>(change: impl FnOnce() -> T, what: &str) {
-        let caught = catch_unwind(AssertUnwindSafe(|| drop(change())));
-        let panic = caught.expect_err(what);
-        let text = panic.downcast_ref::<String>().unwrap();
-        assert!(text.contains(what), "{what}: {text}");
-    }
 
     #[test]
     fn pages_are_written_as_they_are_read_and_in_segments_of_the_disk() {

@@ -575,7 +575,7 @@ fn push_extent(extents: &mut Extents, extent: Extent) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use crate::must_panic::must_panic;
 
     const TOP: LayerIndex = LayerIndex::new(3);
 
@@ -642,13 +642,6 @@ mod tests {
         map.clear();
         assert!(matches!(map.lookup(0..1, &mut extents), Lookup::Missing(0)));
         assert_eq!(map.stats().bytes, 0);
-    }
-
-    fn must_panic<T>(change: impl FnOnce() -> T, what: &str) {
-        let caught = catch_unwind(AssertUnwindSafe(|| drop(change())));
-        let panic = caught.expect_err(what);
-        let text = panic.downcast_ref::<String>().unwrap();
-        assert!(text.contains(what), "{what}: {text}");
     }
 
     #[test]

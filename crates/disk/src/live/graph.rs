@@ -81,9 +81,6 @@ impl<H: Host> LiveDisk<H> {
         if self.may_use_index() {
             chain.set_index(index::find_again(&chain).await);
         }
-        if chain.index().is_none() {
-            chain.set_index(chain.index_shared_with(&disk.chain));
-        }
         let active = chain.active_index();
         let count = removed.end - removed.start;
         let quiet = self.gate.quiet().await;
@@ -168,9 +165,6 @@ impl<H: Host> LiveDisk<H> {
         let chain = Chain::stacked(layers);
         if self.may_use_index() {
             chain.set_index(index::find_again(&chain).await);
-        }
-        if chain.index().is_none() {
-            chain.set_index(chain.index_shared_with(&disk.chain));
         }
         let disk = Disk::of_chain(Arc::clone(&disk.host), chain, &options).await?;
         if let Some(writer) = &disk.writer {

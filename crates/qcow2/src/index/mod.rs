@@ -21,7 +21,7 @@ pub use page::{MAX_PAGE_BYTES, Page, PageEntry, PageRun};
 pub use record::{HeadsBlock, LayerRecord, LayerStamp, RecordedFormat};
 pub use root::Root;
 pub use segment::{PageRecord, Segment};
-pub use whole::WholeRoot;
+pub use whole::{MAX_WHOLE_BYTES, MAX_WHOLE_ROOT_BYTES, WholeRoot};
 
 /// Units that a page describes.
 pub const PAGE_UNITS: usize = 1024;
@@ -29,6 +29,11 @@ pub const PAGE_UNITS: usize = 1024;
 pub const SEGMENT_PAGES: usize = 64;
 /// Layers whose records form a chapter.
 pub const CHAPTER_LAYERS: usize = 64;
+
+/// log2 of the guest bytes that a page describes, with units of this size.
+pub const fn page_bits(unit_bits: u32) -> u32 {
+    unit_bits + PAGE_UNITS.trailing_zeros()
+}
 
 /// The largest block, in bytes; pages have a smaller limit.
 pub const MAX_BLOCK_BYTES: u32 = 64 << 20;

@@ -1,7 +1,7 @@
 //! The root: what an index describes, and the places of its parts.
 
 use super::block::{BlockPointer, Fields};
-use super::{CHAPTER_LAYERS, LayerRecord, PAGE_UNITS, SEGMENT_PAGES};
+use super::{CHAPTER_LAYERS, LayerRecord, SEGMENT_PAGES};
 
 const MAGIC: [u8; 4] = *b"IROT";
 const VERSION: u16 = 1;
@@ -30,7 +30,7 @@ pub struct Root {
 impl Root {
     /// log2 of the guest bytes that a page describes.
     pub fn page_bits(&self) -> u32 {
-        self.unit_bits + PAGE_UNITS.trailing_zeros()
+        super::page_bits(self.unit_bits)
     }
 
     /// log2 of the guest bytes that a segment describes.

@@ -1,12 +1,19 @@
 //! The root of the index of a whole chain.
 
+use super::SEGMENT_PAGES;
 use super::block::{BlockPointer, Fields};
-use super::{PAGE_UNITS, SEGMENT_PAGES};
 
 const MAGIC: [u8; 4] = *b"IALL";
 const VERSION: u16 = 1;
 const HEAD: usize = 24;
 const MAX_LAYERS: u32 = 1 << 16;
+
+/// The most bytes of a root of a whole chain: enough for a disk of 128 TiB with clusters of 64 KiB.
+pub const MAX_WHOLE_ROOT_BYTES: usize = 1 << 20;
+
+/// The most bytes of the segments and pages, which are made in memory: enough for 2 TiB in which no two clusters of 64
+/// KiB continue each other.
+pub const MAX_WHOLE_BYTES: usize = 256 << 20;
 
 /// The root of an index of all layers of a chain, whose segments and pages are in a file of their own. It says nothing
 /// of the layers that could tell whether they are the same: that is known by whoever keeps it.
@@ -30,8 +37,7 @@ impl WholeRoot {
 
     /// Segments that cover so many guest bytes in units of this size.
     pub fn segments(size: u64, unit_bits: u32) -> u64 {
-        let units = (PAGE_UNITS * SEGMENT_PAGES) as u64;
-        size.div_ceil(units << unit_bits)
+        size.div_ceil((SEGMENT_PAGES as u64) << super::page_bits(unit_bits))
     }
 
     /// The root's bytes.

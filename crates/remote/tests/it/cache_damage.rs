@@ -225,7 +225,7 @@ fn what_is_no_file_of_ours_is_put_aside() {
     let (map, data) = (the_file(directory.path(), ".map"), the_file(directory.path(), ".data"));
     let elsewhere = tempfile::tempdir().unwrap();
     let victim = elsewhere.path().join("victim");
-    // A copy: threads of the cache that was dropped may still have the file itself mapped.
+    // A copy: the thread of the cache that was dropped may be opening the file itself, and marks its blocks.
     fs::copy(&map, &victim).unwrap();
     fs::remove_file(&map).unwrap();
     let before = fs::read(&victim).unwrap();
