@@ -94,7 +94,8 @@ where
 pub enum Ready<'a> {
     /// The file exists and is not empty, such as a `--pid-file`.
     File(&'a Path),
-    /// The unix socket exists.
+    /// Somebody listens on the unix socket at this absolute path who did not before the server started. The file alone
+    /// says less: `bind(2)` makes it, and connections are refused until `listen(2)`.
     Socket(&'a Path),
     /// The standard output has a line that contains the text.
     Line(&'a str),
@@ -134,12 +135,18 @@ impl Server {
 
     #[track_caller]
     fn try_start(command: &mut Command, ready: Ready<'_>) -> Result<Self, Finished> {
+        let directory = command.get_current_dir().map(Path::to_owned);
+        let listening = |path: &Path| listeners(path, directory.as_deref());
+        let before = match ready {
+            Ready::Socket(path) => listening(path),
+            Ready::File(_) | Ready::Line(_) => Vec::new(),
+        };
         let mut running = Running::start(command);
         let deadline = Instant::now() + PATIENCE;
         loop {
             let is_ready = match ready {
                 Ready::File(path) => path.metadata().is_ok_and(|data| data.len() > 0),
-                Ready::Socket(path) => path.exists(),
+                Ready::Socket(path) => listening(path).iter().any(|one| !before.contains(one)),
                 Ready::Line(text) => running.output().lines().any(|line| line.contains(text)),
             };
             if is_ready {
@@ -313,6 +320,28 @@ impl Drop for Running {
     }
 }
 
+/// The sockets' inodes, as `/proc/net/unix` has them, of those who listen at this absolute path. A relative name there
+/// is taken to be one in `directory`, or in this process's without that.
+fn listeners(path: &Path, directory: Option<&Path>) -> Vec<String> {
+    const LISTENS: u64 = 1 << 16; // __SO_ACCEPTCON of the kernel
+    assert!(path.is_absolute(), "'{}' is not an absolute path", path.display());
+    let own = std::env::current_dir().expect("the working directory");
+    let directory = own.join(directory.unwrap_or(Path::new("")));
+    // Names need not be UTF-8.
+    let table = std::fs::read("/proc/net/unix").expect("read the table of unix sockets");
+    let table = String::from_utf8_lossy(&table);
+    let listens = |line: &str| {
+        // Num, RefCount, Protocol, Flags, Type, St, Inode, Path: the last is all of the rest.
+        let mut fields = line.split_whitespace();
+        let flags = u64::from_str_radix(fields.nth(3)?, 16).ok()?;
+        let inode = fields.nth(2)?;
+        let (_, name) = line.split_once(&format!(" {inode} "))?;
+        let found = flags & LISTENS != 0 && directory.join(name) == path;
+        found.then(|| inode.to_owned())
+    };
+    table.lines().filter_map(listens).collect()
+}
+
 fn contents(file: &NamedTempFile) -> Vec<u8> {
     let mut bytes = Vec::new();
     let mut file = file.reopen().expect("open a temporary file again");
@@ -338,6 +367,46 @@ fn command_line(command: &Command) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Programs that bind a socket, and listen on it only once a file is there.
+    fn listens_after(file: &Path, directory: &Path, name: &Path) -> Command {
+        let mut command = Command::new("python3");
+        let text = "import os, socket, sys, time\n\
+                    ours = socket.socket(socket.AF_UNIX)\n\
+                    ours.bind(sys.argv[1])\n\
+                    while not os.path.exists(sys.argv[2]): time.sleep(0.01)\n\
+                    ours.listen()\n\
+                    time.sleep(1000)\n";
+        let _ = command.current_dir(directory).arg("-c").arg(text).arg(name).arg(file);
+        command
+    }
+
+    #[test]
+    fn a_socket_is_ready_when_somebody_new_listens_on_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let (socket, file) = (directory.path().join("a socket"), directory.path().join("file"));
+        for name in [socket.as_path(), Path::new("a socket")] {
+            let mut command = listens_after(&file, directory.path(), name);
+            // One that listened there before, whose name is another's now.
+            let _older = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+            std::fs::remove_file(&socket).unwrap();
+            let server = thread::scope(|scope| {
+                let waits = scope.spawn(|| Server::start(&mut command, Ready::Socket(&socket)));
+                while !socket.exists() {
+                    assert!(!waits.is_finished(), "ready without a file");
+                    thread::yield_now();
+                }
+                let refused = std::os::unix::net::UnixStream::connect(&socket).unwrap_err();
+                assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
+                std::fs::write(&file, "").unwrap();
+                waits.join().unwrap()
+            });
+            drop(std::os::unix::net::UnixStream::connect(&socket).unwrap());
+            let _ = server.kill();
+            std::fs::remove_file(&socket).unwrap();
+            std::fs::remove_file(&file).unwrap();
+        }
+    }
 
     #[test]
     fn a_failure_shows_the_command_and_both_outputs() {

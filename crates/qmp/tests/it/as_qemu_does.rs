@@ -8,11 +8,9 @@ use isobath_testkit::process::{PATIENCE, Ready, Server};
 use isobath_testkit::{args, qemu};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::thread;
-use std::time::Duration;
-use std::{fs, io};
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
@@ -41,23 +39,6 @@ fn chain(directory: &Path) -> PathBuf {
     top
 }
 
-/// Connects to a daemon whose socket is there. It may not listen yet.
-fn connect(socket: PathBuf) -> Client {
-    let address = Address::Unix(socket);
-    for _ in 0..2000 {
-        match Client::connect(&address) {
-            Ok(client) => return client,
-            Err(ClientError::Connect { error, .. })
-                if error.kind() == io::ErrorKind::ConnectionRefused =>
-            {
-                thread::sleep(Duration::from_millis(5));
-            }
-            Err(error) => panic!("{error}"),
-        }
-    }
-    panic!("the daemon does not listen");
-}
-
 impl Both {
     fn start() -> Self {
         let directories = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
@@ -72,8 +53,11 @@ impl Both {
             .args(["--blockdev", "driver=qcow2,file=f0,node-name=d0"])
             .arg("--nbd-server")
             .arg(format!("addr.type=unix,addr.path={}", directories[0].path().join("n").display()));
-        let daemon = Server::start(&mut command, Ready::Socket(&socket));
-        let qemu = connect(socket);
+        // A client that connects while the daemon starts its monitor may see no greeting, or two.
+        let pid = directories[0].path().join("pid");
+        command.arg("--pidfile").arg(&pid);
+        let daemon = Server::start(&mut command, Ready::File(&pid));
+        let qemu = Client::connect(&Address::Unix(socket)).unwrap();
         let live = Live::start(directories[1].path(), &[]);
         let mut ours = live.client();
         let image = json!({"driver": "file", "filename": tops[1]});

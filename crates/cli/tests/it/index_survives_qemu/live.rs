@@ -4,10 +4,10 @@ use super::chains::{Chain, LAYERS, TOP, name};
 use super::judge::Effect::Changes;
 use super::judge::on_each_layer;
 use isobath_testkit::process::{Ready, Server, run};
-use isobath_testkit::{qemu, until_some};
+use isobath_testkit::qemu;
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, ErrorKind, Write};
-use std::os::unix::net::UnixStream;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
@@ -26,12 +26,16 @@ impl Daemon {
     #[track_caller]
     fn start(chain: &Chain) -> Self {
         let socket = chain.directory().join("qmp");
+        // The daemon connects to the test before it starts the monitor: QEMU's race for those who connect while it does
+        // is in `testkit::daemon`.
+        let listener = UnixListener::bind(&socket).unwrap();
+        listener.set_nonblocking(true).unwrap();
         let program = qemu::program("qemu-storage-daemon");
         let mut command = Command::new(program);
         command
             .current_dir(chain.directory())
             .arg("--chardev")
-            .arg(format!("socket,id=c,path={},server=on,wait=off", socket.display()))
+            .arg(format!("socket,id=c,path={},server=off", socket.display()))
             .args(["--monitor", "chardev=c"]);
         for layer in 0..LAYERS {
             let file = json!({
@@ -44,12 +48,10 @@ impl Daemon {
             let node = node(chain, layer, layer < TOP);
             command.arg("--blockdev").arg(node.to_string());
         }
-        let server = Server::start(&mut command, Ready::Socket(&socket));
-        // The socket is there before anybody listens.
-        let stream = until_some("the daemon's listener", || match UnixStream::connect(&socket) {
-            Err(error) if error.kind() == ErrorKind::ConnectionRefused => None,
-            stream => Some(stream.unwrap()),
-        });
+        let pid = chain.directory().join("pid");
+        command.arg("--pidfile").arg(&pid);
+        let server = Server::start(&mut command, Ready::File(&pid));
+        let (stream, _) = listener.accept().unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         let nbd = chain.directory().join("nbd");
         let mut daemon = Self { server, lines: BufReader::new(stream), nbd };
