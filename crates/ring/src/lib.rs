@@ -24,6 +24,7 @@
 
 mod aio;
 mod attempts;
+mod commands;
 mod device;
 mod event;
 mod first;
@@ -34,6 +35,7 @@ mod runtime;
 mod signal;
 
 pub use attempts::Attempts;
+pub use commands::{CommandRing, Commands, command};
 pub use device::{Device, Listening};
 pub use event::Event;
 pub use first::first;
