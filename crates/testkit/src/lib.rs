@@ -17,8 +17,9 @@
 //! * [`seed`] makes random tests repeatable, [`evidence`] records what a campaign of them did.
 //!
 //! Environment variables: `ISOBATH_SEED` repeats a random test, `ISOBATH_QEMU_DIR` chooses another QEMU
-//! (`scripts/qemu10` unpacks one), `ISOBATH_GUEST_DIR` another kernel than `target/guest`, `ISOBATH_GUEST_ACCEL`
-//! another accelerator than `tcg,thread=single`; `ISOBATH_EVIDENCE` names the file for the results of campaigns.
+//! (`scripts/qemu10` unpacks one), `ISOBATH_GUEST_DIR` and `ISOBATH_GUEST_UBLK_DIR` other kernels than `target/guest`
+//! and `target/guest-ublk`, `ISOBATH_GUEST_ACCEL` another accelerator than `tcg,thread=single`; `ISOBATH_EVIDENCE`
+//! names the file for the results of campaigns.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by a panic")]
 

@@ -1,9 +1,9 @@
 //! A Linux guest under `qemu-system-x86_64`: boots a kernel on the disks of a test, runs a shell script there, and
 //! returns the result.
 //!
-//! The kernel and its modules are in `target/guest`, where `scripts/setup` puts them. The guest runs
-//! from an initramfs with busybox, or with [`Guest::root`] from one of its disks. It needs no
-//! network and no acceleration, and boots in about three seconds.
+//! The kernel and its modules are in `target/guest`, or in `target/guest-ublk` those of one that has ublk devices; that
+//! is where `scripts/setup` puts them. The guest runs from an initramfs with busybox, or with [`Guest::root`] from one
+//! of its disks. It needs no network and no acceleration, and boots in about three seconds.
 //!
 //! ```no_run
 //! use isobath_testkit::guest::Guest;
@@ -85,7 +85,17 @@ impl Guest {
     /// A guest without disks, with 256 MiB of memory and five minutes to finish.
     #[track_caller]
     pub fn new() -> Self {
-        let kernel = kernel_directory();
+        Self::of_kernel(kernel_directory("ISOBATH_GUEST_DIR", "target/guest"))
+    }
+
+    /// As [`new`](Self::new), with a kernel that has ublk and loop devices.
+    #[track_caller]
+    pub fn with_ublk() -> Self {
+        Self::of_kernel(kernel_directory("ISOBATH_GUEST_UBLK_DIR", "target/guest-ublk"))
+    }
+
+    #[track_caller]
+    fn of_kernel(kernel: PathBuf) -> Self {
         let mut files = Initramfs::default();
         for directory in ["bin", "dev", "mnt", "newroot", "proc", "run", "sys", "tmp"] {
             files.directory(directory);
@@ -349,9 +359,9 @@ impl RunningGuest {
 
 /// The directory of the kernel and its modules.
 #[track_caller]
-fn kernel_directory() -> PathBuf {
-    let directory = env::var_os("ISOBATH_GUEST_DIR")
-        .map_or_else(|| tools::workspace().join("target/guest"), PathBuf::from);
+fn kernel_directory(variable: &str, usual: &str) -> PathBuf {
+    let directory =
+        env::var_os(variable).map_or_else(|| tools::workspace().join(usual), PathBuf::from);
     assert!(
         directory.join("modules.list").exists(),
         "no kernel for the guest in {}: run scripts/setup",
