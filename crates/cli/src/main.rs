@@ -64,6 +64,9 @@ fn main() -> ExitCode {
 }
 
 fn run() -> ExitCode {
+    if let Some(code) = server::keeper::keep() {
+        return code;
+    }
     if let Err(failure) = server::handed_in::receive() {
         return ended(Err(failure));
     }

@@ -3,13 +3,14 @@
 //! A frontend is started once, with the threads that serve its clients; disks are then exported over it and removed
 //! again. The command line and QMP do both only through this module, guided by the description in [`Protocol`].
 
+use crate::keeper::Keeper;
 use crate::tls::Security;
 use isobath_disk::{BlockDevice, MemoryLimit};
 use isobath_ring::Handle;
 use isobath_ring::net::Listener;
 use std::collections::BTreeMap;
 use std::error::Error;
-use std::future::Future;
+use std::future::{Future, ready};
 use std::io;
 use std::path::PathBuf;
 use std::pin::Pin;
@@ -31,6 +32,9 @@ pub struct Protocol {
     /// Whether clients continue after this process is killed and another replaces it. Completed writes must then
     /// survive a kill.
     pub clients_outlive: bool,
+    /// Whether an export that is removed ends only once nobody uses it. A server waits for that before it ends anything
+    /// else.
+    pub ends_unused: bool,
     /// Where clients find it: the server's addresses if it is [shared](Self::shared), otherwise the location of an
     /// export.
     pub location: Parameter,
@@ -76,6 +80,8 @@ pub enum Takes {
     UnixSocket,
     /// A socket file or a TCP port, to listen on.
     Socket,
+    /// The number of a ublk device, or any that is free; given with the program that adds it.
+    UblkDevice,
 }
 
 /// Whether `block-export-add` takes a [`Parameter`].
@@ -115,6 +121,8 @@ pub enum Setting {
     Path(PathBuf),
     /// For [`Takes::UnixSocket`] and [`Takes::Socket`].
     Listener(Listener),
+    /// For [`Takes::UblkDevice`].
+    Keeper(Keeper),
 }
 
 /// A required parameter is missing.
@@ -157,6 +165,14 @@ impl Settings {
     pub(crate) fn take_path(&mut self, name: &'static str) -> Result<PathBuf, Missing> {
         match self.0.remove(name) {
             Some(Setting::Path(path)) => Ok(path),
+            _ => Err(Missing(name)),
+        }
+    }
+
+    /// Takes the keeper of a device.
+    pub(crate) fn take_keeper(&mut self, name: &'static str) -> Result<Keeper, Missing> {
+        match self.0.remove(name) {
+            Some(Setting::Keeper(keeper)) => Ok(keeper),
             _ => Err(Missing(name)),
         }
     }
@@ -294,6 +310,12 @@ pub trait ExportControl {
 
     /// The number of clients that use it; `None` if that is unknown, or if it was removed.
     fn clients(&self) -> Option<usize>;
+
+    /// Waits until clients can use it, for one that takes longer than [`Frontend::export`]. [`Export::serving`] must be
+    /// polled meanwhile. Its error is why they never can.
+    fn started(&self) -> Serving {
+        Box::pin(ready(Ok(())))
+    }
 
     /// Removes it: accepts no further requests, and completes those in flight. Removing it again has no effect.
     ///

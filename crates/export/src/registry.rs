@@ -1,7 +1,7 @@
 //! The table of frontends.
 
 use crate::frontend::{Entrance, Frontend, FrontendError, Protocol, Start};
-use crate::{fuse, nbd, vhost_user};
+use crate::{fuse, nbd, ublk, vhost_user};
 use isobath_disk::{BlockDevice, MemoryLimit};
 use isobath_ring::{Handle, JoinHandle, spawn};
 use std::collections::BTreeMap;
@@ -27,6 +27,7 @@ frontends! {
     nbd::PROTOCOL => nbd::NbdFrontend<D>,
     vhost_user::PROTOCOL => vhost_user::VhostUserFrontend,
     fuse::PROTOCOL => fuse::FuseFrontend,
+    ublk::PROTOCOL => ublk::UblkFrontend,
 }
 
 /// All frontends, started.
@@ -112,8 +113,9 @@ mod tests {
                 };
                 assert!(flags.insert(option.flag), "--{}", option.flag);
             }
-            // An export of a shared server has no location of its own.
-            assert_eq!(protocol.shared, protocol.location.qmp == Presence::Absent);
+            // An export of a shared server has no location of its own; a block device is only exported at the start.
+            let is_absent = protocol.location.qmp == Presence::Absent;
+            assert_eq!(protocol.shared || protocol.name == "ublk", is_absent);
         }
     }
 }

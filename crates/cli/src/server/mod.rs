@@ -5,6 +5,8 @@ pub(crate) mod daemon;
 pub(crate) mod endpoint;
 pub(crate) mod group;
 pub(crate) mod handed_in;
+pub(crate) mod io_flusher;
+pub(crate) mod keeper;
 pub(crate) mod listen;
 pub(crate) mod log_file;
 mod owned;

@@ -71,6 +71,7 @@ mod stores;
 mod sweep;
 mod tls;
 mod two_programs;
+mod ublk;
 mod unheard;
 mod untrusted;
 mod unusual_images;

@@ -18,6 +18,7 @@ pub const PROTOCOL: Protocol = Protocol {
     name: "fuse",
     shared: false,
     clients_outlive: false,
+    ends_unused: false,
     location: Parameter {
         name: "mountpoint",
         takes: Takes::Path,

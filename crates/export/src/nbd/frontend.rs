@@ -25,6 +25,7 @@ pub const PROTOCOL: Protocol = Protocol {
     name: "nbd",
     shared: true,
     clients_outlive: false,
+    ends_unused: false,
     location: Parameter {
         name: "addr",
         takes: Takes::Socket,

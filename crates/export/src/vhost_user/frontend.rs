@@ -26,6 +26,7 @@ pub const PROTOCOL: Protocol = Protocol {
     name: "vhost-user-blk",
     shared: false,
     clients_outlive: true,
+    ends_unused: false,
     location: Parameter {
         name: "addr",
         takes: Takes::UnixSocket,

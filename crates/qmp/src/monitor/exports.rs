@@ -17,6 +17,7 @@ use isobath_ring::{JoinHandle, spawn};
 use isobath_storage::Host;
 use serde_json::{Value, json};
 use std::cell::{Cell, RefCell};
+use std::io;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -71,6 +72,8 @@ pub(super) fn address_of<H: Host>(drive: &Drive<H>) -> usize {
 #[derive(Default)]
 pub(super) struct ExportList {
     entries: RefCell<Vec<ExportEntry>>,
+    /// The id of the first export that failed.
+    failed: RefCell<Option<String>>,
     removed: Event,
 }
 
@@ -82,13 +85,31 @@ impl ExportList {
 
     /// Waits until no export has its own server.
     async fn without_own_servers(&self) {
+        self.without(|protocol| !protocol.shared).await;
+    }
+
+    /// Waits until no export is of such a protocol.
+    async fn without(&self, is_meant: impl Fn(&Protocol) -> bool) {
         loop {
             let removed = self.removed.listen();
-            if self.entries.borrow().iter().all(|export| export.protocol.shared) {
+            if !self.entries.borrow().iter().any(|export| is_meant(export.protocol)) {
                 return;
             }
             removed.await;
         }
+    }
+
+    /// Removes the exports that end only once nobody uses them, and waits for that.
+    async fn until_unused(&self) {
+        for export in &*self.entries.borrow() {
+            if export.protocol.ends_unused {
+                export.ending.set(true);
+                if let Err(error) = export.control.remove(RemoveMode::Safe) {
+                    tracing::error!(%error, id = export.id, "cannot remove an export");
+                }
+            }
+        }
+        self.without(|protocol| protocol.ends_unused).await;
     }
 
     /// Stops exports with their own server; shared ones end, without events, with theirs.
@@ -143,6 +164,7 @@ impl<H: Host + Clone> Monitor<H> {
         let serving = spawn(async move {
             if let Err(error) = serving.await {
                 tracing::error!(%error, id = name, "an export failed");
+                exports.failed.borrow_mut().get_or_insert_with(|| name.clone());
             }
             exports.remove(&name);
             events.emit("BLOCK_EXPORT_DELETED", json!({"id": name}));
@@ -169,6 +191,36 @@ impl<H: Host + Clone> Monitor<H> {
     /// Waits until there are no exports except those of shared servers.
     pub async fn exports_closed(&self) {
         self.exports.without_own_servers().await;
+    }
+
+    /// Waits until clients can use all exports.
+    ///
+    /// # Errors
+    /// They never can use one.
+    pub async fn exports_started(&self) -> io::Result<()> {
+        let starting: Vec<_> = {
+            let exports = self.exports.entries.borrow();
+            exports.iter().map(|export| export.control.started()).collect()
+        };
+        for started in starting {
+            started.await?;
+        }
+        Ok(())
+    }
+
+    /// Whether there are exports that end only once nobody uses them.
+    pub fn has_exports_in_use(&self) -> bool {
+        self.exports.entries.borrow().iter().any(|export| export.protocol.ends_unused)
+    }
+
+    /// Removes the exports that end only once nobody uses them, and waits for that: everything else goes on meanwhile.
+    pub async fn exports_unused(&self) {
+        self.exports.until_unused().await;
+    }
+
+    /// The id of an export that has failed, if one has.
+    pub fn failed_export(&self) -> Option<String> {
+        self.exports.failed.borrow().clone()
     }
 
     /// Closes every export except those of shared servers.
@@ -298,6 +350,7 @@ fn setting(parameter: &Parameter, value: &Value, client: &ClientFiles) -> Result
     let unexpected = || QmpError::new(format_args!("Invalid parameter type for '{name}'"));
     let text = || value.as_str().ok_or_else(unexpected);
     match parameter.takes {
+        Takes::UblkDevice => Err(unexpected()),
         Takes::Text | Takes::Choice(_) => Ok(Setting::Text(text()?.to_owned())),
         Takes::Path => Ok(Setting::Path(text()?.into())),
         Takes::Flag => value.as_bool().map(Setting::Flag).ok_or_else(unexpected),

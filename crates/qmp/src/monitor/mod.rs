@@ -226,10 +226,13 @@ impl<H: Host + Clone> Monitor<H> {
     /// servers and the disks added by `blockdev-add`. Shared servers, and the disks passed to [`new`](Self::new), are
     /// left to the caller.
     ///
+    /// Before anything else, waits for those exports that end only once nobody uses them.
+    ///
     /// An image that is being opened is given up at once; any other command, and a job, once it takes too long. What
     /// was written is made durable before. Shared servers are stopped before disks are closed. A disk that is not
     /// closed in time, since its storage does not answer, is left to [`closing`](Self::closing).
     pub async fn end(&self) {
+        self.exports_unused().await;
         self.ending.set(true);
         self.changed.notify(usize::MAX);
         let reason = if self.quit.get() { "host-qmp-quit" } else { "host-signal" };

@@ -4,8 +4,35 @@ use crate::schema::{Command, EMPTY, Member, Object, Type, Variants, object, opt,
 use isobath_export::frontend::{Parameter, Presence, Protocol, Takes};
 use isobath_export::registry::PROTOCOLS;
 
-/// The number of frontends.
-const COUNT: usize = PROTOCOLS.len();
+/// The number of frontends over which clients can add exports.
+const COUNT: usize = {
+    let (mut count, mut number) = (0, 0);
+    while number < PROTOCOLS.len() {
+        count += can_be_added(PROTOCOLS[number]) as usize;
+        number += 1;
+    }
+    count
+};
+
+/// These frontends.
+const ADDED: [&Protocol; COUNT] = {
+    let mut added = [PROTOCOLS[0]; COUNT];
+    let (mut count, mut number) = (0, 0);
+    while number < PROTOCOLS.len() {
+        if can_be_added(PROTOCOLS[number]) {
+            added[count] = PROTOCOLS[number];
+            count += 1;
+        }
+        number += 1;
+    }
+    added
+};
+
+/// Whether clients can say where an export is to be, or need not.
+const fn can_be_added(protocol: &Protocol) -> bool {
+    protocol.shared || !matches!(protocol.location.qmp, Presence::Absent)
+}
+
 /// The maximum number of parameters of a frontend, including its location.
 const MOST: usize = 8;
 
@@ -17,23 +44,25 @@ static ADDRESS: Object = Object {
 };
 
 /// The frontends' names.
-static NAMES: [&str; COUNT] = {
-    let mut names = [""; COUNT];
+static NAMES: [&str; PROTOCOLS.len()] = names(PROTOCOLS);
+static ADDED_NAMES: [&str; COUNT] = names(&ADDED);
+
+const fn names<const N: usize>(protocols: &[&Protocol]) -> [&'static str; N] {
+    let mut names = [""; N];
     let mut number = 0;
-    while number < COUNT {
-        names[number] = PROTOCOLS[number].name;
+    while number < N {
+        names[number] = protocols[number].name;
         number += 1;
     }
     names
-};
-const EXPORT_TYPE: Type = Type::Enum(&NAMES);
+}
 
 /// The arguments of each frontend, and their number.
 static MEMBERS: [([Member; MOST], usize); COUNT] = {
     let mut all = [([opt("", Type::Any); MOST], 0); COUNT];
     let mut number = 0;
     while number < COUNT {
-        all[number] = members(PROTOCOLS[number]);
+        all[number] = members(ADDED[number]);
         number += 1;
     }
     all
@@ -52,7 +81,7 @@ static CASES: [(&str, &Object); COUNT] = {
     let mut cases = [("", &UNIX); COUNT];
     let mut number = 0;
     while number < COUNT {
-        cases[number] = (PROTOCOLS[number].name, &OBJECTS[number]);
+        cases[number] = (ADDED[number].name, &OBJECTS[number]);
         number += 1;
     }
     cases
@@ -85,6 +114,8 @@ const fn member(parameter: &Parameter) -> Option<Member> {
         Presence::Required => false,
     };
     let ty = match parameter.takes {
+        // Nothing on the wire has a program.
+        Takes::UblkDevice => return None,
         Takes::Text | Takes::Path => Type::Str,
         Takes::Flag => Type::Bool,
         Takes::Number { .. } => Type::Int,
@@ -97,7 +128,7 @@ const fn member(parameter: &Parameter) -> Option<Member> {
 
 static ADD: Object = Object {
     members: &[
-        req("type", EXPORT_TYPE),
+        req("type", Type::Enum(&ADDED_NAMES)),
         req("id", Type::Str),
         req("node-name", Type::Str),
         opt("writable", Type::Bool),
@@ -108,7 +139,7 @@ static ADD: Object = Object {
 static DELETE: Object = object(&[req("id", Type::Str), opt("mode", Type::Enum(&["safe", "hard"]))]);
 static INFO: Object = object(&[
     req("id", Type::Str),
-    req("type", EXPORT_TYPE),
+    req("type", Type::Enum(&NAMES)),
     req("node-name", Type::Str),
     req("shutting-down", Type::Bool),
 ]);

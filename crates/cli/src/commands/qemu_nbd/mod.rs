@@ -15,7 +15,7 @@ use crate::server::daemon::{Daemon, WhenReady};
 use crate::server::endpoint::{Endpoint, PORT};
 use crate::server::handed_in::{self, HandedIn};
 use crate::server::tls::{Mode, SecuredEndpoint, Tls};
-use crate::server::{log_file, pid_file, signals, threads};
+use crate::server::{io_flusher, log_file, pid_file, signals, threads};
 use crate::{cores, messages, options, runtime, size, temporary, tls_objects};
 use device::Connected;
 use isobath_disk::clock::SystemClock;
@@ -47,9 +47,6 @@ const NO_LIMIT: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// Bytes to which the kernel's requests are aligned, as with QEMU.
 const BLOCK: u64 = 512;
-
-/// `PR_SET_IO_FLUSHER` of `linux/prctl.h`.
-const SET_IO_FLUSHER: i32 = 57;
 
 /// Serve an image over NBD, with qemu-nbd's options
 ///
@@ -221,21 +218,11 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     cores::withhold();
     host::map_reads(None);
     if args.connect.is_some() {
-        serve_own_memory();
+        io_flusher::become_one();
     }
     let ready = WhenReady { daemon, log };
     runtime::block_on(async || Box::pin(args.serve(&image, &endpoint, &tls, ready)).await)?;
     Ok(0)
-}
-
-/// Lets this process, and the threads that it starts, finish what the kernel's reclaim of memory may wait for: pages
-/// that were written to the device are freed only once this process has written them to the image.
-fn serve_own_memory() {
-    // SAFETY: the call changes only how memory is allocated for this thread.
-    if unsafe { libc::prctl(SET_IO_FLUSHER, 1, 0, 0, 0) } < 0 {
-        let error = std::io::Error::last_os_error();
-        tracing::debug!(%error, "cannot become an I/O flusher");
-    }
 }
 
 impl Args {

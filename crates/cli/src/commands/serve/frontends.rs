@@ -3,6 +3,7 @@
 use crate::failure::Failure;
 use crate::server::endpoint::Endpoint;
 use crate::server::handed_in::HandedIn;
+use crate::server::keeper;
 use crate::server::listen::bind;
 use crate::server::runtime_directory;
 use crate::server::tls::{SecuredEndpoint, Tls};
@@ -12,16 +13,21 @@ use clap::builder::{
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches, ValueHint};
 use isobath_disk::LiveDisk;
 use isobath_export::frontend::{Parameter, Protocol, Setting, Settings, Takes};
+use isobath_export::keeper::Keeper;
 use isobath_export::registry::{Frontends, Listeners, PROTOCOLS};
 use isobath_qmp::monitor::{Drive, Monitor};
 use isobath_ring::net::Access;
 use isobath_storage::Host;
+use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::process;
 use std::rc::Rc;
 
 /// The options of each frontend.
 pub(super) struct FrontendArgs(Vec<Given>);
+
+/// The keepers of the block devices, in the order of the options.
+pub(super) struct Keepers(VecDeque<Keeper>);
 
 /// The options of one frontend.
 struct Given {
@@ -40,13 +46,20 @@ enum Value {
     Path(PathBuf),
     Endpoint(Endpoint),
     Secured(SecuredEndpoint),
+    /// The number of a ublk device, or any that is free.
+    Device(Option<u32>),
     /// A socket file of this server's own, if no frontend was requested.
     OwnSocket,
 }
 
 impl Value {
     /// The setting for an export; binds a socket at once.
-    fn setting(&self, option: &str, access: Access) -> Result<Setting, Failure> {
+    fn setting(
+        &self,
+        option: &str,
+        access: Access,
+        keepers: &mut Keepers,
+    ) -> Result<Setting, Failure> {
         Ok(match self {
             Self::Text(text) => Setting::Text(text.clone()),
             Self::Flag(flag) => Setting::Flag(*flag),
@@ -56,6 +69,12 @@ impl Value {
                 Setting::Listener(bind(endpoint, option, access)?)
             }
             Self::OwnSocket => Setting::Listener(bind(&own_socket(option)?, option, access)?),
+            Self::Device(_) => {
+                let Some(keeper) = keepers.0.pop_front() else {
+                    unreachable!("each device has a keeper, and is exported once")
+                };
+                Setting::Keeper(keeper)
+            }
         })
     }
 }
@@ -72,6 +91,7 @@ fn parser(takes: Takes) -> ValueParser {
         Takes::Choice(words) => ValueParser::new(move |text: &str| choice(words, text)),
         Takes::Path => ValueParser::new(PathBufValueParser::new().map(Value::Path)),
         Takes::UnixSocket => ValueParser::new(socket_file),
+        Takes::UblkDevice => ValueParser::new(ublk_device),
         Takes::Socket => {
             ValueParser::new(|text: &str| text.parse::<SecuredEndpoint>().map(Value::Secured))
         }
@@ -88,6 +108,20 @@ fn choice(words: &[&str], text: &str) -> Result<Value, String> {
         }
         words => format!("expected {}", words.concat()),
     })
+}
+
+/// `auto`, a number, or the name of a device.
+fn ublk_device(text: &str) -> Result<Value, String> {
+    /// The driver has no more numbers.
+    const NUMBERS: u32 = 1 << 20;
+    if text == "auto" {
+        return Ok(Value::Device(None));
+    }
+    let number = text.strip_prefix("/dev/ublkb").unwrap_or(text).parse().ok();
+    match number.filter(|number| *number < NUMBERS) {
+        Some(number) => Ok(Value::Device(Some(number))),
+        None => Err(format!("expected auto or a number below {NUMBERS}")),
+    }
 }
 
 /// `unix:PATH` or `fd:NAME`
@@ -186,7 +220,12 @@ impl Given {
     }
 
     /// The settings of the export at `location`; without one, of an export of a shared server.
-    fn settings(&self, location: Option<&Value>, access: Access) -> Result<Settings, Failure> {
+    fn settings(
+        &self,
+        location: Option<&Value>,
+        access: Access,
+        keepers: &mut Keepers,
+    ) -> Result<Settings, Failure> {
         let mut settings = Settings::default();
         // Through QMP it is offered only on request, as in QEMU. It costs nothing.
         let depth = |parameter: &&Parameter| parameter.name == "allocation-depth";
@@ -194,10 +233,11 @@ impl Given {
             settings.set(parameter, Setting::Flag(true));
         }
         for (parameter, value) in &self.others {
-            settings.set(parameter, value.setting(&self.option(), access)?);
+            settings.set(parameter, value.setting(&self.option(), access, keepers)?);
         }
         if let Some(location) = location {
-            settings.set(&self.protocol.location, location.setting(&self.option(), access)?);
+            let setting = location.setting(&self.option(), access, keepers)?;
+            settings.set(&self.protocol.location, setting);
         }
         Ok(settings)
     }
@@ -256,6 +296,25 @@ impl FrontendArgs {
         })
     }
 
+    /// Starts what needs rights that the server is to give up: the keepers of block devices.
+    ///
+    /// # Errors
+    /// The machine has no such devices, or this user has not the rights.
+    pub(super) fn start_keepers(&self) -> Result<Keepers, Failure> {
+        let mut keepers = VecDeque::new();
+        for given in self.own_servers() {
+            for location in &given.locations {
+                if let Value::Device(number) = location {
+                    let started = keeper::start(*number);
+                    keepers.push_back(
+                        started.map_err(|error| Failure::new(error).context(given.option()))?,
+                    );
+                }
+            }
+        }
+        Ok(Keepers(keepers))
+    }
+
     /// Whether a file system is mounted.
     pub(super) fn mounts(&self) -> bool {
         let mut locations = self.0.iter().flat_map(|given| &given.locations);
@@ -274,7 +333,11 @@ impl FrontendArgs {
                     Value::OwnSocket => &own_socket(&given.option())?,
                     Value::Endpoint(endpoint) => endpoint,
                     Value::Secured(secured) => &secured.endpoint,
-                    Value::Text(_) | Value::Flag(_) | Value::Number(_) | Value::Path(_) => continue,
+                    Value::Text(_)
+                    | Value::Flag(_)
+                    | Value::Number(_)
+                    | Value::Path(_)
+                    | Value::Device(_) => continue,
                 };
                 if let Endpoint::Unix(path) = endpoint {
                     files.push(path.clone());
@@ -321,19 +384,24 @@ impl FrontendArgs {
         monitor: &Monitor<H>,
         frontends: &Frontends<LiveDisk<H>>,
         access: Access,
+        mut keepers: Keepers,
     ) -> Result<(), Failure> {
         let drives = monitor.drives();
         for given in self.0.iter().filter(|given| !given.locations.is_empty()) {
             let protocol = given.protocol;
-            let export = |id: &str, drive: &Rc<Drive<H>>, location| {
+            let mut export = |id: &str, drive: &Rc<Drive<H>>, location| {
                 let Some(frontend) = frontends.of(protocol.name) else {
                     return Err(Failure::new(format_args!(
                         "there is no frontend '{}'",
                         protocol.name
                     )));
                 };
-                let exported =
-                    monitor.export(frontend, id, drive, given.settings(location, access)?);
+                let exported = monitor.export(
+                    frontend,
+                    id,
+                    drive,
+                    given.settings(location, access, &mut keepers)?,
+                );
                 exported.map_err(|error| Failure::new(error).context(given.option()))
             };
             if protocol.shared {
@@ -371,6 +439,17 @@ mod tests {
     }
 
     #[test]
+    fn a_block_device_is_written_as_its_number_or_its_name() {
+        assert_eq!(ublk_device("auto"), Ok(Value::Device(None)));
+        for text in ["7", "/dev/ublkb7"] {
+            assert_eq!(ublk_device(text), Ok(Value::Device(Some(7))));
+        }
+        for text in ["", "-1", "1048576", "/dev/ublkb", "/dev/ublkc1", "x"] {
+            assert!(ublk_device(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
     fn a_choice_is_one_of_its_words() {
         assert_eq!(choice(&["off", "on"], "on"), Ok(Value::Text("on".into())));
         assert_eq!(choice(&["off", "on", "auto"], ""), Err("expected off, on or auto".into()));
@@ -382,9 +461,10 @@ mod tests {
         let count = |arguments: &[&str]| -> Vec<usize> {
             parse(arguments).unwrap().0.iter().map(|given| given.locations.len()).collect()
         };
-        assert_eq!(count(&[]), [1, 0, 0]);
-        assert_eq!(count(&["--fuse", "/a", "--fuse", "/b"]), [0, 0, 2]);
-        assert_eq!(count(&["--nbd", "1", "--vhost-user-blk", "unix:/a"]), [1, 1, 0]);
+        assert_eq!(count(&[]), [1, 0, 0, 0]);
+        assert_eq!(count(&["--fuse", "/a", "--fuse", "/b"]), [0, 0, 2, 0]);
+        assert_eq!(count(&["--nbd", "1", "--vhost-user-blk", "unix:/a"]), [1, 1, 0, 0]);
+        assert_eq!(count(&["--ublk", "auto", "--ublk", "3"]), [0, 0, 0, 2]);
         let default = &parse(&[]).unwrap().0[0].locations[0];
         assert_eq!(*default, Value::OwnSocket);
     }

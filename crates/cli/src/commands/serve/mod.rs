@@ -23,6 +23,7 @@ use crate::server::tls::Tls;
 use crate::server::{handed_in, listen, log_file, pid_file, service_manager, threads};
 use crate::{cores, messages, runtime};
 use announce::announce;
+use frontends::Keepers;
 use isobath_disk::encryption::Secrets;
 use isobath_disk::{LiveDisk, MemoryLimit};
 use isobath_export::registry::Frontends;
@@ -62,6 +63,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             return Err(Failure::new(error).context("cannot run in the background"));
         }
     };
+    let keepers = args.frontends.start_keepers()?;
     args.sandbox.become_user()?;
     cores::withhold();
     host::map_reads(args.map_reads);
@@ -69,7 +71,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let confined =
         if confines { Some(confine::enter(args, &secrets, memory.as_ref())?) } else { None };
     messages::detach();
-    let order = Order { args, names, tls, secrets, memory, confined, log };
+    let order = Order { args, names, tls, secrets, memory, keepers, confined, log };
     runtime::block_on(async || {
         if let Some(why) = runtime::why_no_ring() {
             messages::complain(format_args!("{why}; threads do its work, more slowly"));
@@ -93,6 +95,8 @@ struct Order<'a> {
     secrets: Secrets,
     /// What all disks and frontends share.
     memory: Option<Arc<MemoryLimit>>,
+    /// Those that add block devices and remove them.
+    keepers: Keepers,
     confined: Option<Confined>,
     /// Where messages go from the time that clients can connect.
     log: Option<File>,
@@ -110,7 +114,7 @@ async fn run_on<H: Host + Clone>(
     let opening = disks::open(&host, order.args, &order.secrets, order.memory.as_ref());
     let disks = match end.unless_given(opening).await {
         Some(disks) => disks?,
-        None => return Err(Failure::new("interrupted by a signal during startup")),
+        None => return Err(interrupted()),
     };
     let mut added = Closing::default();
     let places = (out, daemon);
@@ -133,7 +137,7 @@ async fn serve<H: Host + Clone>(
     added: &mut Closing,
     (out, daemon): (&mut dyn Write, Option<Daemon>),
 ) -> Result<(), Failure> {
-    let Order { args, names, tls, secrets, memory, confined: _, log } = order;
+    let Order { args, names, tls, secrets, memory, keepers, confined: _, log } = order;
     let access = args.access();
     let listeners = args.frontends.listen(access, &tls)?;
     let controls = tls.listen(&args.qmp, "--qmp", access)?;
@@ -152,8 +156,13 @@ async fn serve<H: Host + Clone>(
     *added = monitor.closing();
     pausing::apply(&args.werror, &args.rerror, monitor);
     let limited = throttle::apply(&args.throttle, monitor);
-    let exported = limited.and_then(|()| args.frontends.export(monitor, &frontends, access));
-    if let Err(failure) = exported {
+    let exported =
+        limited.and_then(|()| args.frontends.export(monitor, &frontends, access, keepers));
+    let started = match exported {
+        Ok(()) => started(monitor, end).await,
+        Err(failure) => Err(failure),
+    };
+    if let Err(failure) = started {
         monitor.end().await;
         return Err(failure);
     }
@@ -188,9 +197,30 @@ async fn serve<H: Host + Clone>(
             panicked.resume();
         }
     }
+    let failed = monitor.failed_export();
     drop(workers);
     drop(pid_file);
-    result
+    match failed {
+        Some(id) => result.and(Err(Failure::new(format_args!("the export '{id}' has failed")))),
+        None => result,
+    }
+}
+
+/// Waits until clients can use all exports.
+async fn started<H: Host + Clone>(
+    monitor: &Monitor<H>,
+    end: &signals::Order,
+) -> Result<(), Failure> {
+    match end.unless_given(monitor.exports_started()).await {
+        Some(started) => {
+            started.map_err(|error| Failure::new(error).context("cannot start an export"))
+        }
+        None => Err(interrupted()),
+    }
+}
+
+fn interrupted() -> Failure {
+    Failure::new("interrupted by a signal during startup")
 }
 
 /// Stops everything once a signal or a client requests it.
@@ -204,6 +234,10 @@ fn stop_when_asked<H: Host + Clone>(
         either(end.given(), quit).await;
         tracing::info!("stopping");
         notify("STOPPING=1");
+        if control.service().has_exports_in_use() {
+            end.ends("programs and file systems that use a block device");
+            control.service().exports_unused().await;
+        }
         end.ends("requests in flight, and clients that have not received their replies");
         control.service().end().await;
         frontends.stop();

@@ -109,7 +109,7 @@ const LAYERS: &[&str] = &[
 const SERVERS: [&str; 3] = ["serve", "qemu-nbd", "qemu-storage-daemon"];
 
 /// Commands that are not run, by a word of theirs, and why.
-const NOT_RUN: [(&str, &str); 17] = [
+const NOT_RUN: [(&str, &str); 18] = [
     ("ctl", "needs a server"),
     ("--tls-creds", "needs certificates; `tls` tests it"),
     ("driver=nbd,host=disks.example.org,port=10809,export=vm,tls-creds=tls0", "needs a server"),
@@ -117,6 +117,7 @@ const NOT_RUN: [(&str, &str); 17] = [
     ("nbd+unix:///?socket=/run/vm.sock", "needs a server; `nbd_names` tests it"),
     ("nbd:backup:10809:exportname=vm", "needs a server"),
     ("--fuse", "mounts the disk; `frontends` tests it"),
+    ("--ublk", "adds a device of the kernel; `ublk` tests it"),
     ("/dev/nbd0", "needs a kernel's device; `kernel_device` tests it"),
     ("/run/isobath/qmp", "needs a server"),
     ("generate", "writes gigabytes"),

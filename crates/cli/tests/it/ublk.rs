@@ -1,0 +1,400 @@
+//! `serve --ublk`: a disk as a block device of a guest's kernel, with the server in the guest.
+
+use crate::serving::ISOBATH;
+use isobath_testkit::guest::Guest;
+use isobath_testkit::process::{run, run_program};
+use isobath_testkit::{args, qemu};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const SIZE: u64 = 64 << 20;
+
+/// No request failed, as far as the guest's kernel knows.
+const NO_ERRORS: &str =
+    "if dmesg | grep -iE 'I/O error|EXT4-fs.*(error|warning)|ublk.*fail|WARNING:'; then exit 1; fi";
+
+/// Script lines with a file system at `/mnt` that has the images. `serve` starts a server and waits until it is ready,
+/// with its number of process in `$pid` and its output in `/tmp/out`; `ends` waits for its end, whose status is in
+/// `$status`; `fails` runs a command that has to fail.
+const BEGIN: &str = "
+    mount -t ext4 /dev/vda /mnt
+    cd /mnt
+    mkdir -p /var/tmp /var/lock /tmp/fs /dev/shm
+    chmod 1777 /dev/shm
+    ready() {
+        while [ ! -s /tmp/out ]; do
+            if [ ! -e /proc/$pid ]; then cat /tmp/err; return 1; fi
+            sleep 0.1
+        done
+    }
+    serve() {
+        rm -f /tmp/out
+        isobath serve \"$@\" >/tmp/out 2>/tmp/err &
+        pid=$!
+        ready
+    }
+    ends() { status=0; wait $pid || status=$?; cat /tmp/err; }
+    stops() { kill $pid; ends; test $status = 0; test ! -s /tmp/err; }
+    gone() { test ! -e /dev/ublkb$1; test ! -e /dev/ublkc$1; }
+    until_gone() { while [ -e /dev/ublkb$1 ] || [ -e /dev/ublkc$1 ]; do sleep 0.1; done; }
+    says() {
+        while ! grep -q \"$1\" /tmp/err; do
+            if [ ! -e /proc/$pid ]; then echo \"ended and has not said: $1\"; return 1; fi
+            sleep 0.1
+        done
+    }
+    fails() { if \"$@\" >/tmp/failed 2>&1; then echo \"not refused: $*\"; return 1; fi; cat /tmp/failed; }
+";
+const END: &str = "
+    cd /
+    umount /mnt
+";
+
+/// A file system for the guest, with images in it.
+struct World {
+    directory: tempfile::TempDir,
+}
+
+impl World {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let world = Self { directory };
+        fs::create_dir(world.at("files")).unwrap();
+        let file = |name: &str| world.at("files").join(name);
+        // Layers that each have something: whole clusters, parts of them, zeroes.
+        qemu::create(&file("base.qcow2"), "qcow2", SIZE, "");
+        let _ = qemu::io(&file("base.qcow2"), "qcow2", &["write -P 1 0 40M"]).ok();
+        let layers = [("mid.qcow2", "base.qcow2"), ("top.qcow2", "mid.qcow2")];
+        let changes = [
+            ["write -P 2 4M 4M", "write -P 3 123k 77k", "write -z 8M 1M"],
+            ["write -P 4 6M 100k", "write -P 5 63M 1M", "write -z 200k 10k"],
+        ];
+        for ((name, below), changes) in layers.iter().zip(&changes) {
+            qemu::create_overlay(&file(name), Path::new(below), "qcow2", "");
+            let _ = qemu::io(&file(name), "qcow2", changes).ok();
+        }
+        qemu::to_raw(&file("top.qcow2"), "qcow2", &world.at("top.raw"));
+        qemu::create(&file("empty.qcow2"), "qcow2", SIZE, "");
+        world
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn guest(&self) -> Guest {
+        self.guest_with(Guest::with_ublk())
+    }
+
+    fn guest_with(&self, guest: Guest) -> Guest {
+        let disk = self.at("disk.img");
+        fs::File::create(&disk).unwrap().set_len(512 << 20).unwrap();
+        let mut make = Command::new("mkfs.ext4");
+        make.args(["-q", "-d"]).arg(self.at("files")).arg(&disk);
+        let _ = run(&mut make).ok();
+        guest
+            .memory(768)
+            .processors(2)
+            .drive(&format!("file={},format=raw", disk.display()))
+            .program_at(Path::new(ISOBATH))
+    }
+
+    /// Runs a script in a guest that has the images at `/mnt`, and takes them out of it again.
+    fn run(&self, guest: Guest, script: &str) -> String {
+        let done = guest.run(&format!("{BEGIN}\n{script}\n{END}"));
+        for name in ["base.qcow2", "mid.qcow2", "top.qcow2", "empty.qcow2"] {
+            let mut dump = Command::new("debugfs");
+            dump.arg("-R").arg(format!("dump {name} {}", self.at(name).display()));
+            let _ = run(dump.arg(self.at("disk.img"))).ok();
+            qemu::assert_clean(&self.at(name));
+        }
+        done.output.trim_end().to_owned()
+    }
+
+    /// The SHA-256 of a raw file.
+    fn sum(&self, name: &str) -> String {
+        let text = run_program("sha256sum", args![self.at(name)]).ok().text();
+        text.split(' ').next().unwrap().to_owned()
+    }
+
+    /// The contents of an image by QEMU, as a raw file of this name.
+    fn raw(&self, image: &str, name: &str) -> PathBuf {
+        let raw = self.at(name);
+        qemu::to_raw(&self.at(image), "qcow2", &raw);
+        raw
+    }
+}
+
+#[test]
+fn a_device_has_the_bytes_of_the_chain_and_writes_reach_it() {
+    let world = World::new();
+    let output = world.run(
+        world.guest().program("blkdiscard"),
+        &format!(
+            "
+            serve top.qcow2 --ublk auto
+            cat /tmp/out
+            test $(cat /sys/block/ublkb0/size) = 131072
+            test $(cat /sys/block/ublkb0/ro) = 0
+            cd /sys/block/ublkb0/queue
+            echo blocks=$(cat logical_block_size physical_block_size minimum_io_size optimal_io_size)
+            echo cache=$(cat write_cache) fua=$(cat fua) discard=$(cat discard_granularity)
+            cd /mnt
+            sha256sum /dev/ublkb0
+            # In every size and at odd places, past the page cache and through it.
+            dd if=/dev/urandom of=/tmp/random bs=1M count=4 2>/dev/null
+            dd if=/tmp/random of=/dev/ublkb0 bs=512 count=1000 seek=7777 conv=notrunc oflag=direct 2>/dev/null
+            dd if=/tmp/random of=/dev/ublkb0 bs=1M seek=20 conv=notrunc,fsync 2>/dev/null
+            dd if=/dev/ublkb0 bs=512 count=1000 skip=7777 iflag=direct 2>/dev/null | cmp - /tmp/random -n 512000
+            echo 3 >/proc/sys/vm/drop_caches
+            dd if=/dev/ublkb0 bs=1M count=4 skip=20 2>/dev/null | cmp - /tmp/random
+            /bin/blkdiscard -o 48M -l 4M /dev/ublkb0
+            /bin/blkdiscard -o 1M -l 2M /dev/ublkb0
+            /bin/blkdiscard -z -o 30M -l 1M /dev/ublkb0
+            /bin/blkdiscard -z -o 512 -l 1536 /dev/ublkb0
+            sync
+            echo 3 >/proc/sys/vm/drop_caches
+            sha256sum /dev/ublkb0
+            {NO_ERRORS}
+            stops
+            gone 0
+            "
+        ),
+    );
+    // The first is the server's own line.
+    let sums: Vec<&str> =
+        output.lines().filter_map(|line| line.strip_suffix("  /dev/ublkb0")).skip(1).collect();
+    assert_eq!(sums[0], world.sum("top.raw"), "{output}");
+    assert!(output.contains("  /dev/ublkb0\n    -drive file=/dev/ublkb0,format=raw,if=virtio"));
+    assert!(output.contains("blocks=512 4096 4096 65536"), "{output}");
+    assert!(output.contains("cache=write back fua=1 discard=65536"), "{output}");
+    let raw = world.raw("top.qcow2", "after.raw");
+    assert_eq!(sums[1], world.sum("after.raw"), "{output}");
+    let (before, after) = (fs::read(world.at("top.raw")).unwrap(), fs::read(raw).unwrap());
+    let zeroes = |range: std::ops::Range<usize>| after[range].iter().all(|byte| *byte == 0);
+    assert!(zeroes(30 << 20..31 << 20) && zeroes(512..2048));
+    assert!(zeroes(1 << 20..3 << 20), "a whole cluster that is discarded reads as zeroes");
+    assert_eq!(after[31 << 20..48 << 20], before[31 << 20..48 << 20]);
+    assert_ne!(after[20 << 20..24 << 20], before[20 << 20..24 << 20]);
+}
+
+#[test]
+fn a_file_system_on_a_device_survives_work_with_many_queues() {
+    let world = World::new();
+    let output = world.run(
+        world.guest().program("mkfs.ext4").program("fsck.ext4").program("fio"),
+        &format!(
+            "
+            serve empty.qcow2 --ublk 5 --threads 4
+            grep -q '^  /dev/ublkb5$' /tmp/out
+            test $(ls -d /sys/block/ublkb5/mq/* | wc -l) = 2
+            mkfs.ext4 -q /dev/ublkb5
+            mount -t ext4 -o discard,errors=panic /dev/ublkb5 /tmp/fs
+            dd if=/dev/urandom of=/tmp/fs/random bs=1M count=8 conv=fsync 2>/dev/null
+            sha256sum </tmp/fs/random >/tmp/sum
+            mkdir /tmp/fs/many
+            for number in $(seq 100); do echo $number >/tmp/fs/many/$number; done
+            sync
+            rm -r /tmp/fs/many
+            # By every processor, each write read back and compared.
+            fio --name=verify --filename=/tmp/fs/fio --size=12M --bsrange=512-128k --bs_unaligned=1 --rw=randwrite \
+                --direct=0 --ioengine=psync --numjobs=1 --verify=crc32c --fsync=16 --minimal >/tmp/fio
+            umount /tmp/fs
+            fsck.ext4 -f -n /dev/ublkb5 >/tmp/fsck 2>&1
+            fio --name=verify --filename=/dev/ublkb5 --offset=48M --size=4M --offset_increment=4M --bs=4k \
+                --rw=randrw --direct=1 --ioengine=libaio --iodepth=16 --numjobs=3 --verify=crc32c \
+                --verify_backlog=64 --trim_percentage=0 --minimal >/tmp/fio
+            sync
+            echo 3 >/proc/sys/vm/drop_caches
+            mount -t ext4 -o ro /dev/ublkb5 /tmp/fs
+            sha256sum </tmp/fs/random | cmp - /tmp/sum
+            umount /tmp/fs
+            {NO_ERRORS}
+            stops
+            gone 5
+            # The next device of this number has it all.
+            serve empty.qcow2 --ublk /dev/ublkb5 --read-only
+            test $(cat /sys/block/ublkb5/ro) = 1
+            mount -t ext4 -o ro /dev/ublkb5 /tmp/fs
+            sha256sum </tmp/fs/random | cmp - /tmp/sum
+            umount /tmp/fs
+            fails dd if=/dev/zero of=/dev/ublkb5 bs=4k count=1 conv=notrunc
+            stops
+            echo whole=yes
+            "
+        ),
+    );
+    assert!(output.contains("whole=yes"), "{output}");
+}
+
+#[test]
+fn what_was_flushed_survives_a_server_that_is_killed() {
+    let world = World::new();
+    let output = world.run(
+        world.guest(),
+        "
+        serve top.qcow2 --ublk 0
+        dd if=/dev/urandom of=/tmp/random bs=1M count=3 2>/dev/null
+        dd if=/tmp/random of=/dev/ublkb0 bs=64k seek=100 conv=notrunc,fsync 2>/dev/null
+        dd if=/tmp/random of=/dev/ublkb0 bs=4k seek=12000 count=5 conv=notrunc,fsync oflag=direct 2>/dev/null
+        kill -9 $pid
+        ends
+        test $status = 137
+        # Its keeper deletes the device.
+        until_gone 0
+        # The number is free again, and the image can be used.
+        serve top.qcow2 --ublk 0
+        dd if=/dev/ublkb0 bs=64k skip=100 count=48 2>/dev/null | cmp - /tmp/random
+        dd if=/dev/ublkb0 bs=4k skip=12000 count=5 2>/dev/null | cmp - /tmp/random -n 20480
+        stops
+        gone 0
+        sha256sum /tmp/random
+        ",
+    );
+    let after = fs::read(world.raw("top.qcow2", "after.raw")).unwrap();
+    fs::write(world.at("random"), &after[100 << 16..148 << 16]).unwrap();
+    assert!(output.contains(&world.sum("random")), "{output}");
+}
+
+#[test]
+fn a_server_ends_only_when_nobody_uses_its_device() {
+    let world = World::new();
+    let output = world.run(
+        world.guest().program("mkfs.ext4"),
+        &format!(
+            "
+            serve empty.qcow2 --ublk 0
+            mkfs.ext4 -q /dev/ublkb0
+            mount -t ext4 /dev/ublkb0 /tmp/fs
+            kill $pid
+            says 'waiting until /dev/ublkb0 is no longer used: it is mounted on /tmp/fs'
+            # It goes on, and another signal changes nothing.
+            dd if=/dev/urandom of=/tmp/fs/random bs=1M count=4 conv=fsync 2>/dev/null
+            kill $pid
+            says 'still ending: waiting for programs and file systems that use a block device'
+            dd if=/dev/urandom of=/tmp/fs/more bs=1M count=4 2>/dev/null
+            sha256sum /tmp/fs/random /tmp/fs/more | sed 's| .*||' >/tmp/sums
+            umount /tmp/fs
+            ends
+            test $status = 0
+            gone 0
+
+            # A loop device, swap space, and a program that only has it open.
+            serve empty.qcow2 --ublk 0
+            losetup /dev/loop0 /dev/ublkb0
+            kill $pid
+            says 'no longer used: loop0 is a loop device on it'
+            losetup -d /dev/loop0
+            ends
+            test $status = 0
+            gone 0
+            serve top.qcow2 --ublk 0
+            mkswap /dev/ublkb0 >/dev/null
+            swapon /dev/ublkb0
+            kill $pid
+            says 'no longer used: it is swap space'
+            swapoff /dev/ublkb0
+            ends
+            test $status = 0
+            serve empty.qcow2 --ublk 0
+            exec 4<>/dev/ublkb0
+            sleep 1000 4<&4 &
+            other=$!
+            exec 4<&-
+            kill $pid
+            says \"no longer used: process $other (sleep) has it open\"
+            kill $other
+            ends
+            test $status = 0
+            gone 0
+
+            serve empty.qcow2 --ublk 0
+            mount -t ext4 /dev/ublkb0 /tmp/fs
+            sha256sum /tmp/fs/random /tmp/fs/more | sed 's| .*||' | cmp - /tmp/sums
+            umount /tmp/fs
+            stops
+            {NO_ERRORS}
+            echo whole=yes
+            "
+        ),
+    );
+    assert!(output.contains("whole=yes"), "{output}");
+}
+
+#[test]
+fn two_disks_are_two_devices_and_what_cannot_be_is_refused() {
+    let world = World::new();
+    fs::write(world.at("files").join("odd.raw"), vec![5; 1_000_003]).unwrap();
+    let output = world.run(
+        world.guest(),
+        "
+        # Written and not flushed before the server is told to end.
+        serve top.qcow2 empty.qcow2 --ublk auto --ublk 9 --threads 1
+        sha256sum /dev/ublkb0 | sed 's/ .*//' | sed 's/^/sum=/'
+        fails isobath serve mid.qcow2 --read-only --ublk 9 | grep 'there is a ublk device 9 already'
+        dd if=/dev/ublkb0 of=/dev/ublkb9 bs=1M conv=notrunc 2>/dev/null
+        cmp /dev/ublkb0 /dev/ublkb9
+        stops
+        gone 0
+        gone 9
+
+        # A device has whole blocks, the last of which has zeroes after the end of the file.
+        # The server does without a ring for its files.
+        export ISOBATH_IO=threads
+        serve odd.raw --format raw --read-only --ublk auto
+        unset ISOBATH_IO
+        test $(cat /sys/block/ublkb0/size) = 1954
+        head -c 1000003 /dev/ublkb0 | cmp - odd.raw
+        test $(tail -c 445 /dev/ublkb0 | tr -d '\\0' | wc -c) = 0
+        kill $pid
+        ends
+        test $status = 0
+        gone 0
+
+        # What adds the device has ended: the server says so, and what was flushed is in the image.
+        serve empty.qcow2 --ublk 0
+        dd if=/dev/zero of=/dev/ublkb0 bs=4k count=1 conv=notrunc,fsync 2>/dev/null
+        kill -9 $(pidof isobath-ublk-keeper || pgrep -f isobath-ublk-keeper)
+        kill $pid
+        ends
+        test $status = 1
+        grep -q 'the keeper of the device has ended' /tmp/err
+        # What is left of the device makes way for the next one.
+        test -e /dev/ublkc0
+        serve empty.qcow2 --ublk 0
+        stops
+        gone 0
+
+        # The server gives up its rights, and is confined.
+        mkdir /etc
+        echo 'nobody:x:65534:65534::/:/bin/sh' >/etc/passwd
+        echo 'nogroup:x:65534:' >/etc/group
+        chown -R 65534:65534 /mnt
+        serve empty.qcow2 --ublk 3 --user nobody
+        test \"$(stat -c %u /proc/$pid)\" = 65534
+        grep -q '^Seccomp:.2' /proc/$pid/status
+        dd if=/dev/zero of=/dev/ublkb3 bs=4k count=1 conv=notrunc,fsync 2>/dev/null
+        stops
+        gone 3
+        ",
+    );
+    let (first, sum) =
+        (output.lines().find_map(|line| line.strip_prefix("sum=")), world.sum("top.raw"));
+    assert_eq!(first, Some(&*sum), "{output}");
+    assert_eq!(
+        fs::read(world.raw("empty.qcow2", "e.raw")).unwrap()[4096..],
+        fs::read(world.at("top.raw")).unwrap()[4096..]
+    );
+}
+
+#[test]
+fn a_kernel_without_the_driver_is_told_what_it_lacks() {
+    let world = World::new();
+    let output =
+        world.run(world.guest_with(Guest::new()), "fails isobath serve empty.qcow2 --ublk auto");
+    assert!(
+        output.contains("there is no /dev/ublk-control: load the driver with 'modprobe ublk_drv' (Linux 6.5 or newer)"),
+        "{output}"
+    );
+}

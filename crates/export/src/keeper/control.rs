@@ -1,0 +1,187 @@
+//! Commands to the driver.
+
+use super::wire::{
+    ANY_DEVICE, CONTROL, Command, ControlPayload, DEAD, DeviceInfo, NOBODY, Parameters, feature,
+};
+use isobath_ring::command;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+/// The kernel that has all that is needed.
+const KERNEL: &str = "Linux 6.5 or newer";
+
+/// The driver. Each command blocks until the kernel has carried it out.
+pub(crate) struct Control {
+    file: File,
+}
+
+/// A device that was added.
+#[derive(Debug)]
+pub(crate) struct Added {
+    /// Its number: N of `/dev/ublkbN`.
+    pub(crate) number: u32,
+    /// How many queues it has: no more than the machine has processors.
+    pub(crate) queues: u16,
+}
+
+impl Control {
+    /// Opens the driver, which must have what is needed.
+    ///
+    /// # Errors
+    /// What is missing, for users.
+    pub(crate) fn open() -> Result<Self, String> {
+        let file = OpenOptions::new().read(true).write(true).open(CONTROL);
+        let file = file.map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => {
+                format!(
+                    "there is no {CONTROL}: load the driver with 'modprobe ublk_drv' ({KERNEL})"
+                )
+            }
+            io::ErrorKind::PermissionDenied => {
+                format!("cannot open {CONTROL}: {error}; start the server as root (see --user)")
+            }
+            _ => format!("cannot open {CONTROL}: {error}"),
+        })?;
+        let control = Self { file };
+        let features = control.features();
+        check(features.map_err(|error| match error.raw_os_error() {
+            Some(libc::EOPNOTSUPP | libc::EINVAL | ENOTSUPP) => {
+                format!("this kernel's ublk driver is too old: {KERNEL} is needed")
+            }
+            _ => format!("cannot send commands to {CONTROL}: {error}"),
+        })?)?;
+        Ok(control)
+    }
+
+    fn features(&self) -> io::Result<u64> {
+        let mut features = 0_u64;
+        self.send(Command::GetFeatures, ANY_DEVICE, &mut features, 0)?;
+        Ok(features)
+    }
+
+    /// Adds a device with this number, in place of one that nobody serves any longer, or with any that is free for
+    /// [`ANY_DEVICE`].
+    pub(crate) fn add(
+        &self,
+        number: u32,
+        queues: u16,
+        depth: u16,
+        max_bytes: u32,
+    ) -> io::Result<Added> {
+        let flags = feature::USER_COPY | feature::IOCTL_ENCODE;
+        let mut info =
+            DeviceInfo { queues, depth, max_bytes, device: number, flags, ..DeviceInfo::default() };
+        let mut sent = self.send(Command::AddDevice, number, &mut info, 0);
+        if sent.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::EEXIST))
+            && self.is_abandoned(number)
+        {
+            self.delete(number)?;
+            sent = self.send(Command::AddDevice, number, &mut info, 0);
+        }
+        sent?;
+        let added = Added { number: info.device, queues: info.queues };
+        // What was not asked for is refused by name here, not by the first request.
+        let kept = info.flags & feature::USER_COPY != 0
+            && info.max_bytes == max_bytes
+            && info.depth == depth;
+        if kept {
+            return Ok(added);
+        }
+        self.delete(added.number)?;
+        Err(io::Error::other("the driver has not added the device as it was asked to"))
+    }
+
+    /// Whether a device is what has been left of one whose server was killed together with what was to delete it.
+    fn is_abandoned(&self, number: u32) -> bool {
+        let mut info = DeviceInfo::default();
+        self.send(Command::GetDevice, number, &mut info, 0).is_ok()
+            && info.state == DEAD
+            && info.process == NOBODY
+            && open_device(number).is_ok()
+    }
+
+    /// Sets a device's parameters and makes it a disk, which this waits for: the kernel reads its partition table.
+    /// `process` serves it.
+    pub(crate) fn start(
+        &self,
+        number: u32,
+        parameters: &Parameters,
+        process: u32,
+    ) -> io::Result<()> {
+        self.send(Command::SetParameters, number, &mut parameters.clone(), 0)?;
+        self.send(Command::StartDevice, number, &mut (), u64::from(process))
+    }
+
+    /// Writes what the kernel still has of a disk, and removes it. The requests are served meanwhile.
+    pub(crate) fn stop(&self, number: u32) -> io::Result<()> {
+        self.send(Command::StopDevice, number, &mut (), 0)
+    }
+
+    /// Stops a device, if it was not, and deletes it. Does not wait for those who have it open, where the kernel can.
+    pub(crate) fn delete(&self, number: u32) -> io::Result<()> {
+        let gone = |error: &io::Error| error.raw_os_error() == Some(libc::ENODEV);
+        match self.send(Command::DeleteDeviceAsync, number, &mut (), 0) {
+            // A driver that knows only the command that waits.
+            Err(error) if !gone(&error) => self.send(Command::DeleteDevice, number, &mut (), 0),
+            done => done,
+        }
+        .or_else(|error| if gone(&error) { Ok(()) } else { Err(error) })
+    }
+
+    fn send<T: IntoBytes + FromBytes + Immutable>(
+        &self,
+        what: Command,
+        device: u32,
+        buffer: &mut T,
+        data: u64,
+    ) -> io::Result<()> {
+        let bytes = buffer.as_mut_bytes();
+        let place =
+            if bytes.is_empty() { 0 } else { bytes.as_mut_ptr().expose_provenance() as u64 };
+        let payload = ControlPayload::new(device, (place, bytes.len() as u16), data).payload();
+        // SAFETY: the buffer outlives the command, and takes any bytes.
+        unsafe { command(self.file.as_fd(), what.code(), payload) }.map(drop)
+    }
+}
+
+/// The kernel's own number for what is not supported, which is no `errno`.
+const ENOTSUPP: i32 = 524;
+
+/// Fails if a driver lacks what is needed.
+fn check(features: u64) -> Result<(), String> {
+    for (bit, name) in [
+        (feature::IOCTL_ENCODE, "commands encoded as for ioctl (UBLK_F_CMD_IOCTL_ENCODE)"),
+        (feature::USER_COPY, "data copied by the server (UBLK_F_USER_COPY)"),
+    ] {
+        if features & bit == 0 {
+            return Err(format!("this kernel's ublk driver lacks {name}: {KERNEL} is needed"));
+        }
+    }
+    Ok(())
+}
+
+/// Opens the character device of a device that was added.
+pub(crate) fn open_device(number: u32) -> io::Result<OwnedFd> {
+    let path = format!("/dev/ublkc{number}");
+    let file = OpenOptions::new().read(true).write(true).open(&path);
+    let file =
+        file.map_err(|error| io::Error::new(error.kind(), format!("cannot open {path}: {error}")))?;
+    Ok(file.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_driver_lacks_is_named() {
+        assert_eq!(check(0x1fe), Ok(()));
+        for (features, lacks) in [(0x7f, "USER_COPY"), (0x80, "IOCTL_ENCODE"), (0, "IOCTL_ENCODE")]
+        {
+            let error = check(features).unwrap_err();
+            assert!(error.contains(lacks) && error.contains("Linux 6.5"), "{error}");
+        }
+    }
+}

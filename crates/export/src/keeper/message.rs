@@ -1,0 +1,215 @@
+//! What a server and the keeper of its device tell each other, over a stream socket.
+
+use super::wire::Parameters;
+use std::io::{self, Read, Write};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// The longest text.
+const LONGEST: usize = 16 << 10;
+
+/// What the server wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Order {
+    /// A device with this number, and at most so many queues of so many requests.
+    Add { number: u32, queues: u16, depth: u16, max_bytes: u32 },
+    /// The device is to become a disk, served by this process.
+    Start { process: u32, parameters: Parameters },
+    /// Wait until nobody uses the disk, and then let nobody mount it any more.
+    Release,
+    /// What the kernel still has of the disk is to be written, and the disk to be removed.
+    Stop,
+    /// The device is to be deleted.
+    Delete,
+}
+
+/// What the keeper answers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Report {
+    /// It has what it needs, or has done what was ordered.
+    Done,
+    /// It has added the device with this number and so many queues, and sends its descriptor with the next byte.
+    Added { number: u32, queues: u16 },
+    /// It waits: the disk is used by these.
+    InUse(String),
+    /// It could not do what was ordered, for this reason.
+    Failed(String),
+}
+
+/// What precedes a message's bytes.
+#[derive(Clone, Copy, Debug, IntoBytes, FromBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct Header {
+    kind: u32,
+    numbers: [u32; 4],
+    length: u32,
+}
+
+mod kind {
+    pub(crate) const ADD: u32 = 1;
+    pub(crate) const START: u32 = 2;
+    pub(crate) const RELEASE: u32 = 3;
+    pub(crate) const STOP: u32 = 4;
+    pub(crate) const DELETE: u32 = 5;
+    pub(crate) const DONE: u32 = 16;
+    pub(crate) const ADDED: u32 = 17;
+    pub(crate) const IN_USE: u32 = 18;
+    pub(crate) const FAILED: u32 = 19;
+}
+
+fn send(stream: &mut impl Write, kind: u32, numbers: [u32; 4], bytes: &[u8]) -> io::Result<()> {
+    let header = Header { kind, numbers, length: bytes.len() as u32 };
+    stream.write_all(&[header.as_bytes(), bytes].concat())
+}
+
+/// The next message; `None` if the other end is closed.
+fn receive(stream: &mut impl Read) -> io::Result<Option<(Header, Vec<u8>)>> {
+    let mut header = [0; size_of::<Header>()];
+    match stream.read_exact(&mut header) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
+        Err(error) => return Err(error),
+    }
+    let header: Header = zerocopy::transmute!(header);
+    let length = header.length as usize;
+    if length > LONGEST {
+        return Err(invalid());
+    }
+    let mut bytes = vec![0; length];
+    stream.read_exact(&mut bytes)?;
+    Ok(Some((header, bytes)))
+}
+
+fn invalid() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "the message is of no known kind")
+}
+
+impl Order {
+    pub(crate) fn send(&self, stream: &mut impl Write) -> io::Result<()> {
+        let (kind, numbers, bytes) = match self {
+            Self::Add { number, queues, depth, max_bytes } => {
+                let numbers = [*number, u32::from(*queues), u32::from(*depth), *max_bytes];
+                (kind::ADD, numbers, &[][..])
+            }
+            Self::Start { process, parameters } => {
+                (kind::START, [*process, 0, 0, 0], parameters.as_bytes())
+            }
+            Self::Release => (kind::RELEASE, [0; 4], &[][..]),
+            Self::Stop => (kind::STOP, [0; 4], &[][..]),
+            Self::Delete => (kind::DELETE, [0; 4], &[][..]),
+        };
+        send(stream, kind, numbers, bytes)
+    }
+
+    /// The next order; `None` if the server has ended.
+    pub(crate) fn receive(stream: &mut impl Read) -> io::Result<Option<Self>> {
+        let Some((Header { kind, numbers: [a, b, c, d], .. }, bytes)) = receive(stream)? else {
+            return Ok(None);
+        };
+        let short = |number: u32| u16::try_from(number).map_err(|_| invalid());
+        Ok(Some(match kind {
+            kind::ADD => Self::Add { number: a, queues: short(b)?, depth: short(c)?, max_bytes: d },
+            kind::START => {
+                let parameters = Parameters::read_from_bytes(&bytes).map_err(|_| invalid())?;
+                Self::Start { process: a, parameters }
+            }
+            kind::RELEASE => Self::Release,
+            kind::STOP => Self::Stop,
+            kind::DELETE => Self::Delete,
+            _ => return Err(invalid()),
+        }))
+    }
+}
+
+impl Report {
+    pub(crate) fn send(&self, stream: &mut impl Write) -> io::Result<()> {
+        /// What fits of a text.
+        fn cut(text: &str) -> &[u8] {
+            &text.as_bytes()[..text.floor_char_boundary(LONGEST)]
+        }
+        let (kind, numbers, bytes) = match self {
+            Self::Done => (kind::DONE, [0; 4], &[][..]),
+            Self::Added { number, queues } => {
+                (kind::ADDED, [*number, u32::from(*queues), 0, 0], &[][..])
+            }
+            Self::InUse(text) => (kind::IN_USE, [0; 4], cut(text)),
+            Self::Failed(text) => (kind::FAILED, [0; 4], cut(text)),
+        };
+        send(stream, kind, numbers, bytes)
+    }
+
+    /// The next report; `None` if the keeper has ended.
+    pub(crate) fn receive(stream: &mut impl Read) -> io::Result<Option<Self>> {
+        let Some((Header { kind, numbers: [a, b, ..], .. }, bytes)) = receive(stream)? else {
+            return Ok(None);
+        };
+        let text = || String::from_utf8_lossy(&bytes).into_owned();
+        Ok(Some(match kind {
+            kind::DONE => Self::Done,
+            kind::ADDED => {
+                Self::Added { number: a, queues: u16::try_from(b).map_err(|_| invalid())? }
+            }
+            kind::IN_USE => Self::InUse(text()),
+            kind::FAILED => Self::Failed(text()),
+            _ => return Err(invalid()),
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use zerocopy::FromZeros;
+
+    #[test]
+    fn what_is_sent_arrives() {
+        let parameters = Parameters { length: 64, types: 3, ..Parameters::new_zeroed() };
+        let orders = [
+            Order::Add { number: u32::MAX, queues: 2, depth: 64, max_bytes: 1 << 20 },
+            Order::Start { process: 77, parameters },
+            Order::Release,
+            Order::Stop,
+            Order::Delete,
+        ];
+        let mut sent = Vec::new();
+        for order in &orders {
+            order.send(&mut sent).unwrap();
+        }
+        let mut stream = &*sent;
+        for order in orders {
+            assert_eq!(Order::receive(&mut stream).unwrap(), Some(order));
+        }
+        assert_eq!(Order::receive(&mut stream).unwrap(), None);
+        let reports = [
+            Report::Done,
+            Report::Added { number: 3, queues: 2 },
+            Report::InUse("mounted".into()),
+            Report::Failed("é".repeat(LONGEST)),
+        ];
+        let mut sent = Vec::new();
+        for report in &reports {
+            report.send(&mut sent).unwrap();
+        }
+        let mut stream = &*sent;
+        for report in &reports[..3] {
+            assert_eq!(Report::receive(&mut stream).unwrap().as_ref(), Some(report));
+        }
+        let cut = Report::receive(&mut stream).unwrap();
+        assert_eq!(cut, Some(Report::Failed("é".repeat(LONGEST / 2))));
+    }
+
+    #[test]
+    fn what_is_no_message_is_refused() {
+        for (kind, numbers, length) in [(99, [0; 4], 0), (1, [0, 1 << 16, 0, 0], 0), (2, [0; 4], 8)]
+        {
+            let mut sent = Vec::new();
+            send(&mut sent, kind, numbers, &vec![0; length]).unwrap();
+            let error = Order::receive(&mut &*sent).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        }
+        let mut sent = Vec::new();
+        send(&mut sent, kind::FAILED, [0; 4], &vec![0; LONGEST + 1]).unwrap();
+        assert!(Report::receive(&mut &*sent).is_err());
+        assert!(Order::receive(&mut &sent[..30]).is_err());
+    }
+}

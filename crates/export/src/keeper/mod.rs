@@ -1,0 +1,302 @@
+//! The keeper of a ublk device: a program beside the server, with the rights that only adding and removing one needs.
+//!
+//! The server gives up its rights, and confines itself, before it serves. And who waits in the kernel for a disk to be
+//! written, or for others to close it, must not be the one that serves it. The keeper outlives a server that is killed,
+//! and deletes its device then.
+
+mod control;
+mod message;
+mod users;
+pub(crate) mod wire;
+
+use control::{Added, Control, open_device};
+use message::{Order, Report};
+use parking_lot::Mutex;
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::{Command, ExitCode, Stdio};
+use std::time::Duration;
+use users::{Claim, Claimed, Disk};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+use wire::{ANY_DEVICE, Parameters};
+
+/// How often the keeper looks whether a disk is still in use.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// A device that a keeper has added.
+#[derive(Debug)]
+pub(crate) struct Device {
+    pub(crate) number: u32,
+    pub(crate) queues: u16,
+    /// Its character device.
+    pub(crate) file: OwnedFd,
+}
+
+/// The keeper of a device that is to be added, from the server's side. When this is dropped, the keeper deletes the
+/// device, whoever uses it, and ends.
+pub struct Keeper {
+    number: Option<u32>,
+    stream: Mutex<UnixStream>,
+}
+
+impl fmt::Debug for Keeper {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Keeper").field("number", &self.number).finish_non_exhaustive()
+    }
+}
+
+impl Keeper {
+    /// Starts the keeper of a device with this number, or with any that is free. `program` is one whose `main` calls
+    /// [`keep`]; it is given its standard streams here.
+    ///
+    /// # Errors
+    /// The program cannot be started, or it lacks the driver or a right: for users.
+    pub fn start(mut program: Command, number: Option<u32>) -> Result<Self, String> {
+        let (ours, theirs) = UnixStream::pair().map_err(|error| error.to_string())?;
+        program
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        // Nobody waits for it: it ends after the server, or has answered before.
+        let started = program.spawn();
+        started.map_err(|error| format!("cannot start the keeper of the device: {error}"))?;
+        drop(program);
+        let keeper = Self { number, stream: Mutex::new(ours) };
+        keeper.done().map_err(|error| error.to_string())?;
+        Ok(keeper)
+    }
+
+    /// Has the device added.
+    pub(crate) fn add(&self, queues: u16, depth: u16, max_bytes: u32) -> io::Result<Device> {
+        let mut stream = self.stream.lock();
+        let number = self.number.unwrap_or(ANY_DEVICE);
+        tell(&mut stream, Order::Add { number, queues, depth, max_bytes })?;
+        match next(&mut stream)? {
+            Report::Added { number, queues } => {
+                let (_, file) = stream.recv_with_fd(&mut [0; 1]).map_err(io::Error::from)?;
+                let file = OwnedFd::from(file.ok_or_else(ended)?);
+                // SAFETY: a plain system call on an open descriptor.
+                if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
+                    return Err(io::Error::last_os_error());
+                }
+                Ok(Device { number, queues, file })
+            }
+            Report::Failed(error) => Err(io::Error::other(error)),
+            _ => Err(unexpected()),
+        }
+    }
+
+    /// Has the device made a disk that this process serves. Blocks until the kernel has read its partition table.
+    pub(crate) fn start_disk(&self, parameters: Parameters) -> io::Result<()> {
+        let process = std::process::id();
+        tell(&mut self.stream.lock(), Order::Start { process, parameters })?;
+        self.done()
+    }
+
+    /// Blocks until nobody uses the disk; from then on nothing can be mounted from it. Meanwhile tells `waits` who
+    /// does, whenever that changes.
+    pub(crate) fn release(&self, mut waits: impl FnMut(&str)) -> io::Result<()> {
+        let mut stream = self.stream.lock();
+        tell(&mut stream, Order::Release)?;
+        loop {
+            match next(&mut stream)? {
+                Report::InUse(users) => waits(&users),
+                Report::Done => return Ok(()),
+                Report::Failed(error) => return Err(io::Error::other(error)),
+                Report::Added { .. } => return Err(unexpected()),
+            }
+        }
+    }
+
+    /// Blocks until what the kernel has of the disk is written, and removes it. Somebody must serve it meanwhile.
+    pub(crate) fn stop(&self) -> io::Result<()> {
+        tell(&mut self.stream.lock(), Order::Stop)?;
+        self.done()
+    }
+
+    /// Has the device deleted, once it is closed here.
+    pub(crate) fn delete(&self) -> io::Result<()> {
+        tell(&mut self.stream.lock(), Order::Delete)?;
+        self.done()
+    }
+
+    fn done(&self) -> io::Result<()> {
+        match next(&mut self.stream.lock())? {
+            Report::Done => Ok(()),
+            Report::Failed(error) => Err(io::Error::other(error)),
+            _ => Err(unexpected()),
+        }
+    }
+}
+
+fn tell(stream: &mut UnixStream, order: Order) -> io::Result<()> {
+    order.send(stream).map_err(|error| match error.kind() {
+        io::ErrorKind::BrokenPipe => ended(),
+        _ => error,
+    })
+}
+
+fn next(stream: &mut UnixStream) -> io::Result<Report> {
+    Report::receive(stream)?.ok_or_else(ended)
+}
+
+fn ended() -> io::Error {
+    io::Error::other("the keeper of the device has ended, which alone can remove it")
+}
+
+fn unexpected() -> io::Error {
+    io::Error::other("the keeper of the device has answered something else")
+}
+
+/// The keeper's program: carries out the orders of the server that has started it, and ends after it.
+pub fn keep() -> ExitCode {
+    // What ends the server must not end the keeper: a terminal and a service manager signal both.
+    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT, libc::SIGPIPE] {
+        // SAFETY: no handler is installed.
+        unsafe { libc::signal(signal, libc::SIG_IGN) };
+    }
+    // SAFETY: no memory is involved. If it leads a group already, it stays in that.
+    unsafe { libc::setsid() };
+    let _ = std::env::set_current_dir("/");
+    // SAFETY: the server has given the socket as standard input, which nothing else here uses.
+    let stream = UnixStream::from(unsafe { OwnedFd::from_raw_fd(libc::STDIN_FILENO) });
+    match Control::open() {
+        Ok(control) => {
+            let served = Keeping { control, stream, device: None, file: None, claim: None }.run();
+            if served.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        }
+        Err(error) => {
+            let _ = Report::Failed(error).send(&mut &stream);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// What the keeper has.
+struct Keeping {
+    control: Control,
+    stream: UnixStream,
+    /// The number of the device that it has to delete.
+    device: Option<u32>,
+    /// Its character device, until that is sent: only one process can have it open.
+    file: Option<OwnedFd>,
+    /// Held from [`Order::Release`] to the end of the disk.
+    claim: Option<Claim>,
+}
+
+impl Keeping {
+    /// Until the server has ended.
+    fn run(mut self) -> io::Result<()> {
+        let served = self.serve();
+        // What is left of a server that was killed.
+        (self.claim, self.file) = (None, None);
+        let deleted = self.device.take().map_or(Ok(()), |number| self.control.delete(number));
+        served.and(deleted)
+    }
+
+    fn serve(&mut self) -> io::Result<()> {
+        Report::Done.send(&mut self.stream)?;
+        while let Some(order) = Order::receive(&mut self.stream)? {
+            match self.carry_out(order) {
+                Ok(report) => report.send(&mut self.stream)?,
+                Err(error) => Report::Failed(error).send(&mut self.stream)?,
+            }
+            if let Some(file) = self.file.take() {
+                let sent = self.stream.send_with_fd(&[0_u8; 1][..], file.as_raw_fd());
+                sent.map_err(io::Error::from)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn carry_out(&mut self, order: Order) -> Result<Report, String> {
+        if let Order::Add { number, queues, depth, max_bytes } = order {
+            return self.add(number, queues, depth, max_bytes);
+        }
+        let number = self.device.ok_or("there is no device")?;
+        match order {
+            Order::Add { .. } => {}
+            Order::Start { process, parameters } => {
+                let started = self.control.start(number, &parameters, process);
+                started.map_err(|error| format!("the kernel refuses the disk: {error}"))?;
+            }
+            Order::Release => self.release(number)?,
+            Order::Stop => {
+                let stopped = self.control.stop(number);
+                stopped.map_err(|error| format!("cannot remove /dev/ublkb{number}: {error}"))?;
+                self.claim = None;
+            }
+            Order::Delete => {
+                let deleted = self.control.delete(number);
+                deleted.map_err(|error| format!("cannot delete ublk device {number}: {error}"))?;
+                self.device = None;
+            }
+        }
+        Ok(Report::Done)
+    }
+
+    /// Adds a device and opens it.
+    fn add(
+        &mut self,
+        number: u32,
+        queues: u16,
+        depth: u16,
+        max_bytes: u32,
+    ) -> Result<Report, String> {
+        if self.device.is_some() {
+            return Err("there is a device already".into());
+        }
+        let added = self.control.add(number, queues, depth, max_bytes);
+        let Added { number, queues } = added.map_err(|error| match error.raw_os_error() {
+            Some(libc::EEXIST) => format!(
+                "there is a ublk device {number} already: choose another number, or 'auto' for one that is free"
+            ),
+            Some(libc::EPERM) => "adding a ublk device needs CAP_SYS_ADMIN: start the server as root \
+                                  (see --user)"
+                .into(),
+            _ => format!("cannot add a ublk device: {error}"),
+        })?;
+        self.device = Some(number);
+        self.file = Some(open_device(number).map_err(|error| error.to_string())?);
+        Ok(Report::Added { number, queues })
+    }
+
+    /// Waits until nobody uses the disk, or the server has ended, and claims it.
+    fn release(&mut self, number: u32) -> Result<(), String> {
+        let disk = Disk::new(number);
+        let mut told = String::new();
+        loop {
+            let claimed = disk.claim();
+            let claimed = claimed.map_err(|error| {
+                format!("cannot tell whether /dev/ublkb{number} is in use: {error}")
+            })?;
+            match claimed {
+                Claimed::Free(claim) => {
+                    self.claim = Some(claim);
+                    return Ok(());
+                }
+                Claimed::Gone => return Ok(()),
+                Claimed::InUse(users) => {
+                    if users != told {
+                        let sent = Report::InUse(users.clone()).send(&mut self.stream);
+                        sent.map_err(|error| error.to_string())?;
+                        told = users;
+                    }
+                }
+            }
+            if is_readable(&self.stream, LOOK) {
+                return Err("the server has ended".into());
+            }
+        }
+    }
+}
+
+/// Whether there is something to read, or the other end is closed, within this time.
+fn is_readable(stream: &UnixStream, patience: Duration) -> bool {
+    let descriptor = stream.as_fd().as_raw_fd();
+    let mut poll = libc::pollfd { fd: descriptor, events: libc::POLLIN, revents: 0 };
+    // SAFETY: the call reads and writes one valid `pollfd`. Signals are ignored or end the process.
+    unsafe { libc::poll(&raw mut poll, 1, patience.as_millis() as i32) > 0 }
+}

@@ -1,0 +1,281 @@
+//! Who uses a disk: what is mounted from it, what other devices are on it, and who has it open.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process;
+
+/// The most users that are named.
+const NAMED: usize = 8;
+
+/// A disk that may be in use.
+pub(crate) struct Disk {
+    /// Its name: `ublkbN`.
+    name: String,
+}
+
+/// The disk is claimed: until this is dropped it cannot be mounted, nor can other devices be put on it.
+#[derive(Debug)]
+pub(crate) struct Claim {
+    _file: File,
+}
+
+/// What comes of an attempt to claim a disk.
+#[derive(Debug)]
+pub(crate) enum Claimed {
+    /// Nobody uses it.
+    Free(Claim),
+    /// These use it.
+    InUse(String),
+    /// It is not there.
+    Gone,
+}
+
+impl Disk {
+    pub(crate) fn new(number: u32) -> Self {
+        Self { name: format!("ublkb{number}") }
+    }
+
+    fn in_sysfs(&self) -> PathBuf {
+        Path::new("/sys/class/block").join(&self.name)
+    }
+
+    /// Claims the disk unless it is in use.
+    ///
+    /// The kernel knows of everything that claims a disk: file systems, swap space, devices made of others. Who only
+    /// has it open does not claim it, and is looked for among the processes.
+    ///
+    /// # Errors
+    /// It cannot be told whether it is in use.
+    pub(crate) fn claim(&self) -> io::Result<Claimed> {
+        // First without a claim, which would make others fail.
+        let Some(numbers) = self.numbers()? else { return Ok(Claimed::Gone) };
+        let open = openers(&numbers)?;
+        if !open.is_empty() {
+            return Ok(Claimed::InUse(self.named(&numbers, open)));
+        }
+        let path = Path::new("/dev").join(&self.name);
+        let mut options = OpenOptions::new();
+        options.read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK);
+        let file = match options.open(&path) {
+            Ok(file) => file,
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
+                return Ok(Claimed::InUse(self.named(&numbers, Vec::new())));
+            }
+            Err(_) if self.numbers()?.is_none() => return Ok(Claimed::Gone),
+            Err(error) => return Err(error),
+        };
+        let metadata = file.metadata()?;
+        if !metadata.file_type().is_block_device() || !numbers.contains(&metadata.rdev()) {
+            return Err(io::Error::other(format!("{} is not the device", path.display())));
+        }
+        // Partitions may have been found meanwhile.
+        let Some(numbers) = self.numbers()? else { return Ok(Claimed::Gone) };
+        let open = openers(&numbers)?;
+        if open.is_empty() {
+            return Ok(Claimed::Free(Claim { _file: file }));
+        }
+        Ok(Claimed::InUse(self.named(&numbers, open)))
+    }
+
+    /// The device numbers of the disk and its partitions; `None` if there is no disk.
+    fn numbers(&self) -> io::Result<Option<BTreeSet<u64>>> {
+        numbers_in(&self.in_sysfs())
+    }
+
+    /// Names those who use the disk, as far as they can be seen from here.
+    fn named(&self, numbers: &BTreeSet<u64>, openers: Vec<String>) -> String {
+        let mut users = openers;
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        users.extend(mounts_of(&mounts, numbers).map(|place| format!("it is mounted on {place}")));
+        let swaps = fs::read_to_string("/proc/swaps").unwrap_or_default();
+        let is_swap = |file: &str| {
+            let metadata = fs::metadata(file);
+            metadata.is_ok_and(|found| {
+                found.file_type().is_block_device() && numbers.contains(&found.rdev())
+            })
+        };
+        let mut files = swaps.lines().filter_map(|line| line.split_whitespace().next());
+        if files.any(is_swap) {
+            users.push("it is swap space".into());
+        }
+        users.extend(holders(&self.in_sysfs()).map(|holder| format!("{holder} is made of it")));
+        if users.is_empty() {
+            return "another namespace has it mounted, or another device is made of it".into();
+        }
+        let more = users.len().saturating_sub(NAMED);
+        users.truncate(NAMED);
+        if more > 0 {
+            users.push(format!("{more} more"));
+        }
+        users.join(", ")
+    }
+}
+
+/// The device numbers of a disk in sysfs and of its partitions.
+fn numbers_in(disk: &Path) -> io::Result<Option<BTreeSet<u64>>> {
+    let mut numbers = BTreeSet::new();
+    let own = match fs::read_to_string(disk.join("dev")) {
+        Ok(text) => text,
+        Err(error) if is_gone(&error) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    numbers.extend(number_of(&own));
+    for entry in fs::read_dir(disk)? {
+        let part = entry?.path();
+        if part.join("partition").exists()
+            && let Ok(text) = fs::read_to_string(part.join("dev"))
+        {
+            numbers.extend(number_of(&text));
+        }
+    }
+    Ok(Some(numbers))
+}
+
+fn is_gone(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound
+        || matches!(error.raw_os_error(), Some(libc::ENODEV | libc::ENXIO))
+}
+
+/// A device's number, from `MAJOR:MINOR`.
+fn number_of(text: &str) -> Option<u64> {
+    let (major, minor) = text.trim().split_once(':')?;
+    Some(libc::makedev(major.parse().ok()?, minor.parse().ok()?))
+}
+
+/// Where devices with these numbers are mounted, by the contents of a `mountinfo`.
+fn mounts_of<'a>(mounts: &'a str, numbers: &BTreeSet<u64>) -> impl Iterator<Item = &'a str> {
+    mounts.lines().filter_map(|line| {
+        let mut words = line.split(' ').skip(2);
+        let number = number_of(words.next()?)?;
+        let place = words.nth(1)?;
+        numbers.contains(&number).then_some(place)
+    })
+}
+
+/// The names of the devices that are made of a disk or its partitions.
+fn holders(disk: &Path) -> impl Iterator<Item = String> {
+    let names = |directory: PathBuf| {
+        fs::read_dir(directory)
+            .into_iter()
+            .flatten()
+            .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+    };
+    let parts =
+        fs::read_dir(disk).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
+    let parts: Vec<_> = parts.filter(|part| part.join("partition").exists()).collect();
+    [disk.to_owned()].into_iter().chain(parts).flat_map(move |part| names(part.join("holders")))
+}
+
+/// The processes, but for this one, and the loop devices that have a device with one of these numbers open.
+fn openers(numbers: &BTreeSet<u64>) -> io::Result<Vec<String>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc")? {
+        let path = entry?.path();
+        let number = path.file_name().and_then(|name| name.to_str()?.parse::<u32>().ok());
+        let Some(number) = number.filter(|number| *number != process::id()) else { continue };
+        // A process that has ended meanwhile has nothing open.
+        let Ok(descriptors) = fs::read_dir(path.join("fd")) else { continue };
+        let mut descriptors = descriptors.filter_map(|entry| Some(entry.ok()?.path()));
+        if descriptors
+            .any(|path| device_behind(&path).is_some_and(|number| numbers.contains(&number)))
+        {
+            let name = fs::read_to_string(path.join("comm")).unwrap_or_default();
+            found.push(format!("process {number} ({}) has it open", name.trim().escape_debug()));
+        }
+    }
+    for entry in fs::read_dir("/sys/class/block")? {
+        let path = entry?.path();
+        if path.join("loop/backing_file").exists()
+            && let Some(name) = path.file_name()
+            && backing_of_loop(&Path::new("/dev").join(name))
+                .is_some_and(|of| numbers.contains(&of))
+        {
+            found.push(format!("{} is a loop device on it", name.display()));
+        }
+    }
+    Ok(found)
+}
+
+/// The number of the block device behind a link of `/proc/PID/fd`. A file system is not asked, which might not answer.
+fn device_behind(link: &Path) -> Option<u64> {
+    let path = std::ffi::CString::new(link.as_os_str().as_bytes()).ok()?;
+    // SAFETY: all zeroes are a valid `statx`.
+    let mut found: libc::statx = unsafe { std::mem::zeroed() };
+    // SAFETY: the path ends with NUL, and the result has room.
+    let done = unsafe {
+        libc::statx(
+            libc::AT_FDCWD,
+            path.as_ptr(),
+            libc::AT_STATX_DONT_SYNC | libc::AT_NO_AUTOMOUNT,
+            libc::STATX_TYPE,
+            &raw mut found,
+        )
+    };
+    let is_block = done == 0 && u32::from(found.stx_mode) & libc::S_IFMT == libc::S_IFBLK;
+    is_block.then(|| libc::makedev(found.stx_rdev_major, found.stx_rdev_minor))
+}
+
+/// The number of the device that a loop device is on.
+fn backing_of_loop(path: &Path) -> Option<u64> {
+    /// `LOOP_GET_STATUS64` and the length of `struct loop_info64` in `linux/loop.h`.
+    const GET_STATUS: libc::Ioctl = 0x4c05;
+    const LENGTH: usize = 232;
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()?;
+    let mut info = [0_u64; LENGTH / 8];
+    // SAFETY: the call writes the structure, for which there is room.
+    let done = unsafe { libc::ioctl(file.as_raw_fd(), GET_STATUS, info.as_mut_ptr()) };
+    // The third number is the device that the file is.
+    (done == 0).then_some(info[2])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mounts_are_found_by_their_numbers() {
+        let mounts = "22 1 259:3 / / rw - ext4 /dev/ublkb0 rw\n\
+                      23 22 0:5 / /proc rw shared:2 - proc proc rw\n\
+                      24 22 259:4 /sub /mnt/a\\040b rw - ext4 /dev/other rw\nodd";
+        let find = |numbers: &[(u32, u32)]| -> Vec<&str> {
+            let numbers = numbers.iter().map(|(major, minor)| libc::makedev(*major, *minor));
+            mounts_of(mounts, &numbers.collect()).collect()
+        };
+        assert_eq!(find(&[(259, 4)]), ["/mnt/a\\040b"]);
+        assert_eq!(find(&[(259, 3), (259, 4)]), ["/", "/mnt/a\\040b"]);
+        assert!(find(&[(8, 0)]).is_empty());
+    }
+
+    #[test]
+    fn a_disk_has_the_numbers_of_its_partitions() {
+        let directory = tempfile::tempdir().unwrap();
+        let disk = directory.path().join("ublkb7");
+        assert!(numbers_in(&disk).unwrap().is_none());
+        for (name, number, is_part) in [("", "259:1\n", false), ("ublkb7p1", "259:1048580\n", true)]
+        {
+            fs::create_dir_all(disk.join(name).join("holders")).unwrap();
+            fs::write(disk.join(name).join("dev"), number).unwrap();
+            if is_part {
+                fs::write(disk.join(name).join("partition"), "1\n").unwrap();
+            }
+        }
+        fs::write(disk.join("ublkb7p1/holders/dm-3"), "").unwrap();
+        let numbers = numbers_in(&disk).unwrap().unwrap();
+        assert_eq!(numbers, [libc::makedev(259, 1), libc::makedev(259, 1_048_580)].into());
+        assert_eq!(holders(&disk).collect::<Vec<_>>(), ["dm-3"]);
+        assert_eq!(number_of("nothing"), None);
+    }
+
+    #[test]
+    fn what_is_no_block_device_has_no_number() {
+        let file = File::open("/dev/null").unwrap();
+        let link = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        assert_eq!(device_behind(&link), None);
+        assert_eq!(device_behind(Path::new("/proc/self/fd/none")), None);
+    }
+}

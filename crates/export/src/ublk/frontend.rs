@@ -1,0 +1,303 @@
+//! ublk as a [`Frontend`]: a device for each export.
+
+use super::Served;
+use super::geometry::{Geometry, MAX_BYTES};
+use super::queue::{POOL_BYTES, Queue};
+use crate::command_line::quoted;
+use crate::frontend::{
+    CommandLineOption, Export, ExportControl, ExportedDisk, Frontend, FrontendError, Parameter,
+    Place, Presence, Protocol, RemoveError, RemoveMode, Serving, Settings, Shown, Start, Takes,
+};
+use crate::keeper::{Device, Keeper};
+use crate::stop::Stop;
+use isobath_disk::memory::{OutOfMemory, Reserved};
+use isobath_disk::{BlockDevice, MemoryLimit};
+use isobath_ring::{Handle, JoinError, spawn, unblock};
+use parking_lot::Mutex;
+use std::fs::File;
+use std::future::poll_fn;
+use std::io;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::Poll;
+
+/// The ublk protocol and its parameters.
+pub const PROTOCOL: Protocol = Protocol {
+    name: "ublk",
+    shared: false,
+    clients_outlive: false,
+    ends_unused: true,
+    location: Parameter {
+        name: "device",
+        takes: Takes::UblkDevice,
+        qmp: Presence::Absent,
+        option: Some(CommandLineOption {
+            flag: "ublk",
+            value_name: "auto|N",
+            help: "Export the image as a block device: /dev/ublkbN of this number, or of the next free one. \
+                   With several images, repeat the option, one per image in order",
+            default: None,
+        }),
+    },
+    parameters: &[],
+};
+
+/// The most requests in flight of each queue.
+const MOST_REQUESTS: usize = 64;
+/// Each export has this part of a memory limit,
+const SHARE: usize = 16;
+/// but for all its queues together these requests.
+const LEAST_REQUESTS: usize = 4;
+/// The most queues that a device can have.
+const MOST_QUEUES: usize = 4096;
+
+/// Exports disks as block devices.
+pub struct UblkFrontend {
+    workers: Vec<Handle>,
+    memory: Option<Arc<MemoryLimit>>,
+}
+
+/// Bytes that a queue with so many requests takes: a buffer for each, and free buffers.
+const fn memory(requests: usize) -> usize {
+    let buffers = requests * MAX_BYTES as usize;
+    buffers + if buffers < POOL_BYTES { buffers } else { POOL_BYTES }
+}
+
+impl UblkFrontend {
+    /// How many requests each of `queues` may have in flight, and what they take of a memory limit.
+    fn requests(&self, queues: usize) -> Result<(usize, Option<Reserved>), OutOfMemory> {
+        let Some(limit) = &self.memory else { return Ok((MOST_REQUESTS, None)) };
+        let share = usize::try_from(limit.bytes()).unwrap_or(usize::MAX) / SHARE;
+        let least = LEAST_REQUESTS.div_ceil(queues);
+        let requests = (share / queues / memory(1)).clamp(least, MOST_REQUESTS);
+        let most = (queues * memory(requests)) as u64;
+        Ok((requests, Some(limit.reserve("a ublk export", most)?)))
+    }
+}
+
+impl<D: BlockDevice> Frontend<D> for UblkFrontend {
+    fn start(start: Start) -> Result<Self, FrontendError> {
+        Ok(Self { workers: start.workers, memory: start.memory })
+    }
+
+    fn protocol(&self) -> &'static Protocol {
+        &PROTOCOL
+    }
+
+    fn export(
+        &self,
+        disk: ExportedDisk<D>,
+        mut settings: Settings,
+    ) -> Result<Export, FrontendError> {
+        let keeper = settings.take_keeper("device")?;
+        let read_only = !disk.writable || disk.device.is_read_only();
+        let geometry = Geometry::new(disk.device.size(), disk.device.preferred_block(), read_only)?;
+        let queues = self.workers.len().clamp(1, MOST_QUEUES);
+        let (requests, reserved) = self.requests(queues)?;
+        let depth = requests as u16;
+        let Device { number, queues, file } = keeper.add(queues as u16, depth, MAX_BYTES)?;
+        let file = Arc::new(File::from(file));
+        let queues = (0..queues).map(|queue| Queue::new(&file, queue, depth));
+        let queues = queues.collect::<io::Result<Vec<_>>>()?;
+        // The queues have it.
+        drop(file);
+        let served = Arc::new(Served {
+            device: disk.device,
+            geometry,
+            number,
+            removed: Stop::default(),
+            begun: Stop::default(),
+            failure: Mutex::default(),
+            ending: Stop::default(),
+            abandoned: Stop::default(),
+        });
+        let control = Control(served.clone());
+        let workers = self.workers.clone();
+        let serving = async move {
+            let done = serve(&served, Arc::new(keeper), queues, &workers).await;
+            drop(reserved);
+            done
+        };
+        Ok(Export { control: Box::new(control), serving: Box::pin(serving) })
+    }
+}
+
+struct Control<D>(Arc<Served<D>>);
+
+impl<D: BlockDevice> ExportControl for Control<D> {
+    fn clients(&self) -> Option<usize> {
+        None
+    }
+
+    fn started(&self) -> Serving {
+        let served = self.0.clone();
+        Box::pin(async move {
+            served.begun.requested().await;
+            let failure = served.failure.lock();
+            failure.as_ref().map_or(Ok(()), |failure| Err(io::Error::other(failure.clone())))
+        })
+    }
+
+    /// In either mode, removes the device once nobody uses it: whoever has it mounted would lose data.
+    fn remove(&self, _: RemoveMode) -> Result<(), RemoveError> {
+        self.0.removed.request();
+        Ok(())
+    }
+
+    fn places(&self, shown: Shown) -> Vec<Place> {
+        let device = format!("/dev/ublkb{}", self.0.number);
+        let read_only = if shown.read_only { ",readonly=on" } else { "" };
+        let drive = format!("file={device},format=raw,if=virtio,cache=none{read_only}");
+        let uses = vec![format!("-drive {}", quoted(&drive))];
+        vec![Place { name: device, uses }]
+    }
+}
+
+/// A queue's task, wherever it runs.
+type Part = Pin<Box<dyn Future<Output = Result<io::Result<()>, JoinError>>>>;
+
+/// Serves a device until its export is removed and nobody uses it, or until it is stopped.
+async fn serve<D: BlockDevice>(
+    served: &Arc<Served<D>>,
+    keeper: Arc<Keeper>,
+    queues: Vec<Queue>,
+    workers: &[Handle],
+) -> io::Result<()> {
+    let _abandoning = Abandoning(served);
+    let parts: Vec<Part> = queues
+        .into_iter()
+        .enumerate()
+        .map(|(number, queue)| -> Part {
+            let served = served.clone();
+            let part = move || async move { queue.serve(&served).await };
+            match workers.get(number % workers.len().max(1)) {
+                Some(worker) => Box::pin(worker.spawn_with(part)),
+                None => Box::pin(spawn(part())),
+            }
+        })
+        .collect();
+    let mut parts = pin!(async {
+        let mut result = Ok(());
+        for part in parts {
+            let part = part.await.unwrap_or_else(|error| Err(io::Error::other(error.to_string())));
+            result = result.and(part);
+        }
+        result
+    });
+    let mut drained = None;
+    let mut end_waits = || {
+        served.ending.request();
+        drained.get_or_insert_with(|| served.device.drain());
+    };
+
+    let starter = keeper.clone();
+    let parameters = served.geometry.parameters();
+    let mut starting = pin!(unblock(move || starter.start_disk(parameters)));
+    let mut removed = pin!(served.removed.requested());
+    let started = poll_fn(|cx| {
+        // The kernel waits for the requests by which it reads the partition table.
+        if removed.as_mut().poll(cx).is_ready() {
+            end_waits();
+        }
+        match parts.as_mut().poll(cx) {
+            // It would wait forever for all queues to fetch.
+            Poll::Ready(ended) => Poll::Ready(Err(ended)),
+            Poll::Pending => starting.as_mut().poll(cx).map(Ok),
+        }
+    });
+    let started = match started.await {
+        Ok(started) => started,
+        Err(ended) => {
+            let ended =
+                ended.and_then(|()| Err(io::Error::other("the kernel refuses its requests")));
+            *served.failure.lock() = ended.as_ref().err().map(ToString::to_string);
+            return ended;
+        }
+    };
+    if let Err(error) = &started {
+        *served.failure.lock() = Some(error.to_string());
+    }
+    served.begun.request();
+
+    let ended = match started {
+        // Who waits for the start is told of it.
+        Err(_) => None,
+        Ok(()) => {
+            poll_fn(|cx| match parts.as_mut().poll(cx) {
+                Poll::Ready(ended) => Poll::Ready(Some(ended)),
+                Poll::Pending if served.removed.is_requested() => Poll::Ready(None),
+                Poll::Pending => removed.as_mut().poll(cx).map(|()| None),
+            })
+            .await
+        }
+    };
+    let ended = if let Some(ended) = ended {
+        tracing::warn!(
+            device = served.number,
+            "the ublk device was stopped, but not by its server"
+        );
+        ended
+    } else {
+        let stopped = stop(served, &keeper, end_waits).await;
+        if stopped.is_err() {
+            served.abandoned.request();
+        }
+        let ended = parts.await;
+        stopped.and(ended)
+    };
+    let deleted = unblock(move || keeper.delete()).await;
+    ended.and(deleted)
+}
+
+/// Stops a disk once nobody uses it.
+async fn stop<D: BlockDevice>(
+    served: &Served<D>,
+    keeper: &Arc<Keeper>,
+    mut end_waits: impl FnMut(),
+) -> io::Result<()> {
+    let (number, releasing) = (served.number, keeper.clone());
+    let released = unblock(move || {
+        releasing.release(|users| {
+            tracing::warn!("waiting until /dev/ublkb{number} is no longer used: {users}");
+        })
+    });
+    released.await?;
+    end_waits();
+    let stopping = keeper.clone();
+    unblock(move || stopping.stop()).await
+}
+
+/// Gives up the queues when dropped, and lets nobody wait for the start.
+struct Abandoning<'a, D>(&'a Served<D>);
+
+impl<D> Drop for Abandoning<'_, D> {
+    fn drop(&mut self) {
+        self.0.abandoned.request();
+        if !self.0.begun.is_requested() {
+            self.0.failure.lock().get_or_insert_with(|| "the server has ended".into());
+            self.0.begun.request();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exports_have_their_part_of_a_memory_limit() {
+        let frontend = |memory| UblkFrontend { workers: Vec::new(), memory };
+        assert_eq!(frontend(None).requests(1).unwrap().0, MOST_REQUESTS);
+        let limit = MemoryLimit::new(256 << 20);
+        let frontend = frontend(Some(Arc::clone(&limit)));
+        for (queues, each) in [(1, 8), (2, 4), (3, 2), (8, 1)] {
+            let (requests, _reserved) = frontend.requests(queues).unwrap();
+            assert_eq!(requests, each, "{queues} queues");
+            assert_eq!(limit.reserved(), (queues * memory(each)) as u64);
+        }
+        let exports: Vec<_> = std::iter::from_fn(|| frontend.requests(1).ok()).collect();
+        assert_eq!(exports.len(), 16);
+        let refused = frontend.requests(1).unwrap_err().to_string();
+        assert!(refused.contains("a ublk export may take"), "{refused}");
+    }
+}
