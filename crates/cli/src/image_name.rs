@@ -5,7 +5,7 @@
 
 use crate::failure::Failure;
 use crate::host::{self, ImageFile, ImageHost, images};
-use crate::layers::{self, Given, Layers};
+use crate::layers::{self, Compared, Given, Layers};
 use crate::null::{self, is_null};
 use crate::options::NamedFormat;
 use crate::program::{self, NotUnderLinks};
@@ -87,17 +87,17 @@ impl Instead {
             || self.layers.is_any()
     }
 
-    /// Refuses a backing file for a command that opens none.
+    /// Refuses a backing file, or layers, for a command that opens none.
     ///
     /// # Errors
-    /// If there is one.
+    /// If there are such.
     pub(crate) fn check_alone(&self, command: &str) -> Result<(), Failure> {
-        if self.backing_file.is_none() {
-            return Ok(());
-        }
-        Err(Failure::usage(format_args!(
-            "'{command}' opens no backing file: leave out --backing-file"
-        )))
+        let option = match (&self.backing_file, self.layers.has_files()) {
+            (Some(_), _) => "--backing-file",
+            (None, true) => "--layers",
+            (None, false) => return Ok(()),
+        };
+        Err(Failure::usage(format_args!("{command} opens no backing file: leave out {option}")))
     }
 
     /// Refuses an external data file for a command that opens none.
@@ -853,7 +853,7 @@ impl Image {
     ) -> Result<Arc<Disk<ImageHost>>, Failure> {
         match Disk::open(images().clone(), &self.path, options).await {
             Ok(disk) => {
-                self.fits(&disk).map_err(|reason| could_not_open(&self.shown, reason))?;
+                self.fits(&disk).map_err(|reason| self.refused(reason))?;
                 Ok(Arc::new(disk))
             }
             Err(DiskError::Refused { reason, .. }) if reason == NO_SNAPSHOT => {
@@ -882,14 +882,23 @@ impl Image {
         opened.map(drop).map_err(|error| self.failed(&DiskError::from(error)))
     }
 
+    /// Checks layers in an order that the options give, from the top down.
+    ///
+    /// # Errors
+    /// They cannot be those of one disk.
+    pub(crate) fn check_layers<'l>(
+        &self,
+        layers: impl Iterator<Item: Into<Compared<'l>>>,
+    ) -> Result<(), String> {
+        if self.is_layered { layers::check(layers) } else { Ok(()) }
+    }
+
     /// Checks the options that only an open image can be compared with.
     ///
     /// # Errors
     /// In QEMU's words, without the image's name.
     pub(crate) fn fits(&self, disk: &Disk<ImageHost>) -> Result<(), String> {
-        if self.is_layered {
-            layers::check(disk.layers())?;
-        }
+        self.check_layers(disk.layers())?;
         let is_device = |layer: &Layer<ImageFile>| layer.storage().capabilities().is_device;
         if let Some(driver) = self.device
             && !disk.layers().next().is_some_and(|layer| is_device(layer))
@@ -911,7 +920,12 @@ impl Image {
 
     /// The failure to open the image.
     pub(crate) fn failed(&self, error: &DiskError) -> Failure {
-        could_not_open(&self.shown, reason(error))
+        self.refused(reason(error))
+    }
+
+    /// The failure to open the image for this reason.
+    pub(crate) fn refused(&self, reason: impl std::fmt::Display) -> Failure {
+        could_not_open(&self.shown, reason)
     }
 }
 

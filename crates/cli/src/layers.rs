@@ -4,7 +4,7 @@
 //! directory for each checkpoint, beside an `index.json` that has the checkpoints of a virtual machine and the parent
 //! of each. The files name no backing files, or ones that do not exist where they are restored.
 
-use isobath_disk::{BackingFile, Below, ImageFormat, Layer};
+use isobath_disk::{BackingFile, Below, ImageFormat, ImageInfo, Layer};
 use isobath_qcow2::text::Shown;
 use isobath_storage::{Storage, shown};
 use serde::Deserialize;
@@ -34,6 +34,11 @@ impl Layers {
     /// Whether any are given.
     pub(crate) fn is_any(&self) -> bool {
         !self.layers.is_empty() || self.checkpoint.is_some()
+    }
+
+    /// Whether files below the image are given.
+    pub(crate) fn has_files(&self) -> bool {
+        !self.layers.is_empty()
     }
 
     /// The image that a name stands for, and what is below it; `None` if nothing is given.
@@ -67,32 +72,52 @@ pub(crate) struct Given {
     pub(crate) below: Vec<Below>,
 }
 
+/// What is compared of a layer in an order that something else gives.
+pub(crate) struct Compared<'l> {
+    name: &'l Path,
+    /// Bytes of the disk.
+    size: u64,
+    /// The backing file that its header names.
+    backing_file: Option<String>,
+}
+
+impl<'l, S: Storage> From<&'l Arc<Layer<S>>> for Compared<'l> {
+    fn from(layer: &'l Arc<Layer<S>>) -> Self {
+        let backing_file = layer.header().and_then(|header| header.backing_file);
+        Self { name: layer.name(), size: layer.size(), backing_file }
+    }
+}
+
+impl<'l> From<&'l ImageInfo> for Compared<'l> {
+    fn from(info: &'l ImageInfo) -> Self {
+        let backing_file = info.backing_filename.clone();
+        Self { name: &info.filename, size: info.virtual_size, backing_file }
+    }
+}
+
 /// Checks that layers in an order that something else gives can be those of one disk, from the top down.
 ///
 /// # Errors
 /// A layer is smaller than the one below it, or the base names a backing file.
-pub(crate) fn check<'l, S: Storage + 'l>(
-    layers: impl Iterator<Item = &'l Arc<Layer<S>>>,
-) -> Result<(), String> {
-    let layers: Vec<_> = layers.collect();
+pub(crate) fn check<'l>(layers: impl Iterator<Item: Into<Compared<'l>>>) -> Result<(), String> {
+    let layers: Vec<Compared<'_>> = layers.map(Into::into).collect();
     for (above, below) in layers.iter().zip(layers.iter().skip(1)) {
-        if above.size() < below.size() {
+        if above.size < below.size {
             return Err(format!(
                 "'{}' has {} bytes, but the layer below it, '{}', has {}: they are in another order, or not of one \
                  disk",
-                shown(above.name()),
-                above.size(),
-                shown(below.name()),
-                below.size()
+                shown(above.name),
+                above.size,
+                shown(below.name),
+                below.size
             ));
         }
     }
-    let base = layers.last().and_then(|base| Some((base, base.header()?)));
-    match base.and_then(|(base, header)| Some((base, header.backing_file?))) {
+    match layers.last().and_then(|base| Some((base, base.backing_file.as_deref()?))) {
         Some((base, below)) => Err(format!(
             "'{}' is the first layer, but its header names a backing file, '{}': a layer is missing",
-            shown(base.name()),
-            Shown(&below)
+            shown(base.name),
+            Shown(below)
         )),
         None => Ok(()),
     }

@@ -126,7 +126,7 @@ pub(crate) fn run(args: &Args, _out: &mut dyn Write) -> Outcome {
         return Err(Failure::new("Merge bitmap source file only supported with --merge"));
     }
     let bitmap = bitmap.to_str().ok_or_else(|| Failure::new("Bitmap name is not valid UTF-8"))?;
-    args.naming.instead.check_alone("bitmap")?;
+    args.naming.instead.check_alone("'bitmap'")?;
     let image = args.naming.image(Path::new(image), args.format)?;
     let base = args.base.as_deref().map(|base| {
         let naming = Naming { trusting: args.naming.trusting.clone(), ..Naming::default() };

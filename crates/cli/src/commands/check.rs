@@ -58,7 +58,7 @@ fn what(text: &str) -> Result<Repair, String> {
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let repair = args.repair.unwrap_or_default();
     let locking = options::locking(args.force_share);
-    args.naming.instead.check_alone("check")?;
+    args.naming.instead.check_alone("'check'")?;
     args.naming.instead.check_no_data("check")?;
     let image = args.naming.image(&args.image, args.format)?;
     let options = image.options(args.cache.is_direct(), locking);

@@ -47,7 +47,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if wanted > 1 {
         return Err(Failure::new("Cannot mix '-l', '-a', '-c', '-d'"));
     }
-    args.naming.instead.check_alone("snapshot")?;
+    args.naming.instead.check_alone("'snapshot'")?;
     let image = args.naming.image(&args.image, args.format)?;
     if changes.iter().all(|change| change.is_none()) {
         args.naming.instead.check_no_data("snapshot -l")?;

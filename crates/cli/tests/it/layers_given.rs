@@ -115,6 +115,9 @@ fn layers_are_read_in_the_order_that_is_given() {
             );
             line(&["io", "-r", "-c", "read 0 64k"], &[]);
             line(&["measure", "-O", "raw"], &[]);
+            let chain = line(&["info", "--backing-chain", "--output", "json"], &[]);
+            let chain: Vec<serde_json::Value> = serde_json::from_str(&chain).unwrap();
+            assert_eq!(chain.len(), number + 1, "{named:?}");
         }
     }
     let last = isobath(
@@ -158,7 +161,12 @@ fn layers_that_cannot_be_one_disk_are_refused() {
         assert!(!done.status.success() && done.stderr.contains(why), "{}", done.report());
     };
     refused(&["map", "--layers", &last, &full], "they are in another order");
+    refused(&["info", "--backing-chain", "--layers", &last, &full], "they are in another order");
     refused(&["compare", "--layers", &full, &middle, "1.raw"], "are for one image");
+    for line in [&["info"][..], &["check"], &["snapshot", "-l"]] {
+        let line = [line, &["--layers", &full, &middle]].concat();
+        refused(&line, "opens no backing file: leave out --layers");
+    }
     let smaller = format!("{full},{last}");
     refused(
         &["convert", "-O", "raw", "--layers", &smaller, &middle, "x"],
@@ -168,6 +176,10 @@ fn layers_that_cannot_be_one_disk_are_refused() {
         qemu_img(backups.path(), args!["rebase", "-u", "-b", "none.qcow2", "-F", "qcow2", &full])
             .ok();
     refused(&["map", "--layers", &full, &middle], "its header names a backing file, 'none.qcow2'");
+    refused(
+        &["info", "--backing-chain", "--layers", &full, &middle],
+        "its header names a backing file, 'none.qcow2'",
+    );
     refused(&["map", "--layers", "0.raw", &middle], "this is not a qcow2 image");
     refused(
         &["map", "-f", "raw", "--layers", &full, &middle],

@@ -43,10 +43,8 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
-    if args.naming.instead.has_backing_file() && !args.backing_chain {
-        return Err(Failure::usage(
-            "without --backing-chain 'info' opens no backing file: leave out --backing-file",
-        ));
+    if !args.backing_chain {
+        args.naming.instead.check_alone("without --backing-chain 'info'")?;
     }
     args.naming.instead.check_no_data("info")?;
     let naming = Naming { secrets_unneeded: true, ..args.naming.clone() };
@@ -105,6 +103,10 @@ pub(crate) fn read(
             info(images(), &image.path, &look).await.map(|info| vec![info])
         };
         let mut images = images.map_err(|error| image.failed(&error))?;
+        if whole_chain {
+            let checked = image.check_layers(images.iter());
+            checked.map_err(|reason| image.refused(reason))?;
+        }
         if let Some(first) = images.first_mut() {
             if let Some(name) = image.readable_name() {
                 first.filename = name.into();
