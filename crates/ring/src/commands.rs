@@ -153,22 +153,82 @@ impl fmt::Debug for Commands {
 /// # Errors
 /// Those of the device; there is no io_uring that takes commands (Linux 5.19), or it is forbidden.
 pub unsafe fn command(device: BorrowedFd<'_>, command: u32, payload: [u8; 80]) -> io::Result<u32> {
-    let mut ring: IoUring<Entry128> = build(1)?;
-    enable(&ring)?;
-    let entry = opcode::UringCmd80::new(Fd(device.as_raw_fd()), command).cmd(payload).build();
-    // SAFETY: the caller keeps what the command refers to until its completion, which is awaited here: a ring takes
-    // its one entry.
-    unsafe { ring.submission().push(&entry) }.map_err(io::Error::other)?;
+    // SAFETY: the caller keeps what the command refers to until its completion, which is awaited here.
+    let mut ring = unsafe { begun(device, command, payload) }?;
     loop {
         match ring.submit_and_wait(1) {
             Err(error) if error.raw_os_error() != Some(libc::EINTR) => return Err(error),
             _ => {}
         }
-        if let Some(done) = ring.completion().next() {
-            let result = done.result();
-            return u32::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
+        if let Some(done) = result_of(&mut ring) {
+            return done;
         }
     }
+}
+
+/// Gives a device one command and waits for its result, or until `order` can be read or its other end is closed: then
+/// the command is given up, and the result is `None`. Blocks the thread.
+///
+/// # Safety
+/// What the command lets the device access must be valid until its completion, which may be after this returns.
+///
+/// # Errors
+/// As [`command`].
+pub unsafe fn command_unless(
+    device: BorrowedFd<'_>,
+    command: u32,
+    payload: [u8; 80],
+    order: BorrowedFd<'_>,
+) -> io::Result<Option<u32>> {
+    // SAFETY: the caller keeps what the command refers to.
+    let mut ring = unsafe { begun(device, command, payload) }?;
+    let mut is_begun = false;
+    loop {
+        if !is_begun {
+            match ring.submit() {
+                Err(error) if error.raw_os_error() != Some(libc::EINTR) => return Err(error),
+                done => is_begun = done.is_ok(),
+            }
+        }
+        if let Some(done) = result_of(&mut ring) {
+            return done.map(Some);
+        }
+        let wait = |descriptor| libc::pollfd { fd: descriptor, events: libc::POLLIN, revents: 0 };
+        let mut waits = [wait(ring.as_raw_fd()), wait(order.as_raw_fd())];
+        let patience = if is_begun { -1 } else { 0 };
+        // SAFETY: the call reads and writes these two structures.
+        if unsafe { libc::poll(waits.as_mut_ptr(), 2, patience) } < 0 {
+            let error = io::Error::last_os_error();
+            if error.kind() != io::ErrorKind::Interrupted {
+                return Err(error);
+            }
+        } else if waits[1].revents != 0 {
+            return result_of(&mut ring).transpose();
+        }
+    }
+}
+
+/// A ring with a command that is to be submitted.
+///
+/// # Safety
+/// As [`command_unless`].
+unsafe fn begun(
+    device: BorrowedFd<'_>,
+    command: u32,
+    payload: [u8; 80],
+) -> io::Result<IoUring<Entry128>> {
+    let mut ring: IoUring<Entry128> = build(1)?;
+    enable(&ring)?;
+    let entry = opcode::UringCmd80::new(Fd(device.as_raw_fd()), command).cmd(payload).build();
+    // SAFETY: the caller keeps what the command refers to until its completion. A ring takes its one entry.
+    unsafe { ring.submission().push(&entry) }.map_err(io::Error::other)?;
+    Ok(ring)
+}
+
+/// The result of a ring's command, once it has completed.
+fn result_of(ring: &mut IoUring<Entry128>) -> Option<io::Result<u32>> {
+    let result = ring.completion().next()?.result();
+    Some(u32::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result)))
 }
 
 /// A disabled ring.
@@ -239,5 +299,10 @@ mod tests {
         // SAFETY: the command refers to no memory.
         let error = unsafe { command(ours.as_fd(), u32::MAX, [0; 80]) }.unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::EOPNOTSUPP));
+        // The same with an order that nobody gives.
+        let (order, _other) = UnixStream::pair().unwrap();
+        // SAFETY: the command refers to no memory.
+        let done = unsafe { command_unless(ours.as_fd(), u32::MAX, [0; 80], order.as_fd()) };
+        assert_eq!(done.unwrap_err().raw_os_error(), Some(libc::EOPNOTSUPP));
     }
 }

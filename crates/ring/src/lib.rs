@@ -35,7 +35,7 @@ mod runtime;
 mod signal;
 
 pub use attempts::Attempts;
-pub use commands::{CommandRing, Commands, command};
+pub use commands::{CommandRing, Commands, command, command_unless};
 pub use device::{Device, Listening};
 pub use event::Event;
 pub use first::first;

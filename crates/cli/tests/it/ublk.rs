@@ -12,13 +12,13 @@ const SIZE: u64 = 64 << 20;
 
 /// No request failed, as far as the guest's kernel knows.
 const NO_ERRORS: &str =
-    "if dmesg | grep -iE 'I/O error|EXT4-fs.*(error|warning)|ublk.*fail|WARNING:'; then exit 1; fi";
+    "if dmesg | grep -iE 'I/O error|error, dev|EXT4-fs.*(error|warning)|WARNING:'; then exit 1; fi";
 
 /// Script lines with a file system at `/mnt` that has the images. `serve` starts a server and waits until it is ready,
 /// with its number of process in `$pid` and its output in `/tmp/out`; `ends` waits for its end, whose status is in
 /// `$status`; `fails` runs a command that has to fail.
 const BEGIN: &str = "
-    mount -t ext4 /dev/vda /mnt
+    mount -t ext4 -o commit=300 /dev/vda /mnt
     cd /mnt
     mkdir -p /var/tmp /var/lock /tmp/fs /dev/shm
     chmod 1777 /dev/shm
@@ -44,6 +44,13 @@ const BEGIN: &str = "
             sleep 0.1
         done
     }
+    keepers() {
+        for line in /proc/[0-9]*/cmdline; do
+            if grep -q '^isobath-ublk-keeper' $line 2>/dev/null; then line=${line%/cmdline}; echo ${line#/proc/}; fi
+        done
+    }
+    until_no_keeper() { while [ -n \"$(keepers)\" ]; do sleep 0.1; done; }
+    flushes() { set -- $(cat /sys/block/vda/stat); echo ${16}; }
     fails() { if \"$@\" >/tmp/failed 2>&1; then echo \"not refused: $*\"; return 1; fi; cat /tmp/failed; }
 ";
 const END: &str = "
@@ -352,20 +359,6 @@ fn two_disks_are_two_devices_and_what_cannot_be_is_refused() {
         test $status = 0
         gone 0
 
-        # What adds the device has ended: the server says so, and what was flushed is in the image.
-        serve empty.qcow2 --ublk 0
-        dd if=/dev/zero of=/dev/ublkb0 bs=4k count=1 conv=notrunc,fsync 2>/dev/null
-        kill -9 $(pidof isobath-ublk-keeper || pgrep -f isobath-ublk-keeper)
-        kill $pid
-        ends
-        test $status = 1
-        grep -q 'the keeper of the device has ended' /tmp/err
-        # What is left of the device makes way for the next one.
-        test -e /dev/ublkc0
-        serve empty.qcow2 --ublk 0
-        stops
-        gone 0
-
         # The server gives up its rights, and is confined.
         mkdir /etc
         echo 'nobody:x:65534:65534::/:/bin/sh' >/etc/passwd
@@ -386,6 +379,214 @@ fn two_disks_are_two_devices_and_what_cannot_be_is_refused() {
         fs::read(world.raw("empty.qcow2", "e.raw")).unwrap()[4096..],
         fs::read(world.at("top.raw")).unwrap()[4096..]
     );
+}
+
+#[test]
+fn what_is_flushed_reaches_the_disk_below_the_image() {
+    let world = World::new();
+    let output = world.run(
+        world.guest().program("fio"),
+        "
+        serve top.qcow2 --ublk 0
+        write() { fio --name=w --filename=/dev/ublkb0 --rw=write --bs=4k --number_ios=12 --direct=1 \"$@\" >/tmp/fio; }
+        write --offset=4M
+        sync
+        before=$(flushes)
+        write --offset=4M
+        echo plain=$(($(flushes) - before))
+        before=$(flushes)
+        write --offset=4M --fsync=1
+        echo flushed=$(($(flushes) - before))
+        before=$(flushes)
+        write --offset=4M --sync=dsync
+        echo durable=$(($(flushes) - before))
+        stops
+        ",
+    );
+    let count = |name: &str| -> u32 {
+        let line = output.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
+        line.and_then(|count| count.parse().ok()).expect(name)
+    };
+    assert_eq!(count("plain"), 0, "{output}");
+    assert!(count("flushed") >= 12 && count("durable") >= 12, "{output}");
+}
+
+#[test]
+fn a_device_is_served_on_where_nobody_can_tell_who_uses_it() {
+    let world = World::new();
+    let output = world.run(
+        world.guest().program("mkfs.ext4"),
+        &format!(
+            "
+            begin() {{
+                serve empty.qcow2 --ublk 0
+                mount -t ext4 /dev/ublkb0 /tmp/fs
+            }}
+            goes_on() {{
+                dd if=/dev/urandom of=/tmp/fs/$1 bs=1M count=2 conv=fsync 2>/dev/null
+                sha256sum </tmp/fs/$1 >>/tmp/sums
+            }}
+            serve empty.qcow2 --ublk 0
+            mkfs.ext4 -q /dev/ublkb0
+            stops
+
+            # Its node has another name.
+            begin
+            mv /dev/ublkb0 /dev/renamed
+            kill $pid
+            says 'it cannot be told who uses it'
+            goes_on one
+            mv /dev/renamed /dev/ublkb0
+            says 'it is mounted on /tmp/fs'
+            umount /tmp/fs
+            ends
+            test $status = 0
+
+            # The kernel's list of devices is not there.
+            begin
+            umount -l /sys
+            kill $pid
+            says 'it is not in /sys/class/block'
+            goes_on two
+            umount /tmp/fs
+            mount -t sysfs sys /sys
+            ends
+            test $status = 0
+            gone 0
+
+            # Something does not answer: a file system whose server is stopped, below a loop device.
+            touch /tmp/file
+            isobath serve top.qcow2 --fuse /tmp/file >/tmp/other.out 2>/tmp/other.err &
+            other=$!
+            while [ ! -s /tmp/other.out ]; do sleep 0.1; done
+            losetup /dev/loop0 /tmp/file
+            begin
+            kill -STOP $other
+            kill $pid
+            # What the kernel knows of the file is old after a second.
+            says 'loop device loop0 does not answer'
+            goes_on three
+            umount /tmp/fs
+            kill -CONT $other
+            ends
+            test $status = 0
+            losetup -d /dev/loop0
+            kill $other
+            wait $other
+
+            # Its keeper has ended.
+            until_no_keeper
+            begin
+            kill -9 $(keepers)
+            says 'the keeper of /dev/ublkb0 has ended'
+            # It says so again.
+            kill $pid
+            while [ $(grep -c 'has ended' /tmp/err) != 2 ]; do sleep 0.1; done
+            goes_on four
+            umount /tmp/fs
+            kill -9 $pid
+            ends
+            test $status = 137
+            # What is left of the device makes way for the next one.
+            test -e /dev/ublkc0
+            begin
+            for name in one two three four; do sha256sum </tmp/fs/$name; done | cmp - /tmp/sums
+            umount /tmp/fs
+            stops
+            gone 0
+            {NO_ERRORS}
+            echo whole=yes
+            "
+        ),
+    );
+    assert!(output.contains("whole=yes"), "{output}");
+}
+
+#[test]
+fn nothing_is_left_of_a_server_that_is_killed_while_it_starts() {
+    let world = World::new();
+    let output = world.run(
+        world.guest(),
+        "
+        for round in $(seq 12); do
+            isobath serve empty.qcow2 --ublk auto --threads 2 >/tmp/out 2>/tmp/err &
+            pid=$!
+            while [ ! -e /dev/ublkc0 ] && [ -e /proc/$pid ]; do :; done
+            usleep $((round * 1500))
+            kill -9 $pid
+            wait $pid || true
+            until_no_keeper
+            until_gone 0
+        done
+        serve empty.qcow2 --ublk 0
+        stops
+        gone 0
+        echo rounds=$round
+        ",
+    );
+    assert!(output.contains("rounds=12"), "{output}");
+}
+
+#[test]
+fn a_write_that_is_lost_at_the_end_is_the_servers_failure() {
+    let world = World::new();
+    let output = world.run(
+        world.guest(),
+        "
+        mount -t tmpfs -o size=6m small /tmp/fs
+        truncate -s 64M /tmp/fs/small.raw
+        serve /tmp/fs/small.raw --format raw --ublk 0 --werror report
+        # While it is open, the kernel has no reason to write it.
+        exec 3<>/dev/ublkb0
+        sleep 1000 3<&3 &
+        other=$!
+        exec 3<&-
+        dd if=/dev/urandom of=/dev/ublkb0 bs=1M count=16 conv=notrunc 2>/dev/null
+        kill $pid
+        says 'has it open'
+        kill $other
+        ends
+        echo status=$status
+        gone 0
+        umount /tmp/fs
+        ",
+    );
+    assert!(output.contains("status=1"), "{output}");
+    assert!(output.contains("last has not all reached the image"), "{output}");
+}
+
+#[test]
+fn partitions_are_used_like_their_disk() {
+    let world = World::new();
+    let output = world.run(
+        world.guest().program("mkfs.ext4"),
+        &format!(
+            "
+            serve empty.qcow2 --ublk 0
+            printf 'n\\np\\n1\\n\\n+20M\\nn\\np\\n2\\n\\n\\nw\\n' | fdisk /dev/ublkb0 >/tmp/fdisk 2>&1
+            mkfs.ext4 -q /dev/ublkb0p1
+            mount -t ext4 /dev/ublkb0p1 /tmp/fs
+            kill $pid
+            says 'it is mounted on /tmp/fs'
+            exec 3</dev/ublkb0p2
+            sleep 1000 3<&3 &
+            other=$!
+            exec 3<&-
+            umount /tmp/fs
+            says \"process $other (sleep) has it open\"
+            kill $other
+            ends
+            test $status = 0
+            serve empty.qcow2 --ublk 0
+            mount -t ext4 /dev/ublkb0p1 /tmp/fs
+            umount /tmp/fs
+            stops
+            {NO_ERRORS}
+            echo whole=yes
+            "
+        ),
+    );
+    assert!(output.contains("whole=yes"), "{output}");
 }
 
 #[test]

@@ -1,16 +1,24 @@
 //! Commands to the driver.
 
 use super::wire::{
-    ANY_DEVICE, CONTROL, Command, ControlPayload, DEAD, DeviceInfo, NOBODY, Parameters, feature,
+    ANY_DEVICE, CONTROL, Command, ControlPayload, DEAD, DeviceInfo, LIVE, NOBODY, Parameters,
+    feature,
 };
-use isobath_ring::command;
+use isobath_ring::{command, command_unless};
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::process;
+use std::thread;
+use std::time::{Duration, Instant};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 /// The kernel that has all that is needed.
 const KERNEL: &str = "Linux 6.5 or newer";
+
+/// How long a number may still be taken by a device that has been deleted, and how often that is looked at.
+const GOING: Duration = Duration::from_secs(10);
+const LOOK: Duration = Duration::from_millis(10);
 
 /// The driver. Each command blocks until the kernel has carried it out.
 pub(crate) struct Control {
@@ -73,14 +81,19 @@ impl Control {
         let flags = feature::USER_COPY | feature::IOCTL_ENCODE;
         let mut info =
             DeviceInfo { queues, depth, max_bytes, device: number, flags, ..DeviceInfo::default() };
-        let mut sent = self.send(Command::AddDevice, number, &mut info, 0);
-        if sent.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::EEXIST))
-            && self.is_abandoned(number)
-        {
-            self.delete(number)?;
-            sent = self.send(Command::AddDevice, number, &mut info, 0);
+        let until = Instant::now() + GOING;
+        loop {
+            match self.send(Command::AddDevice, number, &mut info, 0) {
+                Err(error)
+                    if error.raw_os_error() == Some(libc::EEXIST)
+                        && Instant::now() < until
+                        && self.makes_way(number) =>
+                {
+                    thread::sleep(LOOK);
+                }
+                done => break done?,
+            }
         }
-        sent?;
         let added = Added { number: info.device, queues: info.queues };
         // What was not asked for is refused by name here, not by the first request.
         let kept = info.flags & feature::USER_COPY != 0
@@ -93,25 +106,57 @@ impl Control {
         Err(io::Error::other("the driver has not added the device as it was asked to"))
     }
 
-    /// Whether a device is what has been left of one whose server was killed together with what was to delete it.
-    fn is_abandoned(&self, number: u32) -> bool {
+    /// Whether the number of a device is about to be free: the device is being deleted, or is what has been left of
+    /// one whose server was killed together with what was to delete it, which this deletes.
+    fn makes_way(&self, number: u32) -> bool {
+        let info = match self.info(number) {
+            Ok(info) => info,
+            Err(error) => return is_no_device(&error),
+        };
+        if info.state == LIVE {
+            // The kernel notices a moment after the process has gone.
+            return !is_running(info.process);
+        }
+        if !is_abandoned(&info) {
+            return false;
+        }
+        // The driver opens it once at a time. While it is open here, nobody else's device gets this number.
+        let Ok(_opened) = open_device(number) else { return true };
+        let is_same = self.info(number).is_ok_and(|info| is_abandoned(&info));
+        is_same && self.delete_open(number).is_ok()
+    }
+
+    fn info(&self, number: u32) -> io::Result<DeviceInfo> {
         let mut info = DeviceInfo::default();
-        self.send(Command::GetDevice, number, &mut info, 0).is_ok()
-            && info.state == DEAD
-            && info.process == NOBODY
-            && open_device(number).is_ok()
+        self.send(Command::GetDevice, number, &mut info, 0)?;
+        Ok(info)
+    }
+
+    /// Whether a device is a disk that is served.
+    pub(crate) fn is_live(&self, number: u32) -> io::Result<bool> {
+        match self.info(number) {
+            Ok(info) => Ok(info.state == LIVE),
+            Err(error) if is_no_device(&error) => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     /// Sets a device's parameters and makes it a disk, which this waits for: the kernel reads its partition table.
-    /// `process` serves it.
+    /// The process that calls this must be the one that has opened the device. Gives up once `order` can be read, or
+    /// its other end is closed.
     pub(crate) fn start(
         &self,
         number: u32,
         parameters: &Parameters,
-        process: u32,
+        order: BorrowedFd<'_>,
     ) -> io::Result<()> {
         self.send(Command::SetParameters, number, &mut parameters.clone(), 0)?;
-        self.send(Command::StartDevice, number, &mut (), u64::from(process))
+        let process = u64::from(process::id());
+        let payload = ControlPayload::new(number, (0, 0), process).payload();
+        let command = Command::StartDevice.code();
+        // SAFETY: the command refers to no memory.
+        let started = unsafe { command_unless(self.file.as_fd(), command, payload, order) };
+        started?.map(drop).ok_or_else(|| io::Error::other("its server has ended"))
     }
 
     /// Writes what the kernel still has of a disk, and removes it. The requests are served meanwhile.
@@ -119,15 +164,21 @@ impl Control {
         self.send(Command::StopDevice, number, &mut (), 0)
     }
 
-    /// Stops a device, if it was not, and deletes it. Does not wait for those who have it open, where the kernel can.
+    /// Stops a device, if it was not, and deletes it, without waiting for those who have it open. Older kernels cannot
+    /// (Linux 6.9).
+    pub(crate) fn delete_open(&self, number: u32) -> io::Result<()> {
+        self.send(Command::DeleteDeviceAsync, number, &mut (), 0)
+    }
+
+    /// Stops a device, if it was not, and deletes it. Waits for those who have it open, where the kernel does.
     pub(crate) fn delete(&self, number: u32) -> io::Result<()> {
-        let gone = |error: &io::Error| error.raw_os_error() == Some(libc::ENODEV);
-        match self.send(Command::DeleteDeviceAsync, number, &mut (), 0) {
-            // A driver that knows only the command that waits.
-            Err(error) if !gone(&error) => self.send(Command::DeleteDevice, number, &mut (), 0),
+        match self.delete_open(number) {
+            Err(error) if !is_no_device(&error) => {
+                self.send(Command::DeleteDevice, number, &mut (), 0)
+            }
             done => done,
         }
-        .or_else(|error| if gone(&error) { Ok(()) } else { Err(error) })
+        .or_else(|error| if is_no_device(&error) { Ok(()) } else { Err(error) })
     }
 
     fn send<T: IntoBytes + FromBytes + Immutable>(
@@ -144,6 +195,23 @@ impl Control {
         // SAFETY: the buffer outlives the command, and takes any bytes.
         unsafe { command(self.file.as_fd(), what.code(), payload) }.map(drop)
     }
+}
+
+/// Whether nobody serves a device any longer that was a disk.
+fn is_abandoned(info: &DeviceInfo) -> bool {
+    info.state == DEAD && info.process == NOBODY
+}
+
+/// Whether there is a process with this number.
+fn is_running(process: i32) -> bool {
+    // SAFETY: no signal is sent.
+    let found = unsafe { libc::kill(process, 0) } == 0;
+    found || io::Error::last_os_error().raw_os_error() != Some(libc::ESRCH)
+}
+
+/// Whether there is no device of a number.
+fn is_no_device(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::ENODEV)
 }
 
 /// The kernel's own number for what is not supported, which is no `errno`.

@@ -12,13 +12,17 @@ const LONGEST: usize = 16 << 10;
 pub(crate) enum Order {
     /// A device with this number, and at most so many queues of so many requests.
     Add { number: u32, queues: u16, depth: u16, max_bytes: u32 },
-    /// The device is to become a disk, served by this process.
-    Start { process: u32, parameters: Parameters },
+    /// The device is to become a disk.
+    Start { parameters: Parameters },
     /// Wait until nobody uses the disk, and then let nobody mount it any more.
     Release,
-    /// What the kernel still has of the disk is to be written, and the disk to be removed.
+    /// What the kernel still has of the disk is to be written.
+    WriteBack,
+    /// The disk is to be removed.
     Stop,
-    /// The device is to be deleted.
+    /// The device is to be deleted, although the server has it open.
+    DeleteOpen,
+    /// The same, once the server has closed it.
     Delete,
 }
 
@@ -50,6 +54,8 @@ mod kind {
     pub(crate) const RELEASE: u32 = 3;
     pub(crate) const STOP: u32 = 4;
     pub(crate) const DELETE: u32 = 5;
+    pub(crate) const DELETE_OPEN: u32 = 6;
+    pub(crate) const WRITE_BACK: u32 = 7;
     pub(crate) const DONE: u32 = 16;
     pub(crate) const ADDED: u32 = 17;
     pub(crate) const IN_USE: u32 = 18;
@@ -91,11 +97,11 @@ impl Order {
                 let numbers = [*number, u32::from(*queues), u32::from(*depth), *max_bytes];
                 (kind::ADD, numbers, &[][..])
             }
-            Self::Start { process, parameters } => {
-                (kind::START, [*process, 0, 0, 0], parameters.as_bytes())
-            }
+            Self::Start { parameters } => (kind::START, [0; 4], parameters.as_bytes()),
             Self::Release => (kind::RELEASE, [0; 4], &[][..]),
+            Self::WriteBack => (kind::WRITE_BACK, [0; 4], &[][..]),
             Self::Stop => (kind::STOP, [0; 4], &[][..]),
+            Self::DeleteOpen => (kind::DELETE_OPEN, [0; 4], &[][..]),
             Self::Delete => (kind::DELETE, [0; 4], &[][..]),
         };
         send(stream, kind, numbers, bytes)
@@ -111,10 +117,12 @@ impl Order {
             kind::ADD => Self::Add { number: a, queues: short(b)?, depth: short(c)?, max_bytes: d },
             kind::START => {
                 let parameters = Parameters::read_from_bytes(&bytes).map_err(|_| invalid())?;
-                Self::Start { process: a, parameters }
+                Self::Start { parameters }
             }
             kind::RELEASE => Self::Release,
+            kind::WRITE_BACK => Self::WriteBack,
             kind::STOP => Self::Stop,
+            kind::DELETE_OPEN => Self::DeleteOpen,
             kind::DELETE => Self::Delete,
             _ => return Err(invalid()),
         }))
@@ -166,9 +174,11 @@ mod tests {
         let parameters = Parameters { length: 64, types: 3, ..Parameters::new_zeroed() };
         let orders = [
             Order::Add { number: u32::MAX, queues: 2, depth: 64, max_bytes: 1 << 20 },
-            Order::Start { process: 77, parameters },
+            Order::Start { parameters },
             Order::Release,
+            Order::WriteBack,
             Order::Stop,
+            Order::DeleteOpen,
             Order::Delete,
         ];
         let mut sent = Vec::new();

@@ -6,24 +6,36 @@
 
 mod control;
 mod message;
+mod rights;
 mod users;
 pub(crate) mod wire;
 
 use control::{Added, Control, open_device};
+use isobath_ring::net::Stream;
 use message::{Order, Report};
 use parking_lot::Mutex;
 use std::fmt;
+use std::fs::File;
+use std::future::Future;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
 use std::time::Duration;
 use users::{Claim, Claimed, Disk};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use wire::{ANY_DEVICE, Parameters};
 
-/// How often the keeper looks whether a disk is still in use.
-const LOOK: Duration = Duration::from_millis(250);
+/// How long the keeper waits, at first and at most, before it looks again whether a disk is still in use.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(4);
+/// How long a look takes at most unless something does not answer.
+const LOOK: Duration = Duration::from_secs(2);
 
 /// A device that a keeper has added.
 #[derive(Debug)]
@@ -88,11 +100,19 @@ impl Keeper {
         }
     }
 
-    /// Has the device made a disk that this process serves. Blocks until the kernel has read its partition table.
+    /// Has the device made a disk. Blocks until the kernel has read its partition table.
     pub(crate) fn start_disk(&self, parameters: Parameters) -> io::Result<()> {
-        let process = std::process::id();
-        tell(&mut self.stream.lock(), Order::Start { process, parameters })?;
+        tell(&mut self.stream.lock(), Order::Start { parameters })?;
         self.done()
+    }
+
+    /// Waits until the keeper has ended.
+    ///
+    /// # Errors
+    /// This cannot be waited for.
+    pub(crate) fn ended(&self) -> io::Result<impl Future<Output = io::Result<()>> + use<>> {
+        let stream = Stream::from(OwnedFd::from(self.stream.lock().try_clone()?));
+        Ok(async move { stream.hung_up().await })
     }
 
     /// Blocks until nobody uses the disk; from then on nothing can be mounted from it. Meanwhile tells `waits` who
@@ -110,9 +130,24 @@ impl Keeper {
         }
     }
 
-    /// Blocks until what the kernel has of the disk is written, and removes it. Somebody must serve it meanwhile.
+    /// Blocks until what the kernel has of the disk is written. Somebody must serve it meanwhile.
+    ///
+    /// # Errors
+    /// Something was not written. The kernel tells nobody of that when it writes at the end of a disk.
+    pub(crate) fn write_back(&self) -> io::Result<()> {
+        tell(&mut self.stream.lock(), Order::WriteBack)?;
+        self.done()
+    }
+
+    /// Removes the disk. Somebody must serve it meanwhile.
     pub(crate) fn stop(&self) -> io::Result<()> {
         tell(&mut self.stream.lock(), Order::Stop)?;
+        self.done()
+    }
+
+    /// Has the device deleted while it is open here, so that it is no other one of this number. Older kernels cannot.
+    pub(crate) fn delete_open(&self) -> io::Result<()> {
+        tell(&mut self.stream.lock(), Order::DeleteOpen)?;
         self.done()
     }
 
@@ -162,9 +197,9 @@ pub fn keep() -> ExitCode {
     let _ = std::env::set_current_dir("/");
     // SAFETY: the server has given the socket as standard input, which nothing else here uses.
     let stream = UnixStream::from(unsafe { OwnedFd::from_raw_fd(libc::STDIN_FILENO) });
-    match Control::open() {
+    match Control::open().and_then(|control| rights::give_up().map(|()| control)) {
         Ok(control) => {
-            let served = Keeping { control, stream, device: None, file: None, claim: None }.run();
+            let served = Keeping::new(control, stream).run();
             if served.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
         }
         Err(error) => {
@@ -178,8 +213,12 @@ pub fn keep() -> ExitCode {
 struct Keeping {
     control: Control,
     stream: UnixStream,
+    /// It has added a device; it never adds another one.
+    has_added: bool,
     /// The number of the device that it has to delete.
     device: Option<u32>,
+    /// A file of the device in sysfs, which cannot be read any more when the device is deleted.
+    seen: Option<File>,
     /// Its character device, until that is sent: only one process can have it open.
     file: Option<OwnedFd>,
     /// Held from [`Order::Release`] to the end of the disk.
@@ -187,13 +226,30 @@ struct Keeping {
 }
 
 impl Keeping {
+    fn new(control: Control, stream: UnixStream) -> Self {
+        let (has_added, device, seen, file, claim) = (false, None, None, None, None);
+        Self { control, stream, has_added, device, seen, file, claim }
+    }
+
     /// Until the server has ended.
     fn run(mut self) -> io::Result<()> {
         let served = self.serve();
         // What is left of a server that was killed.
         (self.claim, self.file) = (None, None);
-        let deleted = self.device.take().map_or(Ok(()), |number| self.control.delete(number));
+        let deleted = match self.device.take() {
+            Some(number) if self.is_there() => {
+                // Others wait for a deletion, and not for this, if the server cannot end.
+                let _ = self.control.stop(number);
+                self.control.delete(number)
+            }
+            _ => Ok(()),
+        };
         served.and(deleted)
+    }
+
+    /// Whether the device has not been deleted, as an administrator can: another one may have its number then.
+    fn is_there(&self) -> bool {
+        self.seen.as_ref().is_none_or(|file| file.read_at(&mut [0; 1], 0).is_ok())
     }
 
     fn serve(&mut self) -> io::Result<()> {
@@ -218,17 +274,33 @@ impl Keeping {
         let number = self.device.ok_or("there is no device")?;
         match order {
             Order::Add { .. } => {}
-            Order::Start { process, parameters } => {
-                let started = self.control.start(number, &parameters, process);
+            Order::Start { parameters } => {
+                let started = self.control.start(number, &parameters, self.stream.as_fd());
                 started.map_err(|error| format!("the kernel refuses the disk: {error}"))?;
             }
             Order::Release => self.release(number)?,
+            Order::WriteBack => {
+                let written = self.claim.as_ref().map_or(Ok(()), Claim::write_back);
+                written.map_err(|error| {
+                    format!(
+                        "what was written to /dev/ublkb{number} last has not all reached the image: {error}"
+                    )
+                })?;
+            }
             Order::Stop => {
                 let stopped = self.control.stop(number);
                 stopped.map_err(|error| format!("cannot remove /dev/ublkb{number}: {error}"))?;
                 self.claim = None;
             }
+            Order::DeleteOpen => {
+                let deleted = self.control.delete_open(number);
+                deleted.map_err(|error| error.to_string())?;
+                self.device = None;
+            }
+            Order::Delete if !self.is_there() => self.device = None,
             Order::Delete => {
+                // Others wait for a deletion, and not for this, if a request does not end.
+                let _ = self.control.stop(number);
                 let deleted = self.control.delete(number);
                 deleted.map_err(|error| format!("cannot delete ublk device {number}: {error}"))?;
                 self.device = None;
@@ -245,13 +317,21 @@ impl Keeping {
         depth: u16,
         max_bytes: u32,
     ) -> Result<Report, String> {
-        if self.device.is_some() {
-            return Err("there is a device already".into());
+        if self.has_added {
+            return Err("there was a device already".into());
+        }
+        self.has_added = true;
+        // Who uses the device is looked for there.
+        for directory in ["/sys/class/block", "/proc/self/fd"] {
+            if !Path::new(directory).is_dir() {
+                return Err(format!("there is no {directory}: mount the host's /sys and /proc"));
+            }
         }
         let added = self.control.add(number, queues, depth, max_bytes);
         let Added { number, queues } = added.map_err(|error| match error.raw_os_error() {
             Some(libc::EEXIST) => format!(
-                "there is a ublk device {number} already: choose another number, or 'auto' for one that is free"
+                "there is a ublk device {number} already: choose another number, or 'auto' for one that is free; \
+                 'ublk del -n {number}' removes one that nobody serves"
             ),
             Some(libc::EPERM) => "adding a ublk device needs CAP_SYS_ADMIN: start the server as root \
                                   (see --user)"
@@ -259,38 +339,74 @@ impl Keeping {
             _ => format!("cannot add a ublk device: {error}"),
         })?;
         self.device = Some(number);
+        self.seen = File::open(format!("/sys/class/ublk-char/ublkc{number}/uevent")).ok();
         self.file = Some(open_device(number).map_err(|error| error.to_string())?);
         Ok(Report::Added { number, queues })
     }
 
     /// Waits until nobody uses the disk, or the server has ended, and claims it.
     fn release(&mut self, number: u32) -> Result<(), String> {
-        let disk = Disk::new(number);
-        let mut told = String::new();
+        let disk = Arc::new(Disk::new(number));
+        let (mut told, mut pause) = (String::new(), FIRST_PAUSE);
         loop {
-            let claimed = disk.claim();
-            let claimed = claimed.map_err(|error| {
-                format!("cannot tell whether /dev/ublkb{number} is in use: {error}")
-            })?;
-            match claimed {
-                Claimed::Free(claim) => {
+            // In doubt it is used.
+            let users = match self.look(&disk, &mut told)? {
+                Ok(Claimed::Free(claim)) => {
                     self.claim = Some(claim);
                     return Ok(());
                 }
-                Claimed::Gone => return Ok(()),
-                Claimed::InUse(users) => {
-                    if users != told {
-                        let sent = Report::InUse(users.clone()).send(&mut self.stream);
-                        sent.map_err(|error| error.to_string())?;
-                        told = users;
-                    }
-                }
+                Ok(Claimed::Gone) => match self.control.is_live(number) {
+                    Ok(false) => return Ok(()),
+                    Ok(true) => "it is not in /sys/class/block, and cannot be looked at".into(),
+                    Err(error) => unknown(&error),
+                },
+                Ok(Claimed::InUse(users)) => users,
+                Err(error) => unknown(&error),
+            };
+            self.tell_users(users, &mut told)?;
+            if is_readable(&self.stream, pause) {
+                return Err("the server has ended".into());
             }
-            if is_readable(&self.stream, LOOK) {
+            pause = LONGEST_PAUSE.min(pause * 2);
+        }
+    }
+
+    /// Attempts to claim a disk. Tells the server if something does not answer, and waits until it does.
+    fn look(&mut self, disk: &Arc<Disk>, told: &mut String) -> Result<io::Result<Claimed>, String> {
+        let (result, answer) = mpsc::sync_channel(1);
+        let looking = disk.clone();
+        let looked = thread::Builder::new().spawn(move || result.send(looking.claim()));
+        if let Err(error) = looked {
+            return Ok(Err(error));
+        }
+        loop {
+            match answer.recv_timeout(LOOK) {
+                Ok(claimed) => return Ok(claimed),
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Ok(Err(io::Error::other("a thread has ended")));
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            self.tell_users(format!("{} does not answer", disk.looks_at()), told)?;
+            if is_readable(&self.stream, Duration::ZERO) {
                 return Err("the server has ended".into());
             }
         }
     }
+
+    /// Tells the server who uses the disk, unless it knows.
+    fn tell_users(&mut self, users: String, told: &mut String) -> Result<(), String> {
+        if users != *told {
+            let sent = Report::InUse(users.clone()).send(&mut self.stream);
+            sent.map_err(|error| error.to_string())?;
+            *told = users;
+        }
+        Ok(())
+    }
+}
+
+fn unknown(error: &io::Error) -> String {
+    format!("it cannot be told who uses it: {error}")
 }
 
 /// Whether there is something to read, or the other end is closed, within this time.

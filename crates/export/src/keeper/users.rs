@@ -1,6 +1,9 @@
 //! Who uses a disk: what is mounted from it, what other devices are on it, and who has it open.
 
+use parking_lot::Mutex;
 use std::collections::BTreeSet;
+use std::ffi::CString;
+use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -16,12 +19,24 @@ const NAMED: usize = 8;
 pub(crate) struct Disk {
     /// Its name: `ublkbN`.
     name: String,
+    /// What is being looked at, which may not answer.
+    looks_at: Mutex<String>,
 }
 
 /// The disk is claimed: until this is dropped it cannot be mounted, nor can other devices be put on it.
 #[derive(Debug)]
 pub(crate) struct Claim {
-    _file: File,
+    file: File,
+}
+
+impl Claim {
+    /// Writes what the kernel has of the disk.
+    ///
+    /// # Errors
+    /// Something written through the page cache has not reached the disk, now or since the claim.
+    pub(crate) fn write_back(&self) -> io::Result<()> {
+        self.file.sync_all()
+    }
 }
 
 /// What comes of an attempt to claim a disk.
@@ -37,7 +52,16 @@ pub(crate) enum Claimed {
 
 impl Disk {
     pub(crate) fn new(number: u32) -> Self {
-        Self { name: format!("ublkb{number}") }
+        Self { name: format!("ublkb{number}"), looks_at: Mutex::default() }
+    }
+
+    /// What is being looked at.
+    pub(crate) fn looks_at(&self) -> String {
+        self.looks_at.lock().clone()
+    }
+
+    fn look_at(&self, what: impl fmt::Display) {
+        *self.looks_at.lock() = what.to_string();
     }
 
     fn in_sysfs(&self) -> PathBuf {
@@ -54,7 +78,7 @@ impl Disk {
     pub(crate) fn claim(&self) -> io::Result<Claimed> {
         // First without a claim, which would make others fail.
         let Some(numbers) = self.numbers()? else { return Ok(Claimed::Gone) };
-        let open = openers(&numbers)?;
+        let open = self.openers(&numbers)?;
         if !open.is_empty() {
             return Ok(Claimed::InUse(self.named(&numbers, open)));
         }
@@ -75,9 +99,9 @@ impl Disk {
         }
         // Partitions may have been found meanwhile.
         let Some(numbers) = self.numbers()? else { return Ok(Claimed::Gone) };
-        let open = openers(&numbers)?;
+        let open = self.openers(&numbers)?;
         if open.is_empty() {
-            return Ok(Claimed::Free(Claim { _file: file }));
+            return Ok(Claimed::Free(Claim { file }));
         }
         Ok(Claimed::InUse(self.named(&numbers, open)))
     }
@@ -113,6 +137,40 @@ impl Disk {
             users.push(format!("{more} more"));
         }
         users.join(", ")
+    }
+
+    /// The processes, but for this one, and the loop devices that have a device with one of these numbers open.
+    ///
+    /// # Errors
+    /// One cannot be looked at.
+    fn openers(&self, numbers: &BTreeSet<u64>) -> io::Result<Vec<String>> {
+        let mut found = Vec::new();
+        for entry in fs::read_dir("/proc")? {
+            let path = entry?.path();
+            let number = path.file_name().and_then(|name| name.to_str()?.parse::<u32>().ok());
+            let Some(number) = number.filter(|number| *number != process::id()) else { continue };
+            self.look_at(format_args!("process {number}"));
+            let open = has_open(&path.join("fd"), numbers);
+            if open.map_err(|error| about(&format_args!("process {number}"), &error))? {
+                let name = fs::read_to_string(path.join("comm")).unwrap_or_default();
+                let name = name.trim().escape_debug();
+                found.push(format!("process {number} ({name}) has it open"));
+            }
+        }
+        for entry in fs::read_dir("/sys/class/block")? {
+            let path = entry?.path();
+            let Some(name) = path.file_name().filter(|_| path.join("loop/backing_file").exists())
+            else {
+                continue;
+            };
+            self.look_at(format_args!("loop device {}", name.display()));
+            let backing = backing_of_loop(&Path::new("/dev").join(name));
+            let backing = backing.map_err(|error| about(&name.display(), &error))?;
+            if backing.is_some_and(|of| numbers.contains(&of)) {
+                found.push(format!("{} is a loop device on it", name.display()));
+            }
+        }
+        Ok(found)
     }
 }
 
@@ -171,39 +229,46 @@ fn holders(disk: &Path) -> impl Iterator<Item = String> {
     [disk.to_owned()].into_iter().chain(parts).flat_map(move |part| names(part.join("holders")))
 }
 
-/// The processes, but for this one, and the loop devices that have a device with one of these numbers open.
-fn openers(numbers: &BTreeSet<u64>) -> io::Result<Vec<String>> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir("/proc")? {
-        let path = entry?.path();
-        let number = path.file_name().and_then(|name| name.to_str()?.parse::<u32>().ok());
-        let Some(number) = number.filter(|number| *number != process::id()) else { continue };
-        // A process that has ended meanwhile has nothing open.
-        let Ok(descriptors) = fs::read_dir(path.join("fd")) else { continue };
-        let mut descriptors = descriptors.filter_map(|entry| Some(entry.ok()?.path()));
-        if descriptors
-            .any(|path| device_behind(&path).is_some_and(|number| numbers.contains(&number)))
-        {
-            let name = fs::read_to_string(path.join("comm")).unwrap_or_default();
-            found.push(format!("process {number} ({}) has it open", name.trim().escape_debug()));
-        }
-    }
-    for entry in fs::read_dir("/sys/class/block")? {
-        let path = entry?.path();
-        if path.join("loop/backing_file").exists()
-            && let Some(name) = path.file_name()
-            && backing_of_loop(&Path::new("/dev").join(name))
-                .is_some_and(|of| numbers.contains(&of))
-        {
-            found.push(format!("{} is a loop device on it", name.display()));
-        }
-    }
-    Ok(found)
+/// The error with what it is about.
+fn about(what: &dyn fmt::Display, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{what}: {error}"))
 }
 
-/// The number of the block device behind a link of `/proc/PID/fd`. A file system is not asked, which might not answer.
-fn device_behind(link: &Path) -> Option<u64> {
-    let path = std::ffi::CString::new(link.as_os_str().as_bytes()).ok()?;
+/// Whether one of the descriptors in a directory of `/proc` is of a block device with one of these numbers.
+fn has_open(directory: &Path, numbers: &BTreeSet<u64>) -> io::Result<bool> {
+    // A process that has ended meanwhile has nothing open.
+    let ended = |error: &io::Error| {
+        error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH)
+    };
+    let unless_ended = |error| if ended(&error) { Ok(false) } else { Err(error) };
+    let entries = match fs::read_dir(directory) {
+        Ok(entries) => entries,
+        Err(error) => return unless_ended(error),
+    };
+    for entry in entries {
+        match entry.and_then(|entry| device_behind(&entry.path())) {
+            Ok(Some(number)) if numbers.contains(&number) => return Ok(true),
+            Ok(_) => {}
+            Err(error) => {
+                unless_ended(error)?;
+            }
+        }
+    }
+    Ok(false)
+}
+
+/// The number of the block device behind a link of `/proc/PID/fd`, if it is one.
+fn device_behind(link: &Path) -> io::Result<Option<u64>> {
+    /// Errors of file systems that have lost their server or device: what is behind the link is a file there.
+    const LOST: [i32; 6] = [
+        libc::ESTALE,
+        libc::ENOTCONN,
+        libc::ETIMEDOUT,
+        libc::EHOSTDOWN,
+        libc::EHOSTUNREACH,
+        libc::EIO,
+    ];
+    let path = CString::new(link.as_os_str().as_bytes())?;
     // SAFETY: all zeroes are a valid `statx`.
     let mut found: libc::statx = unsafe { std::mem::zeroed() };
     // SAFETY: the path ends with NUL, and the result has room.
@@ -212,25 +277,39 @@ fn device_behind(link: &Path) -> Option<u64> {
             libc::AT_FDCWD,
             path.as_ptr(),
             libc::AT_STATX_DONT_SYNC | libc::AT_NO_AUTOMOUNT,
-            libc::STATX_TYPE,
+            // Whoever asks for nothing is refused nothing by a user's FUSE mount. What the kernel knows is told anyway.
+            0,
             &raw mut found,
         )
     };
-    let is_block = done == 0 && u32::from(found.stx_mode) & libc::S_IFMT == libc::S_IFBLK;
-    is_block.then(|| libc::makedev(found.stx_rdev_major, found.stx_rdev_minor))
+    if done < 0 {
+        let error = io::Error::last_os_error();
+        let is_lost = error.raw_os_error().is_some_and(|number| LOST.contains(&number));
+        return if is_lost { Ok(None) } else { Err(error) };
+    }
+    let is_block = u32::from(found.stx_mode) & libc::S_IFMT == libc::S_IFBLK;
+    Ok(is_block.then(|| libc::makedev(found.stx_rdev_major, found.stx_rdev_minor)))
 }
 
-/// The number of the device that a loop device is on.
-fn backing_of_loop(path: &Path) -> Option<u64> {
+/// The number of the device that a loop device is on, if it is on one.
+fn backing_of_loop(path: &Path) -> io::Result<Option<u64>> {
     /// `LOOP_GET_STATUS64` and the length of `struct loop_info64` in `linux/loop.h`.
     const GET_STATUS: libc::Ioctl = 0x4c05;
     const LENGTH: usize = 232;
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()?;
+    let file = match OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path) {
+        Ok(file) => file,
+        Err(error) if error.raw_os_error() == Some(libc::ENXIO) => return Ok(None),
+        Err(error) => return Err(error),
+    };
     let mut info = [0_u64; LENGTH / 8];
     // SAFETY: the call writes the structure, for which there is room.
-    let done = unsafe { libc::ioctl(file.as_raw_fd(), GET_STATUS, info.as_mut_ptr()) };
-    // The third number is the device that the file is.
-    (done == 0).then_some(info[2])
+    if unsafe { libc::ioctl(file.as_raw_fd(), GET_STATUS, info.as_mut_ptr()) } == 0 {
+        // The third number is the device that the file is.
+        return Ok(Some(info[2]));
+    }
+    let error = io::Error::last_os_error();
+    // It is on nothing any more.
+    if error.raw_os_error() == Some(libc::ENXIO) { Ok(None) } else { Err(error) }
 }
 
 #[cfg(test)]
@@ -275,7 +354,19 @@ mod tests {
     fn what_is_no_block_device_has_no_number() {
         let file = File::open("/dev/null").unwrap();
         let link = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-        assert_eq!(device_behind(&link), None);
-        assert_eq!(device_behind(Path::new("/proc/self/fd/none")), None);
+        assert_eq!(device_behind(&link).unwrap(), None);
+        let none = device_behind(Path::new("/proc/self/fd/none")).unwrap_err();
+        assert_eq!(none.kind(), io::ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn who_has_ended_has_nothing_open_and_who_cannot_be_looked_at_is_an_error() {
+        let numbers = [libc::makedev(1, 1)].into();
+        assert!(!has_open(Path::new("/proc/self/fd"), &numbers).unwrap());
+        assert!(!has_open(Path::new("/proc/0/fd"), &numbers).unwrap());
+        // A file is no directory.
+        has_open(Path::new("/proc/self/comm"), &numbers).unwrap_err();
+        assert!(backing_of_loop(Path::new("/dev/null")).is_err());
+        assert!(backing_of_loop(Path::new("/dev/none")).is_err());
     }
 }

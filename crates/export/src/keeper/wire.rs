@@ -32,8 +32,9 @@ pub(crate) mod attribute {
     pub(crate) const FUA: u32 = 1 << 3;
 }
 
-/// The state of a device that is no disk, and the process that serves one that was.
+/// The states of a device that is no disk, and of one that is served; the process that serves a disk that was.
 pub(crate) const DEAD: u16 = 0;
+pub(crate) const LIVE: u16 = 1;
 pub(crate) const NOBODY: i32 = -1;
 
 /// Commands to the driver, and those that fetch requests.

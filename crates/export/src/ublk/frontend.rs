@@ -99,8 +99,7 @@ impl<D: BlockDevice> Frontend<D> for UblkFrontend {
         let file = Arc::new(File::from(file));
         let queues = (0..queues).map(|queue| Queue::new(&file, queue, depth));
         let queues = queues.collect::<io::Result<Vec<_>>>()?;
-        // The queues have it.
-        drop(file);
+        let kept = Kept { keeper: Arc::new(keeper), file };
         let served = Arc::new(Served {
             device: disk.device,
             geometry,
@@ -114,7 +113,7 @@ impl<D: BlockDevice> Frontend<D> for UblkFrontend {
         let control = Control(served.clone());
         let workers = self.workers.clone();
         let serving = async move {
-            let done = serve(&served, Arc::new(keeper), queues, &workers).await;
+            let done = serve(&served, kept, queues, &workers).await;
             drop(reserved);
             done
         };
@@ -156,34 +155,23 @@ impl<D: BlockDevice> ExportControl for Control<D> {
 /// A queue's task, wherever it runs.
 type Part = Pin<Box<dyn Future<Output = Result<io::Result<()>, JoinError>>>>;
 
+/// What has a device, beside its queues.
+struct Kept {
+    keeper: Arc<Keeper>,
+    /// The character device.
+    file: Arc<File>,
+}
+
 /// Serves a device until its export is removed and nobody uses it, or until it is stopped.
 async fn serve<D: BlockDevice>(
     served: &Arc<Served<D>>,
-    keeper: Arc<Keeper>,
+    Kept { keeper, file }: Kept,
     queues: Vec<Queue>,
     workers: &[Handle],
 ) -> io::Result<()> {
     let _abandoning = Abandoning(served);
-    let parts: Vec<Part> = queues
-        .into_iter()
-        .enumerate()
-        .map(|(number, queue)| -> Part {
-            let served = served.clone();
-            let part = move || async move { queue.serve(&served).await };
-            match workers.get(number % workers.len().max(1)) {
-                Some(worker) => Box::pin(worker.spawn_with(part)),
-                None => Box::pin(spawn(part())),
-            }
-        })
-        .collect();
-    let mut parts = pin!(async {
-        let mut result = Ok(());
-        for part in parts {
-            let part = part.await.unwrap_or_else(|error| Err(io::Error::other(error.to_string())));
-            result = result.and(part);
-        }
-        result
-    });
+    let mut keeper_ended = pin!(keeper.ended()?);
+    let mut parts = pin!(all(served, queues, workers));
     let mut drained = None;
     let mut end_waits = || {
         served.ending.request();
@@ -219,18 +207,28 @@ async fn serve<D: BlockDevice>(
     }
     served.begun.request();
 
-    let ended = match started {
-        // Who waits for the start is told of it.
-        Err(_) => None,
-        Ok(()) => {
-            poll_fn(|cx| match parts.as_mut().poll(cx) {
-                Poll::Ready(ended) => Poll::Ready(Some(ended)),
-                Poll::Pending if served.removed.is_requested() => Poll::Ready(None),
-                Poll::Pending => removed.as_mut().poll(cx).map(|()| None),
-            })
-            .await
-        }
+    // Who waits for the start is told if it has failed.
+    let is_disk = started.is_ok();
+    let ended = if is_disk {
+        let mut is_watched = true;
+        poll_fn(|cx| {
+            if let Poll::Ready(ended) = parts.as_mut().poll(cx) {
+                return Poll::Ready(Some(ended));
+            }
+            if is_watched && let Poll::Ready(ended) = keeper_ended.as_mut().poll(cx) {
+                is_watched = false;
+                match ended {
+                    Ok(()) => is_without_keeper(served.number),
+                    Err(error) => tracing::warn!(%error, "cannot watch the device's keeper"),
+                }
+            }
+            removed.as_mut().poll(cx).map(|()| None)
+        })
+        .await
+    } else {
+        None
     };
+    let mut written = Ok(());
     let ended = if let Some(ended) = ended {
         tracing::warn!(
             device = served.number,
@@ -238,33 +236,120 @@ async fn serve<D: BlockDevice>(
         );
         ended
     } else {
-        let stopped = stop(served, &keeper, end_waits).await;
-        if stopped.is_err() {
-            served.abandoned.request();
+        let mut stopping = pin!(stop(served, &keeper, end_waits));
+        let mut ended = None;
+        let stopped = poll_fn(|cx| {
+            if ended.is_none()
+                && let Poll::Ready(all) = parts.as_mut().poll(cx)
+            {
+                ended = Some(all);
+            }
+            stopping.as_mut().poll(cx)
+        })
+        .await;
+        match stopped {
+            // Somebody may have it mounted.
+            Err(Unstopped::Alone) if is_disk => is_without_keeper(served.number),
+            Err(_) => served.abandoned.request(),
+            Ok(_) => {}
         }
-        let ended = parts.await;
-        stopped.and(ended)
+        let all = match ended {
+            Some(ended) => ended,
+            None => parts.await,
+        };
+        written = stopped.map_err(Unstopped::into).and_then(|written| written);
+        all
     };
-    let deleted = unblock(move || keeper.delete()).await;
-    ended.and(deleted)
+    // While it is open no other device can have its number.
+    let closer = keeper.clone();
+    let deleted = if ended.is_ok() && unblock(move || closer.delete_open()).await.is_ok() {
+        Ok(())
+    } else {
+        drop(file);
+        unblock(move || keeper.delete()).await
+    };
+    written.and(ended).and(deleted)
 }
 
-/// Stops a disk once nobody uses it.
+/// Serves all queues. If one fails, none is served any longer.
+async fn all<D: BlockDevice>(
+    served: &Arc<Served<D>>,
+    queues: Vec<Queue>,
+    workers: &[Handle],
+) -> io::Result<()> {
+    let part = |(number, queue): (usize, Queue)| -> Part {
+        let served = served.clone();
+        let part = move || async move { queue.serve(&served).await };
+        match workers.get(number % workers.len().max(1)) {
+            Some(worker) => Box::pin(worker.spawn_with(part)),
+            None => Box::pin(spawn(part())),
+        }
+    };
+    let mut parts: Vec<_> = queues.into_iter().enumerate().map(part).collect();
+    let mut result = Ok(());
+    poll_fn(|cx| {
+        parts.retain_mut(|part| {
+            let Poll::Ready(ended) = part.as_mut().poll(cx) else { return true };
+            let ended = ended.unwrap_or_else(|error| Err(io::Error::other(error.to_string())));
+            if let Err(error) = ended {
+                served.abandoned.request();
+                if result.is_ok() {
+                    result = Err(error);
+                }
+            }
+            false
+        });
+        if parts.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+    result
+}
+
+/// Why a disk was not stopped.
+enum Unstopped {
+    /// The keeper has ended.
+    Alone,
+    /// Nobody uses the disk.
+    Failed(io::Error),
+}
+
+impl From<Unstopped> for io::Error {
+    fn from(why: Unstopped) -> Self {
+        match why {
+            Unstopped::Alone => Self::other("the device has lost its keeper"),
+            Unstopped::Failed(error) => error,
+        }
+    }
+}
+
+/// Stops a disk once nobody uses it. Returns whether everything that was written to it has reached the image.
 async fn stop<D: BlockDevice>(
     served: &Served<D>,
     keeper: &Arc<Keeper>,
     mut end_waits: impl FnMut(),
-) -> io::Result<()> {
+) -> Result<io::Result<()>, Unstopped> {
     let (number, releasing) = (served.number, keeper.clone());
     let released = unblock(move || {
         releasing.release(|users| {
             tracing::warn!("waiting until /dev/ublkb{number} is no longer used: {users}");
         })
     });
-    released.await?;
+    released.await.map_err(|_| Unstopped::Alone)?;
     end_waits();
     let stopping = keeper.clone();
-    unblock(move || stopping.stop()).await
+    let stopped = unblock(move || {
+        let written = stopping.write_back();
+        stopping.stop().map(|()| written)
+    });
+    stopped.await.map_err(Unstopped::Failed)
+}
+
+/// Nobody can tell any more whether a device is used, or remove it.
+fn is_without_keeper(number: u32) {
+    tracing::error!(
+        "the keeper of /dev/ublkb{number} has ended, which alone can tell who uses the device, and remove it: it is \
+         served on; when nobody uses it, kill this server (SIGKILL)"
+    );
 }
 
 /// Gives up the queues when dropped, and lets nobody wait for the start.

@@ -22,6 +22,8 @@ use std::task::{Context, Poll};
 pub(super) const POOL_BYTES: usize = 16 << 20;
 /// Number of requests to take before the thread's other tasks have a turn.
 const BURST: usize = 16;
+/// Number of results that the kernel gets at a time, unless there are no more requests to take.
+const BATCH: usize = 8;
 
 /// A queue that no thread serves yet.
 pub(super) struct Queue {
@@ -67,52 +69,77 @@ impl Queue {
         }
         // The tags with a request, or a command that fetches one.
         let mut live = usize::from(depth);
+        // Those with a request.
+        let held = RefCell::new(vec![false; usize::from(depth)]);
+        let commit = |commands: &mut Commands| {
+            for (tag, result) in results.borrow_mut().drain(..) {
+                held.borrow_mut()[usize::from(tag)] = false;
+                fetch(commands, Command::CommitAndFetch, tag, result);
+            }
+            commands.submit()
+        };
         let mut work = |cx: &mut Context<'_>| -> Poll<io::Result<()>> {
             let mut taken = 0;
             loop {
                 slots.borrow_mut().poll(cx);
-                for (tag, result) in results.borrow_mut().drain(..) {
-                    fetch(&mut commands, Command::CommitAndFetch, tag, result);
-                }
-                commands.submit()?;
-                let Some((token, result)) = commands.take() else {
-                    if live == 0 {
-                        return Poll::Ready(Ok(()));
-                    }
-                    let is_ready = !results.borrow().is_empty() || commands.is_full();
-                    if !is_ready && commands.poll_completions(cx)?.is_pending() {
-                        return Poll::Pending;
-                    }
-                    continue;
-                };
-                let tag = token as u16;
-                if result == 0 {
-                    let descriptor = descriptors.read(tag);
-                    let (service, results) = (&service, &results);
-                    slots.borrow_mut().start(|| async move {
-                        let result = service.serve(tag, descriptor).await;
-                        results.borrow_mut().push((tag, result));
-                    });
-                } else {
-                    live -= 1;
-                    if result != -libc::ENODEV {
+                commit(&mut commands)?;
+                let before = taken;
+                while taken < BURST
+                    && let Some((token, result)) = commands.take()
+                {
+                    taken += 1;
+                    let tag = token as u16;
+                    if result == 0 {
+                        let descriptor = descriptors.read(tag);
+                        held.borrow_mut()[usize::from(tag)] = true;
+                        let (service, results) = (&service, &results);
+                        slots.borrow_mut().start(|| async move {
+                            let result = service.serve(tag, descriptor).await;
+                            results.borrow_mut().push((tag, result));
+                        });
+                        // Whoever waits for these goes on while the next ones are served.
+                        if results.borrow().len() == BATCH {
+                            commit(&mut commands)?;
+                        }
+                    } else if result == -libc::ENODEV {
+                        live -= 1;
+                    } else {
+                        // Its request would never end.
                         let error = io::Error::from_raw_os_error(-result);
                         tracing::error!(queue = number, tag, %error, "the kernel has refused a command");
+                        return Poll::Ready(Err(error));
                     }
                 }
-                taken += 1;
                 if taken == BURST {
+                    commit(&mut commands)?;
                     cx.waker().wake_by_ref();
+                    return Poll::Pending;
+                }
+                if taken > before {
+                    continue;
+                }
+                if live == 0 {
+                    return Poll::Ready(Ok(()));
+                }
+                if !commands.is_full() && commands.poll_completions(cx)?.is_pending() {
                     return Poll::Pending;
                 }
             }
         };
         let mut abandoned = pin!(served.abandoned.requested());
-        poll_fn(|cx| match abandoned.as_mut().poll(cx) {
+        let ended = poll_fn(|cx| match abandoned.as_mut().poll(cx) {
             Poll::Ready(()) => Poll::Ready(Err(io::Error::other("the device was given up"))),
             Poll::Pending => work(cx),
         })
-        .await
+        .await;
+        if ended.is_err() {
+            // The kernel ends only requests that it can still hand over.
+            let held = held.borrow();
+            let held = (0..depth).filter(|tag| held[usize::from(*tag)]);
+            held.for_each(|tag| fetch(&mut commands, Command::CommitAndFetch, tag, -libc::EIO));
+            let _ = commands.submit();
+        }
+        ended
     }
 }
 

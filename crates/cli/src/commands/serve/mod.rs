@@ -182,7 +182,10 @@ async fn serve<H: Host + Clone>(
     if let Err(error) = announce(out, monitor) {
         tracing::warn!(%error, "cannot print the exports' addresses");
     }
-    WhenReady { daemon, log }.ready()?;
+    if let Err(failure) = (WhenReady { daemon, log }).ready() {
+        monitor.end().await;
+        return Err(failure);
+    }
     notify("READY=1");
 
     let is_controlled = !controls.is_empty();
