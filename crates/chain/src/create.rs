@@ -446,6 +446,7 @@ async fn backing<H: Host>(
         .ok_or_else(|| refused(format!("Unknown driver '{}'", format.escape_debug())))?;
     let path = host.resolve(name, &plain?);
     let options = OpenOptions::new().format(format).secrets(Secrets::unneeded());
+    let options = options.index(host.kept(&path).is_none());
     let present = match host.open(&path, present).await {
         Ok(file) => Some(file),
         Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
@@ -485,6 +486,7 @@ pub(crate) async fn unwritten<H: Host>(
         .ok_or_else(|| refused(format!("Unknown driver '{}'", format.escape_debug())))?;
     let path = host.resolve(name, &name_in_header(host, name, "backing file", file, &Trust::Full)?);
     let options = OpenOptions::new().format(format).secrets(Secrets::unneeded());
+    let options = options.index(host.kept(&path).is_none());
     let chain = open_chain(host, &path, &options.locking(Locking::Immediate)).await;
     let unsuitable = |source: DiskError| DiskError::Backing {
         overlay: name.to_owned(),

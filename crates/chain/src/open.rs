@@ -544,6 +544,8 @@ fn backing_of<H: Host>(
         }
         None => None,
     };
-    let description = name.starts_with("json:").then(|| name.clone());
+    // The header of a layer that the host keeps does not decide what is below it.
+    let describes = name.starts_with("json:") && host.kept(layer.name()).is_none();
+    let description = describes.then(|| name.clone());
     Ok(Some(Next { name: path, format, description }))
 }

@@ -22,6 +22,7 @@ mod messages;
 mod nbd_options;
 mod null;
 mod options;
+mod overlays;
 mod program;
 mod runtime;
 mod screen;

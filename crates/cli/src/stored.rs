@@ -174,15 +174,19 @@ pub(crate) fn options_of(chain: &Chain, options: OpenOptions) -> OpenOptions {
 
 /// The format of a chain's top layer, and what is below each layer.
 pub(crate) fn files_of(chain: &Chain) -> (Option<ImageFormat>, Vec<Below>) {
-    let format = |format| match format {
+    let mut layers = chain.layers();
+    let top = layers.next().map(|(_, of)| format_of(of));
+    let below =
+        layers.map(|(name, of)| Below::Given(BackingFile { name, format: Some(format_of(of)) }));
+    (top, below.chain([Below::Nothing]).collect())
+}
+
+/// The format of a layer.
+pub(crate) fn format_of(format: Format) -> ImageFormat {
+    match format {
         Format::Qcow2 => ImageFormat::Qcow2,
         Format::Raw => ImageFormat::Raw,
-    };
-    let mut layers = chain.layers();
-    let top = layers.next().map(|(_, of)| format(of));
-    let below =
-        layers.map(|(name, of)| Below::Given(BackingFile { name, format: Some(format(of)) }));
-    (top, below.chain([Below::Nothing]).collect())
+    }
 }
 
 /// The files that clients of object stores read: the certificates of authorities, and credentials. What lies beside the

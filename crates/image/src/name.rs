@@ -9,7 +9,7 @@ use std::borrow::Cow;
 use std::path::Path;
 
 /// The field whose name may be a description.
-const BACKING_FILE: &str = "backing file";
+pub(crate) const BACKING_FILE: &str = "backing file";
 
 /// The name that a header's backing or data file name stands for, which `host` [resolves](Host::resolve), or an error
 /// if it must not be opened.
@@ -24,8 +24,17 @@ pub fn name_in_header<'a, H: Host>(
     name: &'a str,
     trust: &Trust,
 ) -> Result<Cow<'a, str>> {
-    if *trust == Trust::Full && host.protocol_name(name) && !name.contains('\0') {
-        return Ok(Cow::Borrowed(name));
+    if host.protocol_name(name) && !name.contains('\0') {
+        if *trust == Trust::Full {
+            return Ok(Cow::Borrowed(name));
+        }
+        return Err(DiskError::Refused {
+            image: image.to_owned(),
+            reason: format!(
+                "its {field} is '{}': an untrusted image may name only files and block devices, not protocols",
+                name.escape_debug()
+            ),
+        });
     }
     let plain = plain_file_name(image, field, name)?;
     let part = Part::of_name(image);

@@ -7,7 +7,7 @@ use crate::l1_table::L1Table;
 use crate::layer::{ImageFormat, Layer, OpeningId, Qcow2, ShownLog};
 use crate::luks;
 use crate::memory::Reserved;
-use crate::name::name_in_header;
+use crate::name::{BACKING_FILE, name_in_header};
 use crate::options::{OpenOptions, SnapshotChoice, Trust};
 use crate::probe::format_of;
 use crate::recovery::{Purpose, Recovered, overlay, recover};
@@ -21,11 +21,12 @@ use isobath_qcow2::head::MAX_HEAD_L1_ENTRIES;
 use isobath_qcow2::index::LayerStamp;
 use isobath_qcow2::l1::L1_ENTRY_SIZE;
 use isobath_qcow2::{Extension, Head, Header, IncompatibleFeatures, L1Entry, ParseMode};
-use isobath_storage::{Access, Host, IoBuf, Storage, StorageExt, is_descriptor_set};
+use isobath_storage::{Access, Host, IoBuf, KeptLayer, Storage, StorageExt, is_descriptor_set};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The path of a file that the image `referrer` names, after checking that it may be opened.
+/// The path of a file that the image `referrer` names, after checking that it may be opened. What is below a layer that
+/// the host [keeps](Host::kept) is not decided by its header.
 pub fn referenced_file<H: Host>(
     host: &H,
     referrer: &Path,
@@ -33,6 +34,11 @@ pub fn referenced_file<H: Host>(
     name: &str,
     trust: &Trust,
 ) -> Result<PathBuf> {
+    if let Some(KeptLayer { below: Some(below) }) =
+        host.kept(referrer).filter(|_| field == BACKING_FILE)
+    {
+        return Ok(below);
+    }
     let path = host.resolve(referrer, &name_in_header(host, referrer, field, name, trust)?);
     if let Trust::Within(directories) = trust {
         if is_descriptor_set(&path) {

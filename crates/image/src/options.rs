@@ -175,6 +175,9 @@ pub struct OpenOptions {
     pub backing_files: Vec<Below>,
     /// How far names in headers are trusted.
     pub trust: Trust,
+    /// Whether direct-access indexes are used and written. They are not where verifying one reads more than it saves,
+    /// as with layers that are read over a network.
+    pub index: bool,
     /// Layers of which a direct-access index has the [head](isobath_qcow2::Head) are opened without being read. Who
     /// examines or rewrites an index reads them.
     pub heads: bool,
@@ -222,6 +225,7 @@ impl Default for OpenOptions {
             data_file: None,
             backing_files: Vec::new(),
             trust: Trust::default(),
+            index: true,
             heads: true,
             named: false,
             metadata: MetadataMode::default(),
@@ -282,6 +286,7 @@ setters! {
     backing: bool,
     backing_files: Vec<Below>,
     trust: Trust,
+    index: bool,
     heads: bool,
     named: bool,
     metadata: MetadataMode,
@@ -297,7 +302,8 @@ impl OpenOptions {
     /// Whether an index is used: it is trusted, and describes what is opened. A malicious one could expose parts of the
     /// files below that no guest may see; one of the current state says nothing of a snapshot.
     pub fn may_use_index(&self) -> bool {
-        self.trust == Trust::Full
+        self.index
+            && self.trust == Trust::Full
             && self.snapshot.is_none()
             && self.backing_files.iter().all(|below| *below == Below::Named)
     }

@@ -60,6 +60,10 @@ pub fn commit<H: Host>(
     if disk.writer.is_none() {
         return Err(DiskError::ReadOnly);
     }
+    disk.check_changeable(base)?;
+    if let Some(name) = options.backing_file.as_ref().filter(|_| top < disk.active_index()) {
+        disk.check_name_given(top.above(), base, name)?;
+    }
     let job = Job::new(JobKind::Commit, job);
     let claim = live.claim(Arc::clone(&job) as _)?;
     let task = Commit { live: Arc::clone(live), options, base, top, follow: None };

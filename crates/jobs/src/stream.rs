@@ -81,6 +81,10 @@ pub fn stream<H: Host>(
     if !writable {
         return Err(DiskError::ReadOnly);
     }
+    disk.check_changeable(top)?;
+    if let (Some(base), Some(name)) = (base, &options.backing_file) {
+        disk.check_name_given(top, base, name)?;
+    }
     let first = base.map_or(0, |base| base.get() + 1);
     let overlay = disk.layer(top)?;
     let snapshots = overlay.header().map_or(0, |header| header.nb_snapshots);

@@ -5,7 +5,7 @@
 
 use isobath_storage::{
     Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IndexFile, IoBuf,
-    Made, OpenMode, Reflink, Result, Storage, ZeroMode,
+    KeptLayer, Made, OpenMode, Reflink, Result, Storage, ZeroMode,
 };
 use std::any::Any;
 use std::path::{Path, PathBuf};
@@ -48,6 +48,7 @@ trait DynHost: Send + Sync {
     fn find(&self, name: &Path) -> Result<Option<FileId>>;
     fn protocol_name(&self, name: &str) -> bool;
     fn index_of(&self, top: &Path) -> Option<IndexFile>;
+    fn kept(&self, image: &Path) -> Option<KeptLayer>;
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf;
 }
 
@@ -105,6 +106,10 @@ impl<H: Host> DynHost for Typed<H> {
         self.0.index_of(top)
     }
 
+    fn kept(&self, image: &Path) -> Option<KeptLayer> {
+        self.0.kept(image)
+    }
+
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {
         self.0.resolve(referrer, name)
     }
@@ -152,6 +157,10 @@ impl Host for AnyHost {
 
     fn index_of(&self, top: &Path) -> Option<IndexFile> {
         self.0.index_of(top)
+    }
+
+    fn kept(&self, image: &Path) -> Option<KeptLayer> {
+        self.0.kept(image)
     }
 
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {

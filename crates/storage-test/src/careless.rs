@@ -2,8 +2,8 @@
 //! it would notice.
 
 use isobath_storage::{
-    Allocation, Capabilities, FileId, Host, Identity, IndexFile, IoBuf, Made, OpenMode, Result,
-    Storage, StorageExt as _, ZeroMode,
+    Allocation, Capabilities, FileId, Host, Identity, IndexFile, IoBuf, KeptLayer, Made, OpenMode,
+    Result, Storage, StorageExt as _, ZeroMode,
 };
 use parking_lot::Mutex;
 use std::path::{Path, PathBuf};
@@ -140,6 +140,10 @@ impl<H: Host> Host for CarelessHost<H> {
 
     fn index_of(&self, top: &Path) -> Option<IndexFile> {
         self.inner.index_of(top)
+    }
+
+    fn kept(&self, image: &Path) -> Option<KeptLayer> {
+        self.inner.kept(image)
     }
 
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {

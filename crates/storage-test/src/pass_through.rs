@@ -2,8 +2,8 @@
 
 use isobath_storage::{
     Access, Allocation, BoxFuture, Capabilities, Extensions, FileId, Hints, Host, Identity,
-    IndexFile, IoBuf, Layout, Made, OpenMode, Reflink, Result, Roles, Stamp, Stamps, Storage,
-    ZeroMode,
+    IndexFile, IoBuf, KeptLayer, Layout, Made, OpenMode, Reflink, Result, Roles, Stamp, Stamps,
+    Storage, ZeroMode,
 };
 use std::future::Future;
 use std::path::{Path, PathBuf};
@@ -216,6 +216,10 @@ impl<H: Host, K: HostHooks> Host for PassThrough<H, K> {
 
     fn index_of(&self, top: &Path) -> Option<IndexFile> {
         self.inner.index_of(top)
+    }
+
+    fn kept(&self, image: &Path) -> Option<KeptLayer> {
+        self.inner.kept(image)
     }
 
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {

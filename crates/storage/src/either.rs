@@ -6,7 +6,7 @@
 use crate::error::{Operation, StorageError};
 use crate::{
     Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IndexFile, IoBuf,
-    Made, OpenMode, Reflink, Result, Storage, ZeroMode,
+    KeptLayer, Made, OpenMode, Reflink, Result, Storage, ZeroMode,
 };
 use std::fmt;
 use std::io;
@@ -148,6 +148,13 @@ impl<A: Host, B: Host> Host for EitherHost<A, B> {
         match (self.rule)(top) {
             Side::First => self.first.index_of(top),
             Side::Second => self.second.index_of(top),
+        }
+    }
+
+    fn kept(&self, image: &Path) -> Option<KeptLayer> {
+        match (self.rule)(image) {
+            Side::First => self.first.kept(image),
+            Side::Second => self.second.kept(image),
         }
     }
 

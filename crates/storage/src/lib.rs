@@ -323,6 +323,15 @@ pub struct IndexFile {
     pub root: Arc<[u8]>,
 }
 
+/// A layer of a chain that a host keeps as it is: it is never written to, and its name is the only one that a header
+/// may have for it, a [protocol name](Host::protocol_name).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeptLayer {
+    /// The name of the layer below, whatever name the layer's own header has for it. `None` if it is the base, or
+    /// cannot be opened.
+    pub below: Option<PathBuf>,
+}
+
 /// Opens files by name.
 pub trait Host: Send + Sync + 'static {
     /// The type of an open file.
@@ -398,6 +407,13 @@ pub trait Host: Send + Sync + 'static {
     /// a file of its own, and vouches that it describes the layers that it opens. By default there is none.
     fn index_of(&self, top: &Path) -> Option<IndexFile> {
         let _ = top;
+        None
+    }
+
+    /// What this host knows of the image with this name, if it keeps it as a layer of a chain. By default it keeps
+    /// none.
+    fn kept(&self, image: &Path) -> Option<KeptLayer> {
+        let _ = image;
         None
     }
 

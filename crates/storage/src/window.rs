@@ -8,7 +8,7 @@ use crate::error::{Operation, StorageError};
 use crate::sectors::{SectorCipher, Sectors, around};
 use crate::{
     Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IndexFile, IoBuf,
-    Made, OpenMode, Reflink, Result, SECTOR, Storage, StorageExt, ZeroMode,
+    KeptLayer, Made, OpenMode, Reflink, Result, SECTOR, Storage, StorageExt, ZeroMode,
 };
 use std::io;
 use std::ops::Range;
@@ -170,6 +170,11 @@ impl<H: Host> Host for WindowHost<H> {
             Some(_) => None,
             None => self.0.index_of(top),
         }
+    }
+
+    /// A part is no layer of a chain.
+    fn kept(&self, image: &Path) -> Option<KeptLayer> {
+        if Part::of_name(image).is_some() { None } else { self.0.kept(image) }
     }
 
     /// Names in an image that is a part are relative to the file's directory.

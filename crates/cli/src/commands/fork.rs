@@ -4,8 +4,9 @@ use crate::commands::create;
 use crate::failure::{Failure, Outcome};
 use crate::host::images;
 use crate::image_name::{Naming, is_of_kind};
+use crate::stored::{self, CacheOptions};
 use crate::workers::{self, Progress};
-use crate::{descriptors, messages, options, runtime};
+use crate::{descriptors, messages, options, overlays, runtime};
 use isobath_disk::{DiskError, Forked, ImageFormat, NewDisk, Preallocation, fork};
 use isobath_ring::Signals;
 use isobath_storage::{Host, shown};
@@ -30,9 +31,9 @@ const DESCRIPTORS: u64 = 256;
 /// are.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The base's format
-    #[arg(short = 'F', long, value_name = "FMT", default_value = "qcow2")]
-    backing_format: String,
+    /// The base's format [default: qcow2, or that of a chain in a store]
+    #[arg(short = 'F', long, value_name = "FMT")]
+    backing_format: Option<String>,
     /// Make so many overlays; '{}' in the name of OVERLAY stands for the number of each
     #[arg(short = 'n', long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..=MOST))]
     count: Option<u64>,
@@ -51,7 +52,9 @@ pub(crate) struct Args {
     /// Print only errors
     #[arg(short, long)]
     quiet: bool,
-    /// The base
+    #[command(flatten)]
+    stored: CacheOptions,
+    /// The base: an image, or a chain in a store, named as for 'isobath pull'
     base: PathBuf,
     /// The new overlays
     #[arg(required = true, value_name = "OVERLAY")]
@@ -194,11 +197,23 @@ fn new_disk(
     if new.preallocation != Preallocation::Off {
         return Err(Failure::new("overlays that are made together cannot be preallocated"));
     }
+    if let Some(address) = stored::address(&args.base)? {
+        let above = overlays::new_overlay(&*args.stored.open_now(&address)?);
+        if args.backing_format.is_some() && args.backing_format != above.backing_format {
+            return Err(Failure::new(
+                "the formats of a chain in a store are those of its manifest: leave out --backing-format",
+            ));
+        }
+        new.backing_file = above.backing_file;
+        new.backing_format = above.backing_format;
+        return Ok(new.index(false));
+    }
     let base = in_headers(&args.base, names)?;
     let below = images().resolve(&names[0], &base);
-    is_of_kind(&args.backing_format, &below.to_string_lossy()).map_err(|error| refused(&error))?;
+    let format = args.backing_format.as_deref().unwrap_or("qcow2");
+    is_of_kind(format, &below.to_string_lossy()).map_err(|error| refused(&error))?;
     new.backing_file = Some(base);
-    new.backing_format = Some(args.backing_format.clone());
+    new.backing_format = Some(format.to_owned());
     Ok(new)
 }
 

@@ -50,6 +50,7 @@ mod messages;
 mod names_and_nulls;
 mod nbd_names;
 mod options_name_files;
+mod overlays;
 mod pauses;
 mod programs;
 mod qemu_img_options;

@@ -341,7 +341,7 @@ fn what_the_tables_of_a_chain_may_take_is_reserved() {
 }
 
 /// The environment in which a bucket of this server is used.
-fn in_bucket<'c>(command: &'c mut Command, server: &s3::Server) -> &'c mut Command {
+pub(crate) fn in_bucket<'c>(command: &'c mut Command, server: &s3::Server) -> &'c mut Command {
     command
         .env("AWS_ACCESS_KEY_ID", "key")
         .env("AWS_SECRET_ACCESS_KEY", "secret")

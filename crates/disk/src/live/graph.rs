@@ -297,6 +297,9 @@ impl<H: Host> Disk<H> {
         let layer = |index| self.layer(index);
         let (overlay, next_layer) = (layer(top)?, layer(next)?);
         let below = layer(LayerIndex::new(next.get().saturating_sub(1)))?;
+        if let (Some(_), Some(name)) = (self.host.kept(below.name()), below.name().to_str()) {
+            return Ok(name.to_owned());
+        }
         let named = next_layer.header().and_then(|header| header.backing_file).filter(|name| {
             let beside = next_layer.name().parent() == overlay.name().parent();
             Path::new(name).is_absolute() || beside && !is_descriptor_set(overlay.name())
@@ -326,6 +329,45 @@ impl<H: Host> Disk<H> {
             Some(name) if means == below.name() => Ok(name.to_owned()),
             _ => backing_name(below.name(), overlay.name()),
         }
+    }
+
+    /// Refuses to change a layer that its host keeps as it is.
+    ///
+    /// # Errors
+    /// If it is such a layer.
+    pub fn check_changeable(&self, index: LayerIndex) -> Result<()> {
+        let layer = self.layer(index)?;
+        if self.host.kept(layer.name()).is_none() {
+            return Ok(());
+        }
+        Err(DiskError::Refused {
+            image: layer.name().to_owned(),
+            reason: "it is a layer of a chain in a store, which is only read: name a layer above the chain".into(),
+        })
+    }
+
+    /// Checks a name that somebody gives the layer `of` for its backing file, which is to be the layer `base`. Above
+    /// layers that their host keeps it must lead to the base: nothing else that the disk could be opened by does.
+    ///
+    /// # Errors
+    /// If it leads elsewhere.
+    pub fn check_name_given(&self, of: LayerIndex, base: LayerIndex, name: &str) -> Result<()> {
+        if self.layers().all(|layer| self.host.kept(layer.name()).is_none()) {
+            return Ok(());
+        }
+        let (of, base) = (self.layer(of)?, self.layer(base)?);
+        if self.names(of, "backing file", name, (base.name(), base.storage().id())) {
+            return Ok(());
+        }
+        Err(DiskError::Refused {
+            image: of.name().to_owned(),
+            reason: format!(
+                "the disk is above a chain in a store, and the name '{}' for its backing file does not lead to '{}'; \
+                 leave out 'backing-file'",
+                name.escape_debug(),
+                isobath_storage::shown(base.name())
+            ),
+        })
     }
 
     /// Whether the backing file that the header of `layer` names is the one that is open as `below`.

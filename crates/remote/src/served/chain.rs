@@ -1,5 +1,6 @@
 //! A chain that is read from its store.
 
+use super::pinned::{Pinned, pins};
 use crate::address::Address;
 use crate::cache::{Cache, ObjectKind};
 use crate::digest::{BLOCK, Digest, Table};
@@ -11,6 +12,7 @@ use crate::keys;
 use crate::manifest::{Format, IndexObject, Layer, MAX_MANIFEST, Manifest};
 use crate::progress::Progress;
 use crate::store::{Limits, Store};
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,6 +36,9 @@ pub struct Chain {
     /// From the base to the top.
     layers: Vec<Arc<RemoteLayer>>,
     index: Option<Index>,
+    /// The [pin](Pinned) of each layer, and the number of the layer that has a pin.
+    pins: Vec<Digest>,
+    numbers: HashMap<Digest, usize>,
     /// The store did not answer, and the manifest is the one that was read last.
     last_known: Option<String>,
 }
@@ -102,6 +107,8 @@ impl Chain {
         let common = Arc::new(Common::new(fetcher, Arc::clone(cache)));
         let (heads, index_head) = heads.into_parts();
         let index = index(manifest.index.as_ref(), index_head, &common)?;
+        let pins: Vec<_> = pins(manifest.layers.iter().zip(&heads)).collect();
+        let numbers = pins.iter().enumerate().map(|(number, pin)| (*pin, number)).collect();
         let mut layers = Vec::new();
         for (layer, mut head) in manifest.layers.into_iter().zip(heads) {
             let table = std::mem::take(&mut head.table);
@@ -117,7 +124,7 @@ impl Chain {
             layers.push(Arc::new(RemoteLayer::new(key, layer, head, table, Arc::clone(&common))));
         }
         let address = address.clone();
-        Ok(Arc::new(Self { address, layers, index, last_known }))
+        Ok(Arc::new(Self { address, layers, index, pins, numbers, last_known }))
     }
 
     /// Where it is.
@@ -175,6 +182,49 @@ impl Chain {
             return self.address.to_string().into();
         }
         format!("{}#{number}", self.address).into()
+    }
+
+    /// The format of the top layer.
+    pub fn format(&self) -> Format {
+        let Some(top) = self.layers.last() else { unreachable!("a chain has a layer") };
+        top.described().format
+    }
+
+    /// The name of all layers as they are now, for the header of an image above them. It leads to the same layers when
+    /// others have been pushed on top, and to none if one of them is replaced.
+    pub fn pinned(&self) -> Pinned {
+        let Some(digest) = self.pins.last() else { unreachable!("a chain has a layer") };
+        Pinned { address: self.address.clone(), digest: *digest }
+    }
+
+    /// Checks that the chain has these layers as its lower ones.
+    ///
+    /// # Errors
+    /// It has not.
+    pub fn check(&self, pinned: &Pinned) -> Result<()> {
+        self.number_of(pinned).map(|_| ()).ok_or_else(|| Error::refused(self.without(pinned)))
+    }
+
+    /// What is said of layers that the chain does not have.
+    pub(super) fn without(&self, pinned: &Pinned) -> String {
+        format!(
+            "'{}' has no layers '{pinned}' now: they were replaced in the store, or are described otherwise there. \
+             Push them again under this name, from where they are, or under another, and lead the image there with \
+             'isobath rebase -u'",
+            self.address
+        )
+    }
+
+    /// The number of the highest of these layers.
+    pub(super) fn number_of(&self, pinned: &Pinned) -> Option<usize> {
+        let number = self.numbers.get(&pinned.digest).filter(|_| pinned.address == self.address);
+        number.copied()
+    }
+
+    /// The name of the layer with this number, and of those below it, for the header of an image above them.
+    pub(super) fn pinned_at(&self, number: usize) -> Option<Pinned> {
+        let digest = *self.pins.get(number)?;
+        Some(Pinned { address: self.address.clone(), digest })
     }
 
     /// The layer with this number.

@@ -2,8 +2,11 @@
 
 use super::chain::{Chain, INDEX};
 use super::file::{RemoteFile, read_only};
+use super::pinned::Pinned;
 use crate::fetch::RemoteLayer;
-use isobath_storage::{FileId, Host, IndexFile, OpenMode, Operation, Result, StorageError};
+use isobath_storage::{
+    FileId, Host, IndexFile, KeptLayer, OpenMode, Operation, Result, StorageError,
+};
 use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -44,8 +47,13 @@ impl RemoteHost {
         self.chain(address)?.index_object().map(Arc::clone)
     }
 
-    /// The layer that a name is of, by its number.
+    /// The chain that a name is of, and the number of the layer.
     fn layer(&self, name: &str) -> Option<(Arc<Chain>, usize)> {
+        if let Some(pinned) = Pinned::parse(name) {
+            let chain = self.chain(&pinned.address.to_string())?;
+            let number = chain.number_of(&pinned)?;
+            return Some((chain, number));
+        }
         if let Some(chain) = self.chain(name) {
             let top = chain.depth().checked_sub(1)?;
             return Some((chain, top));
@@ -59,10 +67,26 @@ impl RemoteHost {
     fn find_layer(&self, operation: Operation, name: &Path) -> Result<(Arc<Chain>, usize)> {
         let text = name.to_str().unwrap_or_default();
         self.layer(text).ok_or_else(|| {
-            let text = "it is the name of a chain in a store: a command reads it if its command line names it as the \
-                        image, and 'isobath pull CHAIN DIRECTORY' makes files of it";
+            let text = self.why_not(text);
             StorageError::new(operation, name, io::Error::new(io::ErrorKind::NotFound, text))
         })
+    }
+
+    /// Why there is no layer of this name.
+    fn why_not(&self, name: &str) -> String {
+        let Some(pinned) = Pinned::parse(name) else {
+            return "it is the name of a chain in a store: a command reads it if its command line names it as the \
+                    image, and 'isobath pull CHAIN DIRECTORY' makes files of it"
+                .to_owned();
+        };
+        let address = &pinned.address;
+        match self.chain(&address.to_string()) {
+            Some(chain) => chain.without(&pinned),
+            None => format!(
+                "these are layers of a chain in a store, and only the command line of a server names one: 'isobath \
+                 serve {address} --overlay IMAGE' serves the disk, with the topmost local image as IMAGE"
+            ),
+        }
     }
 }
 
@@ -98,16 +122,38 @@ impl Host for RemoteHost {
         Ok(chain.layer(number).map(|layer| RemoteFile::id_of(layer)))
     }
 
-    /// The index of a chain, for its top layer.
+    /// The index of a chain, for its top layer under the chain's own name. What local images name by a pin is to be
+    /// what the pin covers, and it does not cover the index, which is another when the chain has grown.
     fn index_of(&self, top: &Path) -> Option<IndexFile> {
-        let (chain, number) = self.layer(top.to_str()?)?;
-        let (name, root) = chain.index().filter(|_| number + 1 == chain.depth())?;
+        let chain = self.chain(top.to_str()?)?;
+        let (name, root) = chain.index()?;
         Some(IndexFile { name, root: Arc::clone(root) })
     }
 
-    /// In a layer of a chain the one below, whatever name the header has: the manifest gives the order. No header of
-    /// another image names a layer: the names of layers have no [protocol](Host::protocol_name).
+    /// Names of [certain layers](Pinned), whether or not there are such.
+    fn protocol_name(&self, name: &str) -> bool {
+        Pinned::parse(name).is_some()
+    }
+
+    /// Layers that have such a name.
+    fn kept(&self, image: &Path) -> Option<KeptLayer> {
+        let name = image.to_str().filter(|name| self.protocol_name(name))?;
+        let below = self.layer(name).and_then(|(chain, number)| {
+            let below = chain.pinned_at(number.checked_sub(1)?)?;
+            Some(below.to_string().into())
+        });
+        Some(KeptLayer { below })
+    }
+
+    /// A name of certain layers stands for itself. In a layer of a chain it is the one below, whatever name the header
+    /// has: the manifest gives the order. No header names a layer in another way.
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {
+        if let Some(KeptLayer { below: Some(below) }) = self.kept(referrer) {
+            return below;
+        }
+        if self.protocol_name(name) {
+            return name.into();
+        }
         let referrer = referrer.to_str().and_then(|referrer| self.layer(referrer));
         match referrer.and_then(|(chain, number)| Some(chain.name_of(number.checked_sub(1)?))) {
             Some(below) => below,

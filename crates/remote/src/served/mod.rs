@@ -3,7 +3,9 @@
 mod chain;
 mod file;
 mod host;
+mod pinned;
 
 pub use chain::Chain;
 pub use file::RemoteFile;
 pub use host::{RemoteHost, is_name};
+pub use pinned::Pinned;

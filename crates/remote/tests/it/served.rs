@@ -640,6 +640,69 @@ fn the_names_in_headers_lead_to_the_layer_below_whatever_they_are() {
 }
 
 #[test]
+fn each_layer_has_a_name_for_headers_that_leads_to_it_and_those_below_alone() {
+    let place = Place::new(Chain::new());
+    let opened = place.opened();
+    let address = place.address.to_string();
+    let mut name = Some(PathBuf::from(opened.chain.pinned().to_string()));
+    for plain in opened.names().iter().rev() {
+        let pinned = name.take().unwrap();
+        let text = pinned.to_str().unwrap();
+        assert!(opened.host.protocol_name(text) && text.starts_with(&format!("{address}@sha256:")));
+        let open = |name: &Path| block_on(opened.host.open(name, OpenMode::default())).unwrap();
+        assert_eq!(open(&pinned).id(), open(plain).id());
+        assert_eq!(open(&pinned).name(), pinned);
+        let kept = opened.host.kept(&pinned).unwrap();
+        if let Some(below) = &kept.below {
+            for header in ["/anything", "base.raw", "s3://other/chain", text] {
+                assert_eq!(opened.host.resolve(&pinned, header), *below);
+            }
+        }
+        assert_eq!(opened.host.resolve(Path::new("/local"), text), pinned);
+        assert_eq!(opened.host.kept(plain), None);
+        name = kept.below;
+        let writable = OpenMode { writable: true, ..OpenMode::default() };
+        assert!(block_on(opened.host.open(&pinned, writable)).is_err());
+    }
+    assert_eq!(name, None, "nothing is below the base");
+    let open = |name: String| {
+        assert!(opened.host.protocol_name(&name), "{name}");
+        assert_eq!(opened.host.kept(Path::new(&name)).unwrap().below, None);
+        block_on(opened.host.open(Path::new(&name), OpenMode::default())).unwrap_err().to_string()
+    };
+    let pinned = opened.chain.pinned();
+    let said = open(format!("{address}@sha256:{}", "0".repeat(64)));
+    assert!(said.contains("has no layers"), "{said}");
+    let said = open(format!("s3://bucket/vm@sha256:{}", pinned.digest));
+    assert!(said.contains("isobath serve s3://bucket/vm --overlay"), "{said}");
+}
+
+#[test]
+fn what_is_pushed_on_top_leaves_the_names_of_the_layers_below() {
+    let mut place = Place::new(Chain::new());
+    let before = place.opened().chain.pinned();
+    place.chain.grow("higher.qcow2");
+    send(&*place.store.directory, "vm", &place.chain).unwrap();
+    let grown = place.opened();
+    assert_ne!(grown.chain.pinned(), before);
+    grown.chain.check(&before).unwrap();
+    let host = &grown.host;
+    let name = PathBuf::from(before.to_string());
+    let found = block_on(host.open(&name, OpenMode::default())).unwrap();
+    assert_eq!(found.id(), grown.file(2).id());
+    place.change_heads(|bytes| {
+        let last = bytes.len() - 1;
+        bytes[last] ^= 1;
+    });
+    place.opened().chain.check(&before).unwrap();
+    place.change_manifest(|manifest| {
+        manifest["layers"][0]["table"] = manifest["layers"][1]["table"].clone();
+    });
+    let said = place.opened().chain.check(&before).unwrap_err().to_string();
+    assert!(said.contains("or are described otherwise"), "{said}");
+}
+
+#[test]
 fn two_servers_that_fill_one_cache_at_once_read_what_was_pushed() {
     let place = Place::new(raw(64));
     let (first, second) = (place.opened(), place.opened());

@@ -157,6 +157,11 @@ pub(crate) struct Args {
     /// Read the images without their backing files: what is not in them reads as zeroes; requires --read-only
     #[arg(long)]
     no_backing: bool,
+    /// Writes to a chain in a store go to this local qcow2 image above it. If there is none, it is made; one that there
+    /// is must be above this chain, or above local images that are. With several images, repeat the option, one per
+    /// image in order; an empty value leaves the chain read-only
+    #[arg(long, value_name = "FILE")]
+    overlay: Vec<OsString>,
     #[command(flatten)]
     layers: Layers,
     /// The image and what is below it, once --layers or --checkpoint was looked at.
@@ -189,6 +194,7 @@ pub(crate) struct Args {
     #[arg(long, hide = true, value_name = "hdd|ssd|BANDWIDTH,LATENCY,DEPTH,FLUSH", value_parser = slow::parse)]
     pub(super) slow_disk: Option<SlowDisk>,
     /// The images; each becomes an export. A chain in a store, named as for 'isobath pull', is served read-only
+    /// unless it has an --overlay
     #[arg(required = true, value_name = "IMAGE")]
     images: Vec<PathBuf>,
 }
@@ -322,6 +328,11 @@ impl Args {
             .backing(!self.no_backing))
     }
 
+    /// The local image above a chain in a store, the image with this number.
+    pub(super) fn overlay_of(&self, image: usize) -> Option<&Path> {
+        self.overlay.get(image).filter(|file| !file.is_empty()).map(Path::new)
+    }
+
     /// Refuses what a chain in a store, the image with this number, cannot have.
     pub(super) fn check_stored(&self, image: usize) -> Result<(), Failure> {
         let given = |files: &[OsString]| files.get(image).is_some_and(|file| !file.is_empty());
@@ -340,6 +351,12 @@ impl Args {
                 "the formats of a chain in a store are those of its manifest: leave out --format",
             ));
         }
+        if self.trusting.untrusted && self.overlay_of(image).is_some() {
+            return Err(Failure::new(
+                "the header of an overlay names its chain, which that of an untrusted image may not: leave out \
+                 --untrusted or --overlay",
+            ));
+        }
         if self.cache == Cache::None {
             return Err(Failure::new(
                 "a chain in a store is read through the page cache: leave out --cache none",
@@ -355,6 +372,7 @@ impl Args {
             ("--data-file", self.data_file.len()),
             ("--backing-file", self.backing_file.len()),
             ("--backing-file-format", self.backing_file_format.len()),
+            ("--overlay", self.overlay.len()),
         ] {
             if given > images {
                 return Err(Failure::new(format_args!(
@@ -369,6 +387,16 @@ impl Args {
                 "{option} is '{}', which is in a store: a chain in a store is only served whole; pull it, and name the \
                  file",
                 isobath_storage::shown(file)
+            )));
+        }
+        let mut images = self.images().iter().enumerate();
+        if let Some((_, image)) =
+            images.find(|(number, image)| self.overlay_of(*number).is_some() && !is_stored(image))
+        {
+            return Err(Failure::new(format_args!(
+                "--overlay is given for '{}', which is no chain in a store; 'isobath create -b' makes an overlay of a \
+                 file",
+                isobath_storage::shown(image)
             )));
         }
         for (image, format) in self.backing_file_format.iter().enumerate() {

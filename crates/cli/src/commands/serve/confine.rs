@@ -3,14 +3,15 @@
 use super::args::Args;
 use super::disks;
 use crate::failure::Failure;
-use crate::host::{images, is_export, is_file_name, is_stored};
+use crate::host::{ImageFile, images, is_export, is_file_name, is_stored};
+use crate::overlays;
 use crate::runtime;
 use crate::server::endpoint::Endpoint;
 use crate::server::sandbox::{Confined, Held, ImageRules, Needs, SandboxArgs};
 use crate::stored;
 use isobath_disk::encryption::Secrets;
-use isobath_disk::{Disk, ImageFormat, MemoryLimit};
-use isobath_remote::Place;
+use isobath_disk::{Disk, ImageFormat, Layer, MemoryLimit};
+use isobath_remote::{Address, Place};
 use isobath_ring::place::{Identity, identity_of};
 use isobath_storage::{Host, Locking, OpenMode, Storage, is_descriptor_set};
 use std::collections::BTreeSet;
@@ -75,7 +76,14 @@ fn is_bucket(image: &Path) -> bool {
 
 /// Fails if an image is in use: only who is not confined can see by whom. Nothing is read.
 async fn try_locks(args: &Args) -> Result<(), Failure> {
-    for image in args.images().iter().filter(|image| is_file_name(image)) {
+    let mut files: Vec<&Path> = Vec::new();
+    for (number, image) in args.images().iter().enumerate() {
+        files.extend(match args.overlay_of(number) {
+            Some(overlay) => overlays::exists(overlay)?.then_some(overlay),
+            None => is_file_name(image).then_some(image.as_path()),
+        });
+    }
+    for image in files {
         let mode = OpenMode { writable: !args.is_read_only(), ..OpenMode::default() };
         images().open(image, mode).await?;
     }
@@ -116,6 +124,37 @@ impl Found {
     }
 }
 
+/// The files of an overlay and of the local images below it. One that does not exist will be made.
+async fn overlay_files(
+    overlay: &Path,
+    address: &Address,
+    found: &mut Found,
+) -> Result<(), Failure> {
+    if overlays::exists(overlay)? {
+        let see = |layer: &Layer<ImageFile>| {
+            found.add(layer.name(), &**layer.storage())?;
+            layer.files().try_for_each(|file| found.add(file.identity().name, file))
+        };
+        return overlays::examine(images(), overlay, address, see).await.map(|_| ());
+    }
+    match Held::directory_of(overlay) {
+        Ok(Some(directory)) => {
+            let id = identity_of(&directory)?;
+            if found.known.insert(id) {
+                found.images.allow(directory)?;
+            }
+            Ok(())
+        }
+        Ok(None) => Err(Failure::new(format_args!(
+            "the overlay '{}' lies in the root directory, to which a confined server has no rights; choose another \
+             place, or --sandbox off",
+            isobath_storage::shown(overlay)
+        ))),
+        // That it cannot be made there will be said when it is to be made.
+        Err(_) => Ok(()),
+    }
+}
+
 /// The files of the images and of those below them, as they are now: an image that comes to need others before it is
 /// opened cannot be opened.
 async fn image_files(
@@ -126,8 +165,11 @@ async fn image_files(
 ) -> Result<Found, Failure> {
     let mut found = Found { images: rules, known: BTreeSet::new(), connects: false };
     for (number, image) in args.images().iter().enumerate() {
-        // Its layers are no files of this machine.
-        if is_stored(image) {
+        // Its layers are no files of this machine, but those above are.
+        if let Some(address) = stored::address(image)? {
+            if let Some(overlay) = args.overlay_of(number) {
+                overlay_files(overlay, &address, &mut found).await?;
+            }
             continue;
         }
         // It needs no files, and its server may accept one connection only.

@@ -3,14 +3,17 @@
 use super::args::Args;
 use crate::cache::Cache;
 use crate::failure::Failure;
-use crate::layers;
+use crate::host::is_stored;
 use crate::stored;
+use crate::{layers, overlays};
 use isobath_disk::encryption::Secrets;
 use isobath_disk::{ImageFormat, LiveDisk, MemoryLimit, OpenOptions};
 use isobath_qmp::monitor::Opening;
+use isobath_remote::served::Chain;
 use isobath_ring::spawn;
 use isobath_storage::Host;
 use isobath_storage_file as file;
+use std::path::Path;
 use std::sync::Arc;
 
 /// Opens every image.
@@ -27,10 +30,22 @@ pub(super) async fn open<H: Host + Clone>(
         if let Some(address) = stored::address(image)? {
             args.check_stored(number)?;
             let chain = args.stored.open(&address, memory).await?;
+            if let Some(overlay) = args.overlay_of(number) {
+                let options = options.index(false).format(ImageFormat::Qcow2);
+                let options = options.restart_log(restart_log);
+                disks.push(open_overlay(host, overlay, &chain, &options).await?);
+                continue;
+            }
             options = stored::options_of(&chain, options);
         }
         let writable = options.writable;
         let disk = LiveDisk::open(host.clone(), image, &options.restart_log(restart_log)).await?;
+        if !is_stored(image)
+            && let Err(failure) = overlays::check_none(&disk, image)
+        {
+            disk.close().await?;
+            return Err(failure);
+        }
         if args.is_layered() {
             layers::check(disk.layers().iter()).map_err(Failure::new)?;
         }
@@ -45,6 +60,22 @@ pub(super) async fn open<H: Host + Clone>(
         disks.push(disk);
     }
     Ok(disks)
+}
+
+/// Opens the local image above a chain in a store, which is made if it does not exist.
+async fn open_overlay<H: Host + Clone>(
+    host: &H,
+    overlay: &Path,
+    chain: &Chain,
+    options: &OpenOptions,
+) -> Result<Arc<LiveDisk<H>>, Failure> {
+    overlays::prepare(host, overlay, chain, options.writable).await?;
+    let disk = LiveDisk::open(host.clone(), overlay, options).await?;
+    if let Err(failure) = overlays::check_opened(&disk, overlay, chain) {
+        disk.close().await?;
+        return Err(failure);
+    }
+    Ok(disk)
 }
 
 /// The options for opening images, except for trust and the files that are given for one.
@@ -76,6 +107,8 @@ pub(super) fn opening_of_added(
     memory: Option<&Arc<MemoryLimit>>,
 ) -> Opening {
     let options = options(args, secrets, memory).format(None).snapshot(None).writable(true);
+    // They may be above a chain in a store.
+    let options = options.index(!args.images().iter().any(|image| is_stored(image)));
     let trusting = args.trusting.clone();
     let trust = move || trusting.trust().map_err(|failure| failure.to_string());
     Opening { options, trust: Box::new(trust) }

@@ -1,0 +1,218 @@
+//! Local images above chains in stores, for what is written.
+
+use crate::failure::Failure;
+use crate::host::{is_file_name, is_stored};
+use crate::stored;
+use isobath_disk::{
+    Disk, Forked, ImageFormat, Layer, LiveDisk, NewDisk, OpenOptions, Secrets, Trust, fork,
+};
+use isobath_image::open::referenced_file;
+use isobath_remote::Address;
+use isobath_remote::served::{Chain, Pinned};
+use isobath_storage::{Host, Locking, Storage, StorageExt, is_descriptor_set, shown};
+use std::collections::HashSet;
+use std::fmt::Display;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+
+/// Whether there is a file for an overlay with this name.
+///
+/// # Errors
+/// What has the name cannot be an overlay: it is not a regular file, or has nothing in it.
+pub(crate) fn exists(overlay: &Path) -> Result<bool, Failure> {
+    let wrong = |what: &dyn Display| {
+        Err(Failure::new(format_args!("the overlay '{}' {what}", shown(overlay))))
+    };
+    if !is_file_name(overlay) || is_descriptor_set(overlay) {
+        return wrong(
+            &"must be a file: a name that looks like another thing is one with './' in front",
+        );
+    }
+    match fs::metadata(overlay) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+        Err(error) => {
+            wrong(&format_args!("cannot be examined: {}", isobath_storage::cause(&error)))
+        }
+        Ok(found) if !found.is_file() => wrong(
+            &"is not a regular file: an overlay is made under a name that is free, and what is there stays",
+        ),
+        Ok(found) if found.len() == 0 => wrong(
+            &"is an empty file: it was left by something that was interrupted, or is another's. Remove it, and the \
+              overlay is made anew",
+        ),
+        Ok(_) => Ok(true),
+    }
+}
+
+/// Examines the headers of an overlay and of the local images below it, without the chain. Each is shown to `see`.
+/// Returns the layers that the lowest one names.
+///
+/// # Errors
+/// They do not lead to the chain at `address`, or cannot be read.
+pub(crate) async fn examine<H: Host + Clone>(
+    host: &H,
+    overlay: &Path,
+    address: &Address,
+    mut see: impl FnMut(&Layer<H::File>) -> Result<(), Failure>,
+) -> Result<Pinned, Failure> {
+    let wrong = |image: &Path, what: &dyn Display| {
+        let of =
+            if image == overlay { String::new() } else { format!(" above '{}'", shown(image)) };
+        Failure::new(format_args!(
+            "'{}'{of} is no overlay of '{address}': {what}; expected is '{address}@sha256:DIGEST'. An overlay is made \
+             under a name that is free",
+            shown(overlay)
+        ))
+    };
+    let alone = OpenOptions::new().backing(false).locking(Locking::Unlocked);
+    let alone = alone.secrets(Secrets::unneeded());
+    let mut next = (overlay.to_owned(), Some(ImageFormat::Qcow2));
+    let mut seen = HashSet::new();
+    loop {
+        let (image, format) = next;
+        let disk = Disk::open(host.clone(), &image, &alone.clone().format(format)).await;
+        let disk = disk.map_err(|error| wrong(&image, &error))?;
+        let layer = disk.layers().next().cloned();
+        let Some(layer) = layer else { unreachable!("a disk has a layer") };
+        if !seen.insert(layer.storage().id()) {
+            return Err(wrong(&image, &"the names in the headers lead in a circle"));
+        }
+        see(&layer)?;
+        disk.close().await?;
+        let header = layer.header();
+        let named = header.as_ref().and_then(|header| header.backing_file.as_deref());
+        let Some(named) = named else {
+            return Err(wrong(
+                &image,
+                &format_args!(
+                    "it is a {} image whose header names no backing file",
+                    layer.format().name()
+                ),
+            ));
+        };
+        let escaped = named.escape_debug();
+        match Pinned::parse(named) {
+            Some(pinned) if pinned.address == *address => return Ok(pinned),
+            Some(Pinned { digest, address: other }) => {
+                return Err(wrong(
+                    &image,
+                    &format_args!(
+                        "its header names '{escaped}', layers of '{other}' (if they are in '{address}' now, \
+                         'isobath rebase -u -F FORMAT -b {address}@sha256:{digest}' leads it there)"
+                    ),
+                ));
+            }
+            None if is_stored(Path::new(named)) => {
+                return Err(wrong(
+                    &image,
+                    &format_args!("its header names '{escaped}', which does not say which layers"),
+                ));
+            }
+            None => {}
+        }
+        let below = referenced_file(host, layer.name(), "backing file", named, &Trust::Full)
+            .map_err(|error| wrong(&image, &error))?;
+        if !is_file_name(&below) {
+            return Err(wrong(
+                &image,
+                &format_args!("its header names '{escaped}', which is no file"),
+            ));
+        }
+        let format = header.as_ref().and_then(|header| header.backing_format());
+        next = (below, format.and_then(ImageFormat::of_backing));
+    }
+}
+
+/// Makes sure that there is an overlay of a chain: if there is no file of its name, it is made, durably.
+///
+/// # Errors
+/// There is a file that is none, or one over other layers than the chain has. There is none, and none is to be made.
+pub(crate) async fn prepare<H: Host + Clone>(
+    host: &H,
+    overlay: &Path,
+    chain: &Chain,
+    writable: bool,
+) -> Result<(), Failure> {
+    if exists(overlay)? {
+        let pinned = examine(host, overlay, chain.address(), |_| Ok(())).await?;
+        return chain.check(&pinned).map_err(|error| lost(overlay, &error));
+    }
+    if !writable {
+        return Err(Failure::new(format_args!(
+            "there is no overlay '{}', and a server that only reads makes none: leave out --overlay",
+            shown(overlay)
+        )));
+    }
+    let new = new_overlay(chain);
+    let top = chain.pinned().to_string();
+    let alone = OpenOptions::new().backing(false).index(false).secrets(Secrets::unneeded());
+    let alone = alone.format(stored::format_of(chain.format()));
+    let below = Disk::open(host.clone(), Path::new(&top), &alone).await?;
+    let is_encrypted = below.layers().any(|layer| layer.is_encrypted());
+    below.close().await?;
+    if is_encrypted {
+        return Err(Failure::new(format_args!(
+            "the chain's top layer is encrypted, and a new overlay '{}' would not be: make it first, with 'isobath \
+             create -u -f qcow2 -o encrypt.format=luks,... -b {top} -F qcow2 FILE {}'",
+            shown(overlay),
+            chain.size()
+        )));
+    }
+    match fork(host, &[overlay.to_owned()], &new, &|_| true).await? {
+        Forked::All(_) => Ok(()),
+        Forked::Stopped(_) => unreachable!("nothing stops it"),
+    }
+}
+
+/// A new image above a chain.
+pub(crate) fn new_overlay(chain: &Chain) -> NewDisk {
+    NewDisk::overlay(chain.pinned().to_string(), chain.format().name()).index(false)
+}
+
+/// Checks that a disk that was opened by the name of an overlay is above a chain: what had the name before, another
+/// program may have replaced.
+///
+/// # Errors
+/// It is above something else.
+pub(crate) fn check_opened<H: Host>(
+    disk: &LiveDisk<H>,
+    overlay: &Path,
+    chain: &Chain,
+) -> Result<(), Failure> {
+    let layers = disk.layers();
+    let is_device = |layer: &Layer<H::File>| layer.storage().capabilities().is_device;
+    if layers.first().is_some_and(|top| is_device(top)) {
+        return Err(Failure::new(format_args!("the overlay '{}' is a device", shown(overlay))));
+    }
+    let highest = layers.iter().find(|layer| is_stored(layer.name()));
+    let pinned = highest.and_then(|layer| Pinned::parse(layer.name().to_str()?));
+    match pinned {
+        Some(pinned) => chain.check(&pinned).map_err(|error| lost(overlay, &error)),
+        None => Err(Failure::new(format_args!(
+            "'{}' leads to no layer of '{}': another program has replaced it just now",
+            shown(overlay),
+            chain.address()
+        ))),
+    }
+}
+
+/// Refuses an image of the command line that is above a chain in a store, and was not given as an overlay of it.
+///
+/// # Errors
+/// It is such an image.
+pub(crate) fn check_none<H: Host>(disk: &LiveDisk<H>, image: &Path) -> Result<(), Failure> {
+    let layers = disk.layers();
+    let mut stored = layers.iter().filter_map(|layer| Pinned::parse(layer.name().to_str()?));
+    match stored.next() {
+        None => Ok(()),
+        Some(Pinned { address, .. }) => Err(Failure::new(format_args!(
+            "'{}' is above a chain in a store: serve it with '{address} --overlay {0}'",
+            shown(image)
+        ))),
+    }
+}
+
+fn lost(overlay: &Path, error: &dyn Display) -> Failure {
+    Failure::new(error).context(format_args!("the overlay '{}'", shown(overlay)))
+}

@@ -1,0 +1,768 @@
+//! Writable overlays above chains in stores: what is written is there, and nothing that they lead to is anything else
+//! than the layers that they were made above.
+
+use crate::programs::{isobath, qemu_img};
+use crate::s3;
+use crate::served_from_stores::{Place, in_bucket};
+use crate::serving::{ISOBATH, QemuIo, assert_same_bytes};
+use isobath_qmp::client::{Address, Client};
+use isobath_remote::{Digest, Heads};
+use isobath_testkit::process::{PATIENCE, Ready, Server, run};
+use isobath_testkit::{args, qemu};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// `isobath serve` in the directory of a place, with its sockets there.
+fn command(place: &Place, images: &[&str], options: &[&str]) -> Command {
+    let mut command = Command::new(ISOBATH);
+    command.current_dir(place.path()).arg("serve").args(images).args(options);
+    command.args(["--cache-dir", "cache", "--nbd", "unix:n", "--qmp", "unix:q"]);
+    command
+}
+
+/// Serves the chain of a place with an overlay.
+#[track_caller]
+fn serve(place: &Place, overlay: &str, options: &[&str]) -> Server {
+    let options = [&["--overlay", overlay], options].concat();
+    Server::start_after_kill(
+        &mut command(place, &[&place.vm()], &options),
+        Ready::Line("-blockdev"),
+    )
+}
+
+/// Why a server refuses to start.
+#[track_caller]
+fn refused(place: &Place, images: &[&str], options: &[&str]) -> String {
+    run(&mut command(place, images, options)).exits(1).stderr
+}
+
+fn uri(place: &Place, export: &str) -> String {
+    format!("nbd+unix:///{export}?socket={}", place.path().join("n").display())
+}
+
+/// What an image's header has as the name of its backing file.
+#[track_caller]
+fn backing(place: &Place, image: &str) -> Option<String> {
+    let info = isobath(place.path(), args!["info", "-U", "--output=json", image]).ok().json();
+    info["backing-filename"].as_str().map(str::to_owned)
+}
+
+/// Carries out commands of qemu-io on the export and on a raw copy of the disk.
+#[track_caller]
+fn write_both(place: &Place, export: &str, copy: &Path, commands: &[&str]) {
+    for target in [uri(place, export).as_str(), copy.to_str().unwrap()] {
+        let mut io = QemuIo::open("raw", target);
+        for command in commands {
+            io.ok(command);
+        }
+        io.ok("flush");
+    }
+}
+
+/// A raw copy of what the chain of a place holds.
+fn copy_of(place: &Place) -> PathBuf {
+    let copy = place.path().join("copy.raw");
+    fs::copy(place.expected(), &copy).unwrap();
+    copy
+}
+
+/// Whether an image has a direct-access index.
+#[track_caller]
+fn has_index(place: &Place, image: &str) -> bool {
+    let info = isobath(place.path(), args!["info", "-U", "--output=json", image]).ok().json();
+    let data = &info["format-specific"]["data"];
+    assert!(data.is_object(), "{info}");
+    info.to_string().contains("\"direct-access-index\"")
+}
+
+fn pinned_name(place: &Place, name: &str) -> bool {
+    let digest = name.strip_prefix(&format!("{}@sha256:", place.vm()));
+    digest.is_some_and(|digest| digest.len() == 64)
+}
+
+/// A client of a place's server.
+struct Qmp(Client);
+
+impl Qmp {
+    fn of(place: &Place) -> Self {
+        Self(Client::connect(&Address::Unix(place.path().join("q"))).unwrap())
+    }
+
+    fn ask(&mut self, command: &str, arguments: Value) -> Result<Value, String> {
+        self.0.execute(command, arguments).map_err(|error| error.to_string())
+    }
+
+    #[track_caller]
+    fn refuses(&mut self, command: &str, arguments: Value, why: &str) {
+        let said = self.ask(command, arguments).unwrap_err();
+        assert!(said.contains(why), "{command}: {said}");
+    }
+
+    /// Runs a job, which is told to complete if it asks.
+    #[track_caller]
+    fn job(&mut self, command: &str, arguments: Value) {
+        let mut arguments = arguments;
+        arguments["job-id"] = "j".into();
+        self.ask(command, arguments).unwrap();
+        loop {
+            let event = self.0.event(PATIENCE).unwrap().expect("the job goes on");
+            match event.name.as_str() {
+                "BLOCK_JOB_READY" => drop(self.ask("job-complete", json!({"id": "j"})).unwrap()),
+                "BLOCK_JOB_COMPLETED" => assert!(event.data["error"].is_null(), "{:?}", event.data),
+                "JOB_STATUS_CHANGE" if event.data["status"] == "null" => return,
+                _ => {}
+            }
+        }
+    }
+
+    /// The files of the disk's layers, the active one first.
+    fn layers(&mut self, disk: &str) -> Vec<String> {
+        let blocks = self.ask("query-block", json!({})).unwrap();
+        let block =
+            blocks.as_array().unwrap().iter().find(|block| block["device"] == disk).unwrap();
+        let mut image = &block["inserted"]["image"];
+        let mut names = Vec::new();
+        while let Some(name) = image["filename"].as_str() {
+            names.push(name.to_owned());
+            image = &image["backing-image"];
+        }
+        names
+    }
+}
+
+const WRITES: [&str; 6] = [
+    "write -P 1 0 64k",
+    "write -P 2 100k 700",
+    "write -P 3 2500k 1m",
+    "write -z 4m 200k",
+    "discard 5m 1m",
+    "write -P 4 8388096 512",
+];
+
+#[test]
+fn what_is_written_above_a_chain_in_a_store_is_as_in_a_raw_copy() {
+    for (depth, options) in [(1, "cluster_size=4k"), (5, ""), (3, "extended_l2=on,cluster_size=2M")]
+    {
+        for sandbox in ["strict", "off"] {
+            let place = Place::new(depth, options);
+            let copy = copy_of(&place);
+            let server = serve(&place, "top.qcow2", &["--sandbox", sandbox]);
+            let layers = format!("vm: 8 MiB, {} layers, read-write", depth + 1);
+            assert!(server.output().contains(&layers), "{}", server.output());
+            write_both(&place, "vm", &copy, &WRITES);
+            assert_same_bytes(&uri(&place, "vm"), &copy);
+            let done = server.stop().ok();
+            assert!(done.stderr.is_empty(), "{}", done.report());
+            assert!(pinned_name(&place, &backing(&place, "top.qcow2").unwrap()));
+            let _ = isobath(place.path(), ["check", "top.qcow2"]).ok();
+            let server = serve(&place, "top.qcow2", &["--sandbox", sandbox]);
+            assert_same_bytes(&uri(&place, "vm"), &copy);
+            write_both(&place, "vm", &copy, &["write -P 9 3m 300k"]);
+            assert_same_bytes(&uri(&place, "vm"), &copy);
+            let done = server.stop().ok();
+            assert!(done.stderr.is_empty(), "{}", done.report());
+        }
+    }
+}
+
+#[test]
+fn a_raw_image_in_a_store_has_an_overlay() {
+    let place = Place::new(1, "");
+    let (path, copy) = (place.path(), copy_of(&place));
+    // It looks like another image.
+    let mut io = QemuIo::open("raw", copy.to_str().unwrap());
+    io.ok("write -P 0x51 0 1");
+    drop(io);
+    fs::write(path.join("expected.raw"), fs::read(&copy).unwrap()).unwrap();
+    let push = args!["push", "-q", "-f", "raw", "--overwrite", "expected.raw", &place.vm()];
+    let _ = isobath(path, push).ok();
+    for write in &WRITES[..2] {
+        let server = serve(&place, "top.qcow2", &["--sandbox", "strict"]);
+        assert!(server.output().contains("2 layers"), "{}", server.output());
+        write_both(&place, "vm", &copy, &[write]);
+        assert_same_bytes(&uri(&place, "vm"), &copy);
+        let _ = server.stop().ok();
+    }
+    assert!(!qemu_img(path, args!["map", "top.qcow2"]).status.success());
+}
+
+#[test]
+fn what_was_flushed_is_there_after_a_kill() {
+    let place = Place::new(2, "");
+    let copy = copy_of(&place);
+    for (round, metadata) in ["auto", "journal", "embedded", "ordered"].iter().enumerate() {
+        let server = serve(&place, "top.qcow2", &["--metadata", metadata]);
+        assert_same_bytes(&uri(&place, "vm"), &copy);
+        let write = format!("write -P {} {}k 150k", round + 100, 1000 * round + 7);
+        write_both(&place, "vm", &copy, &[&write]);
+        let _ = server.kill();
+    }
+    let server = serve(&place, "top.qcow2", &[]);
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    let _ = server.stop().ok();
+}
+
+#[test]
+fn qemu_opens_no_image_above_a_chain_in_a_store_and_no_command_reads_one() {
+    let place = Place::new(2, "");
+    let path = place.path();
+    let _ = serve(&place, "top.qcow2", &[]).stop().ok();
+    let named = backing(&place, "top.qcow2").unwrap();
+    let hex = named.rsplit_once(':').unwrap().1;
+    let bucket = format!("s3://bucket/vm@sha256:{hex}");
+    let create = args!["create", "-q", "-u", "-f", "qcow2", "-b", &bucket, "-F", "qcow2"];
+    let _ = isobath(path, [create, args!["bucket.qcow2", "8M"].to_vec()].concat()).ok();
+    for (image, chain) in [("top.qcow2", place.vm()), ("bucket.qcow2", "s3://bucket/vm".into())] {
+        assert!(!qemu_img(path, args!["info", "--backing-chain", image]).status.success());
+        assert!(!qemu_img(path, args!["convert", "-O", "raw", image, "x.raw"]).status.success());
+        assert!(!qemu_img(path, args!["map", image]).status.success());
+        let mut io = Command::new(qemu::program("qemu-io"));
+        let read = qemu::run(io.current_dir(path).args(["-r", "-c", "read 0 512", image]));
+        assert!(!read.status.success() && !read.text().contains("read 512/512"));
+        let _ = qemu_img(path, args!["info", image]).ok();
+        let _ = isobath(path, ["info", image]).ok();
+        let _ = isobath(path, ["check", image]).ok();
+        let way_out = format!("isobath serve {chain} --overlay");
+        for command in [
+            &["info", "--backing-chain", image][..],
+            &["map", image],
+            &["convert", "-O", "raw", image, "x.raw"],
+            &["push", image, "file:///tmp/never"],
+            &["index", image],
+            &["rebase", "-b", "", image],
+            &["commit", image],
+            &["create", "-q", "-f", "qcow2", "-b", image, "-F", "qcow2", "above.qcow2"],
+            &["fork", image, "above.qcow2"],
+            &["serve", image, "--nbd", "unix:m"],
+        ] {
+            let said = isobath(path, command).exits(1).stderr;
+            assert!(said.contains(&way_out), "{command:?}: {said}");
+        }
+        let untrusted = isobath(path, ["map", "--untrusted", image]).exits(1).stderr;
+        assert!(untrusted.contains("an untrusted image may name only files"), "{untrusted}");
+    }
+    assert!(!path.join("x.raw").exists() && !path.join("above.qcow2").exists());
+}
+
+/// The header of an image names another.
+#[track_caller]
+fn naming(place: &Place, image: &str, below: &str, format: &str) {
+    let create = args!["create", "-q", "-u", "-f", "qcow2", "-b", below, "-F", format, image, "8M"];
+    let _ = qemu_img(place.path(), create).ok();
+}
+
+#[test]
+fn what_is_no_overlay_of_the_chain_is_refused_and_stays() {
+    let place = Place::new(2, "");
+    let (path, vm) = (place.path(), place.vm());
+    let other_pin = format!("{vm}@sha256:{}", "0".repeat(64));
+    let other_chain = format!("{vm}2@sha256:{}", "0".repeat(64));
+    fs::write(path.join("empty"), "").unwrap();
+    fs::write(path.join("text"), "no image").unwrap();
+    fs::write(path.join("base.raw"), vec![7; 8 << 20]).unwrap();
+    fs::create_dir(path.join("directory")).unwrap();
+    let _ = run(Command::new("mkfifo").arg(path.join("fifo"))).ok();
+    let _ = qemu_img(path, args!["create", "-q", "-f", "qcow2", "alone", "8M"]).ok();
+    naming(&place, "over-raw", "base.raw", "raw");
+    naming(&place, "over-alone", "alone", "qcow2");
+    naming(&place, "other-pin", &other_pin, "qcow2");
+    naming(&place, "other-chain", &other_chain, "qcow2");
+    naming(&place, "over-other-chain", "other-chain", "qcow2");
+    naming(&place, "unpinned", &vm, "qcow2");
+    naming(&place, "numbered", &format!("{vm}#0"), "qcow2");
+    naming(&place, "circle", "round", "qcow2");
+    naming(&place, "round", "circle", "qcow2");
+    naming(&place, "export", "nbd://localhost:1/x", "raw");
+    naming(&place, "missing", "nothing", "qcow2");
+    for (overlay, said) in [
+        ("empty", "is an empty file"),
+        ("/dev/zero", "is not a regular file"),
+        ("directory", "is not a regular file"),
+        ("fifo", "is not a regular file"),
+        ("text", "this is not a qcow2 image"),
+        ("base.raw", "this is not a qcow2 image"),
+        ("alone", "names no backing file"),
+        ("over-raw", "names no backing file"),
+        ("over-alone", "names no backing file"),
+        ("other-pin", &other_pin),
+        ("other-chain", &other_chain),
+        ("over-other-chain", &other_chain),
+        ("unpinned", "which does not say which layers"),
+        ("numbered", "which does not say which layers"),
+        ("circle", "lead in a circle"),
+        ("export", "which is no file"),
+        ("missing", "No such file"),
+        ("nbd://localhost:1/x", "must be a file"),
+        (&vm, "must be a file"),
+        ("/dev/fdset/1", "must be a file"),
+    ] {
+        let file = Some(path.join(overlay)).filter(|file| file.is_file());
+        let contents = || file.as_ref().map(|file| fs::read(file).unwrap());
+        let before = contents();
+        for sandbox in ["strict", "off"] {
+            for more in [&[][..], &["--read-only"]] {
+                let options = [&["--overlay", overlay, "--sandbox", sandbox], more].concat();
+                let refused = refused(&place, &[&vm], &options);
+                assert!(refused.contains(said), "{overlay}, {sandbox}: {refused}");
+            }
+        }
+
+        assert_eq!(before, contents(), "{overlay}");
+    }
+    let _ = serve(&place, "top", &[]).stop().ok();
+    for (images, options, said) in [
+        (&[&*vm][..], &["--overlay", "new", "--read-only"][..], "there is no overlay 'new'"),
+        (&[&vm], &["--overlay", "top", "--untrusted"], "leave out --untrusted or --overlay"),
+        (&[&vm], &["--overlay", "top", "--overlay", "x"], "--overlay is given 2 times"),
+        (&["alone"], &["--overlay", "top"], "'alone', which is no chain in a store"),
+        (&[&vm, "top"], &["--sandbox", "off"], "--overlay top"),
+        (&[&vm, "top"], &["--sandbox", "strict"], "--overlay IMAGE"),
+        (&[&vm, "top"], &["--sandbox", "off", "--overlay", "new"], "--overlay top"),
+    ] {
+        let refused = refused(&place, images, options);
+        assert!(refused.contains(said), "{options:?}: {refused}");
+    }
+}
+
+/// Pushes an image, whose layers below are in the store already.
+#[track_caller]
+fn push_over(place: &Place, name: &str, write: &str) {
+    let path = place.path();
+    let _ = isobath(path, args!["pull", "-q", &place.vm(), "images"]).ok();
+    let top = fs::read_dir(path.join("images")).unwrap().count();
+    let below = format!("{}.qcow2", top - 1);
+    let image = format!("images/{name}.qcow2");
+    let create = args!["create", "-q", "-f", "qcow2", "-b", &below, "-F", "qcow2", &image];
+    let _ = qemu_img(path, create).ok();
+    let mut io = Command::new(qemu::program("qemu-io"));
+    let _ = qemu::run(io.current_dir(path).args(["-c", write, &image])).ok();
+    let _ = isobath(path, args!["push", "-q", &image, &place.vm()]).ok();
+    fs::remove_dir_all(path.join("images")).unwrap();
+}
+
+#[test]
+fn a_chain_that_has_grown_is_served_without_its_later_layers() {
+    let place = Place::new(3, "");
+    fs::create_dir(place.path().join("images")).unwrap();
+    let copy = copy_of(&place);
+    let server = serve(&place, "top.qcow2", &[]);
+    write_both(&place, "vm", &copy, &WRITES);
+    let _ = server.stop().ok();
+    push_over(&place, "3", "write -P 77 0 8M");
+    let server = serve(&place, "top.qcow2", &["--sandbox", "strict"]);
+    assert!(server.output().contains("4 layers"), "{}", server.output());
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    let _ = server.stop().ok();
+    let server = serve(&place, "other.qcow2", &[]);
+    assert!(server.output().contains("5 layers"), "{}", server.output());
+    let _ = server.stop().ok();
+    assert_ne!(backing(&place, "top.qcow2"), backing(&place, "other.qcow2"));
+}
+
+#[test]
+fn a_chain_that_was_replaced_is_not_shown_through_an_overlay() {
+    let place = Place::new(2, "");
+    let _ = serve(&place, "top.qcow2", &[]).stop().ok();
+    let before = fs::read(place.path().join("top.qcow2")).unwrap();
+    let path = place.path();
+    let _ = qemu_img(path, args!["create", "-q", "-f", "qcow2", "new.qcow2", "8M"]).ok();
+    let _ = isobath(path, args!["push", "-q", "new.qcow2", &place.vm()]).ok();
+    for sandbox in ["strict", "off"] {
+        let options = ["--overlay", "top.qcow2", "--sandbox", sandbox];
+        let said = refused(&place, &[&place.vm()], &options);
+        assert!(said.contains("they were replaced in the store"), "{said}");
+    }
+    assert!(before == fs::read(path.join("top.qcow2")).unwrap());
+}
+
+/// Changes the manifest of a place's chain.
+fn change_manifest(place: &Place, change: impl FnOnce(&mut Value)) {
+    let file = place.path().join("store/manifests/vm.json");
+    let mut manifest = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    change(&mut manifest);
+    fs::write(&file, serde_json::to_vec(&manifest).unwrap()).unwrap();
+}
+
+/// An earlier version's name for the layers had their digests alone.
+#[test]
+fn an_overlay_is_refused_where_other_tables_or_heads_describe_the_same_layers() {
+    let place = Place::new(2, "");
+    let _ = serve(&place, "top.qcow2", &[]).stop().ok();
+    let manifest = place.path().join("store/manifests/vm.json");
+    let before = fs::read(&manifest).unwrap();
+    let refuses = |what: &str| {
+        let said = refused(&place, &[&place.vm()], &["--overlay", "top.qcow2"]);
+        assert!(said.contains("or are described otherwise there"), "{what}: {said}");
+        // Whoever asks for the chain as it is gets it.
+        let _ = Server::start(&mut command(&place, &[&place.vm()], &[]), Ready::Line("-blockdev"));
+        fs::write(&manifest, &before).unwrap();
+    };
+    change_manifest(&place, |manifest| {
+        let heads = place.path().join("store/heads");
+        let digest = manifest["heads"]["digest"].as_str().unwrap();
+        let mut bytes = fs::read(heads.join(digest)).unwrap();
+        // The L1 table of the top layer, which comes before its checksums, says that nothing is allocated.
+        let end = bytes.len() - Heads::decode(&bytes, 2).unwrap().layers()[1].table.len();
+        bytes[end - 8..].fill(0);
+        let digest = Digest::of(&bytes).to_string();
+        fs::write(heads.join(&digest), &bytes).unwrap();
+        manifest["heads"]["digest"] = digest.into();
+    });
+    refuses("heads");
+    change_manifest(&place, |manifest| {
+        let table = manifest["layers"][0]["table"].clone();
+        manifest["layers"][1]["table"] = table;
+    });
+    refuses("a table");
+    let _ = serve(&place, "top.qcow2", &[]).stop().ok();
+}
+
+/// A chain whose layers name each other by absolute paths, at which there are other images now.
+fn place_with_decoys() -> Place {
+    let place = Place::new(1, "");
+    let path = place.path();
+    fs::create_dir(path.join("images")).unwrap();
+    let name = |number: u32| path.join(format!("images/{number}.qcow2")).display().to_string();
+    for number in 0..4 {
+        let mut create = args!["create", "-q", "-f", "qcow2"].to_vec();
+        let (image, below) = (name(number), name(number.wrapping_sub(1)));
+        if number > 0 {
+            create.extend(args!["-b", &below, "-F", "qcow2"]);
+        }
+        let _ = qemu_img(path, [create, args![&image, "8M"].to_vec()].concat()).ok();
+        let write = format!("write -P {} {}k 1M", number + 1, number * 700);
+        let mut io = Command::new(qemu::program("qemu-io"));
+        let _ = qemu::run(io.args(["-c", &write, &image])).ok();
+    }
+    let top = name(3);
+    let _ = qemu_img(path, args!["convert", "-O", "raw", &top, "expected.raw"]).ok();
+    let _ = isobath(path, args!["push", "-q", &top, &place.vm()]).ok();
+    for number in 0..4 {
+        let decoy = name(number);
+        let _ = qemu_img(path, args!["create", "-q", "-f", "qcow2", &decoy, "8M"]).ok();
+        let mut io = Command::new(qemu::program("qemu-io"));
+        let _ = qemu::run(io.args(["-c", "write -P 99 0 8M", &decoy])).ok();
+    }
+    place
+}
+
+/// An earlier version let a stream write the name that a layer in the store has for the one below it.
+#[test]
+fn a_stream_writes_no_name_that_leads_elsewhere() {
+    let place = place_with_decoys();
+    let copy = copy_of(&place);
+    let server = serve(&place, "top.qcow2", &[]);
+    write_both(&place, "vm", &copy, &WRITES);
+    let mut qmp = Qmp::of(&place);
+    let layers = qmp.layers("vm");
+    assert_eq!(layers.len(), 5);
+    let decoy = place.path().join("images/1.qcow2").display().to_string();
+    let stream = |base: &str, more: Value| {
+        let mut arguments = json!({"device": "vm", "base": base});
+        arguments.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        arguments
+    };
+    for named in [&decoy, "x", &layers[2], &place.vm(), &format!("{}#1", place.vm())] {
+        let arguments = stream(&layers[3], json!({"backing-file": named, "job-id": "j"}));
+        qmp.refuses("block-stream", arguments, "does not lead to");
+    }
+    // The names in the headers of the layers are known, and are not what is written.
+    qmp.job("block-stream", stream(&decoy, json!({})));
+    assert_eq!(qmp.layers("vm"), [&*layers[0], &*layers[3], &*layers[4]]);
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    assert_eq!(backing(&place, "top.qcow2").as_ref(), Some(&layers[3]));
+    assert!(pinned_name(&place, &layers[3]));
+    drop(qmp);
+    let done = server.stop().ok();
+    assert!(done.stderr.is_empty(), "{}", done.report());
+    assert!(!qemu_img(place.path(), args!["map", "top.qcow2"]).status.success());
+
+    let server = serve(&place, "top.qcow2", &["--sandbox", "strict"]);
+    assert!(server.output().contains("3 layers"), "{}", server.output());
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    let mut qmp = Qmp::of(&place);
+    let given = stream(&layers[4], json!({"backing-file": layers[4]}));
+    qmp.job("block-stream", given);
+    assert_eq!(backing(&place, "top.qcow2").as_ref(), Some(&layers[4]));
+    qmp.job("block-stream", json!({"device": "vm"}));
+    assert_eq!(backing(&place, "top.qcow2"), None);
+    drop(qmp);
+    let _ = server.stop().ok();
+    let compare = args!["compare", "-f", "raw", "-F", "qcow2", &copy, "top.qcow2"];
+    let _ = qemu_img(place.path(), compare).ok();
+    let said = refused(&place, &[&place.vm()], &["--overlay", "top.qcow2"]);
+    assert!(said.contains("names no backing file"), "{said}");
+}
+
+#[test]
+fn jobs_change_no_layer_of_the_store_and_merge_those_above() {
+    let place = place_with_decoys();
+    let (path, copy) = (place.path(), copy_of(&place));
+    let server = serve(&place, "top.qcow2", &[]);
+    write_both(&place, "vm", &copy, &WRITES);
+    let mut qmp = Qmp::of(&place);
+    let pinned = qmp.layers("vm")[1].clone();
+    let file = |name: &str| path.join(name).display().to_string();
+    for (name, write) in [("a.qcow2", "write -P 21 1m 90k"), ("b.qcow2", "write -P 22 6m 1m")] {
+        let snapshot = json!({"device": "vm", "snapshot-file": file(name)});
+        let _ = qmp.ask("blockdev-snapshot-sync", snapshot).unwrap();
+        write_both(&place, "vm", &copy, &[write]);
+    }
+    for image in ["top.qcow2", "a.qcow2", "b.qcow2"] {
+        assert!(!has_index(&place, image), "{image}");
+    }
+    let layers = qmp.layers("vm");
+    assert_eq!((layers.len(), &layers[2..4]), (7, &["top.qcow2".to_owned(), pinned.clone()][..]));
+    let nodes = qmp.ask("query-named-block-nodes", json!({})).unwrap();
+    let node = |name: &str| {
+        let nodes = nodes.as_array().unwrap();
+        let node = nodes.iter().find(|node| node["file"] == name).unwrap();
+        node["node-name"].as_str().unwrap().to_owned()
+    };
+    let (store, lowest) = (node(&pinned), node(layers.last().unwrap()));
+    let only_read = "it is a layer of a chain in a store, which is only read";
+    for (command, mut arguments) in [
+        ("block-commit", json!({"device": "vm"})),
+        ("block-commit", json!({"device": "vm", "base": pinned})),
+        ("block-commit", json!({"device": "vm", "base-node": lowest, "top-node": store})),
+        ("block-commit", json!({"device": "vm", "base-node": store, "top": file("a.qcow2")})),
+        ("block-stream", json!({"device": store})),
+        ("block-stream", json!({"device": store, "base-node": lowest})),
+    ] {
+        arguments["job-id"] = "j".into();
+        qmp.refuses(command, arguments, only_read);
+    }
+    let sync = json!({"device": "vm", "snapshot-file": pinned});
+    qmp.refuses("blockdev-snapshot-sync", sync, "only read");
+    let existing = json!({"device": "vm", "snapshot-file": pinned, "mode": "existing"});
+    qmp.refuses("blockdev-snapshot-sync", existing, "only read");
+    let node_of_store =
+        json!({"node-name": store, "snapshot-node-name": "new", "snapshot-file": file("c")});
+    qmp.refuses("blockdev-snapshot-sync", node_of_store, "root");
+    qmp.refuses("block_resize", json!({"node-name": store, "size": 16 << 20}), "");
+    for command in ["change-backing-file", "drive-mirror", "drive-backup"] {
+        qmp.refuses(command, json!({}), "not been found");
+    }
+    let between = json!({"device": "vm", "top": file("a.qcow2"), "base": "top.qcow2"});
+    let mut elsewhere = between.clone();
+    elsewhere["job-id"] = "j".into();
+    for named in [file("images/1.qcow2"), pinned.clone()] {
+        elsewhere["backing-file"] = named.into();
+        qmp.refuses("block-commit", elsewhere.clone(), "does not lead to");
+    }
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+
+    // Into the middle, and then the active image into the overlay.
+    qmp.job("block-commit", between);
+    assert_eq!(qmp.layers("vm").len(), 6);
+    qmp.job("block-commit", json!({"device": "vm", "base": "top.qcow2"}));
+    assert_eq!(qmp.layers("vm")[..2], ["top.qcow2".to_owned(), pinned.clone()]);
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    write_both(&place, "vm", &copy, &["write -P 23 3m 5k"]);
+    drop(qmp);
+    let done = server.stop().ok();
+    assert!(done.stderr.is_empty(), "{}", done.report());
+    assert_eq!(backing(&place, "top.qcow2"), Some(pinned));
+    let server = serve(&place, "top.qcow2", &["--sandbox", "strict"]);
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    let _ = server.stop().ok();
+}
+
+#[test]
+fn an_overlay_may_have_local_images_below_and_become_another_disk() {
+    let place = place_with_decoys();
+    let (path, copy) = (place.path(), copy_of(&place));
+    let server = serve(&place, "top.qcow2", &[]);
+    let ctl = |arguments: &[&str]| isobath(path, [&["ctl", "q"], arguments].concat()).ok();
+    write_both(&place, "vm", &copy, &WRITES);
+    let above = path.join("above.qcow2").display().to_string();
+    let _ = ctl(&["snapshot", &above]);
+    write_both(&place, "vm", &copy, &["write -P 31 64k 64k"]);
+    let _ = server.stop().ok();
+    assert!(!qemu_img(path, args!["map", "above.qcow2"]).status.success());
+
+    let server = serve(&place, "above.qcow2", &["--sandbox", "strict"]);
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    let _ = server.stop().ok();
+    // The image below is in use for it.
+    let server = serve(&place, "above.qcow2", &["--sandbox", "off"]);
+    let mut qmp = Qmp::of(&place);
+    let pinned = qmp.layers("vm")[2].clone();
+    let create = |name: &str, below: &str| {
+        let format = args!["create", "-q", "-u", "-f", "qcow2", "-b", below, "-F", "qcow2"];
+        let _ = qemu_img(path, [format, args![name, "8M"].to_vec()].concat()).ok();
+    };
+    let add = |name: &str, backing: Option<Value>| {
+        let file = json!({"driver": "file", "filename": path.join(name)});
+        let mut node = json!({"driver": "qcow2", "node-name": name, "file": file});
+        if let Some(backing) = backing {
+            node["backing"] = backing;
+        }
+        node
+    };
+    // Names in a header that lead elsewhere make no snapshot.
+    create("astray", &pinned);
+    let _ = qmp.ask("blockdev-add", add("astray", Some(Value::Null))).unwrap();
+    let onto = json!({"node": "vm", "overlay": "astray"});
+    qmp.refuses("blockdev-snapshot", onto, "not the active image");
+    create("fits", &above);
+    let _ = qmp.ask("blockdev-add", add("fits", Some(Value::Null))).unwrap();
+    let _ = qmp.ask("blockdev-snapshot", json!({"node": "vm", "overlay": "fits"})).unwrap();
+    write_both(&place, "vm", &copy, &["write -P 32 7m 64k"]);
+    // A mirror of the upper images has the chain below it by the name that it was given.
+    create("twin", &pinned);
+    let _ = qmp.ask("blockdev-add", add("twin", None)).unwrap();
+    qmp.job("blockdev-mirror", json!({"device": "vm", "target": "twin", "sync": "full"}));
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    assert_eq!(backing(&place, "twin"), Some(pinned));
+    let _ = qemu_img(path, args!["create", "-q", "-f", "qcow2", "free", "8M"]).ok();
+    let _ = qmp.ask("blockdev-add", add("free", None)).unwrap();
+    qmp.job("blockdev-mirror", json!({"device": "vm", "target": "free", "sync": "full"}));
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    drop(qmp);
+    let _ = server.stop().ok();
+    let _ = qemu_img(path, args!["compare", "-f", "raw", "-F", "qcow2", &copy, "free"]).ok();
+    let server = serve(&place, "twin", &[]);
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    let _ = server.stop().ok();
+}
+
+#[test]
+fn a_chain_in_a_store_has_a_hundred_forks() {
+    let place = Place::new(4, "");
+    let path = place.path();
+    let fork = |more: &[&str]| {
+        isobath(path, [&["fork", "--cache-dir", "cache", &place.vm()], more].concat())
+    };
+    let said = fork(&["-n", "100", "f{}.qcow2"]).ok().text();
+    assert!(said.contains("Created 100 overlays of"), "{said}");
+    let names: Vec<_> = (1..=100).map(|number| format!("f{number}.qcow2")).collect();
+    let first = backing(&place, &names[0]);
+    assert!(pinned_name(&place, first.as_deref().unwrap()));
+    for name in &names {
+        assert_eq!(fs::metadata(path.join(name)).unwrap().len(), 256 << 10);
+    }
+    assert_eq!(backing(&place, &names[99]), first);
+    assert!(!has_index(&place, "f1.qcow2"));
+    let above = args!["create", "-q", "-f", "qcow2", "-b", "other", "-F", "qcow2", "above"];
+    let _ = isobath(path, args!["create", "-q", "-f", "qcow2", "other", "8M"]).ok();
+    let _ = isobath(path, above).ok();
+    assert!(has_index(&place, "above"), "one above a local image has an index");
+    let said = fork(&["-F", "raw", "g.qcow2"]).exits(1).stderr;
+    assert!(said.contains("leave out --backing-format"), "{said}");
+    let said = fork(&["g.qcow2", "f7.qcow2"]).exits(1).stderr;
+    assert!(said.contains("f7.qcow2") && !path.join("g.qcow2").exists(), "{said}");
+    // Two of one chain, one of which only is written to, and the chain itself.
+    fs::create_dir(path.join("beside")).unwrap();
+    fs::rename(path.join("f2.qcow2"), path.join("beside/f2.qcow2")).unwrap();
+    let (vm, copy) = (place.vm(), copy_of(&place));
+    let overlays = ["--overlay", "", "--overlay", "f1.qcow2", "--overlay", "beside/f2.qcow2"];
+    let options = [&overlays[..], &["--sandbox", "strict"]].concat();
+    let server =
+        Server::start(&mut command(&place, &[&vm, &vm, &vm], &options), Ready::Line("-blockdev"));
+    write_both(&place, "vm-2", &copy, &WRITES);
+    assert_same_bytes(&uri(&place, "vm-2"), &copy);
+    for untouched in ["vm", "vm-3"] {
+        assert_same_bytes(&uri(&place, untouched), &place.expected());
+    }
+    let done = server.stop().ok();
+    assert!(done.stderr.is_empty(), "{}", done.report());
+}
+
+#[test]
+fn an_overlay_is_read_without_being_written_to() {
+    let place = Place::new(2, "");
+    let copy = copy_of(&place);
+    let server = serve(&place, "top.qcow2", &[]);
+    write_both(&place, "vm", &copy, &WRITES);
+    let _ = server.stop().ok();
+    let before = fs::read(place.path().join("top.qcow2")).unwrap();
+    let server = serve(&place, "top.qcow2", &["--read-only", "--sandbox", "strict"]);
+    assert!(server.output().contains("read-only"), "{}", server.output());
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    let mut io = Command::new(qemu::program("qemu-io"));
+    let write = run(io.args(["-f", "raw", "-c", "write 0 512", &uri(&place, "vm")]));
+    assert!(!write.status.success());
+    let _ = server.stop().ok();
+    assert!(before == fs::read(place.path().join("top.qcow2")).unwrap());
+}
+
+#[test]
+fn an_overlay_is_served_while_the_store_is_away() {
+    let place = Place::new(3, "");
+    let (path, copy) = (place.path(), copy_of(&place));
+    let server = serve(&place, "top.qcow2", &["--remote-timeout", "1"]);
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    fs::rename(path.join("store"), path.join("away")).unwrap();
+    write_both(&place, "vm", &copy, &WRITES);
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    let _ = server.stop().ok();
+    let server = serve(&place, "top.qcow2", &["--remote-timeout", "1"]);
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    let done = server.stop().ok();
+    assert!(done.stderr.contains("as it was when it was last read"), "{}", done.report());
+}
+
+#[test]
+fn what_was_overwritten_needs_no_store() {
+    let place = place_with_decoys();
+    let (path, copy) = (place.path(), copy_of(&place));
+    let server = serve(&place, "top.qcow2", &["--remote-timeout", "1"]);
+    // Of the store it needs the tables.
+    write_both(&place, "vm", &copy, &["write -P 61 0 8M"]);
+    fs::rename(path.join("store"), path.join("away")).unwrap();
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    let done = server.stop().ok();
+    assert!(done.stderr.is_empty(), "{}", done.report());
+}
+
+#[test]
+fn a_layer_that_is_gone_from_the_store_is_an_error_that_names_it() {
+    let place = Place::new(2, "");
+    let copy = copy_of(&place);
+    let server = serve(&place, "top.qcow2", &[]);
+    write_both(&place, "vm", &copy, &["write -P 51 0 64k"]);
+    let _ = server.stop().ok();
+    let layers = fs::read_dir(place.path().join("store/layers")).unwrap();
+    let names: Vec<_> = layers.map(|entry| entry.unwrap().file_name()).collect();
+    fs::remove_dir_all(place.path().join("store/layers")).unwrap();
+    fs::create_dir(place.path().join("store/layers")).unwrap();
+    fs::remove_dir_all(place.path().join("cache")).unwrap();
+    fs::create_dir(place.path().join("cache")).unwrap();
+    let server = serve(&place, "top.qcow2", &["--remote-timeout", "1"]);
+    let mut io = QemuIo::open("raw", uri(&place, "vm"));
+    let said = io.run("read 0 8M");
+    assert!(said.contains("rror"), "{said}");
+    drop(io);
+    let done = server.stop();
+    let named = names.iter().any(|name| done.stderr.contains(name.to_str().unwrap()));
+    assert!(named, "{}", done.report());
+}
+
+#[test]
+fn a_chain_in_a_bucket_has_an_overlay() {
+    let (place, store) = (Place::new(3, ""), s3::Server::start());
+    let path = place.path();
+    let _ = isobath(path, args!["pull", "-q", &place.vm(), "."]).ok();
+    let mut push = Command::new(ISOBATH);
+    push.current_dir(path).args(["push", "-q", "2.qcow2", "s3://bucket/some/vm"]);
+    let _ = run(in_bucket(&mut push, &store)).ok();
+    for number in 0..3 {
+        fs::remove_file(path.join(format!("{number}.qcow2"))).unwrap();
+    }
+    let copy = copy_of(&place);
+    for write in &WRITES[..2] {
+        let options = ["--overlay", "top.qcow2", "--sandbox", "strict"];
+        let mut serve = command(&place, &["s3://bucket/some/vm"], &options);
+        let server = Server::start(in_bucket(&mut serve, &store), Ready::Line("-blockdev"));
+        write_both(&place, "vm", &copy, &[write]);
+        assert_same_bytes(&uri(&place, "vm"), &copy);
+        let done = server.stop().ok();
+        assert!(done.stderr.is_empty(), "{}", done.report());
+    }
+    let named = backing(&place, "top.qcow2").unwrap();
+    assert!(named.starts_with("s3://bucket/some/vm@sha256:"), "{named}");
+    assert!(!qemu_img(path, args!["map", "top.qcow2"]).status.success());
+}
