@@ -1,15 +1,18 @@
 //! Image information.
 
 use crate::index::{IndexInfo, IndexState, examine};
-use crate::open::{check_replaced, format_beneath, format_of_given, open_layers, unnamed_format};
+use crate::open::{
+    below_kept, check_named_format, check_replaced, format_beneath, format_of_given, open_layers,
+    unnamed_format,
+};
 use isobath_formats::VmdkInfo;
 use isobath_image::encryption::{self, Secrets};
 use isobath_image::index_area::read_root;
 use isobath_image::layer::ImageFormat;
 use isobath_image::luks;
 use isobath_image::name::{backing_format, check_backing_kind};
-use isobath_image::open::{open_foreign, referenced_file};
-use isobath_image::options::{Below, OpenOptions, Trust};
+use isobath_image::open::{format_kept, open_foreign, referenced_file};
+use isobath_image::options::{BackingFile, Below, OpenOptions, Trust};
 use isobath_image::probe::format_of;
 use isobath_image::snapshot_table::read_snapshots;
 use isobath_image::{DiskError, Result};
@@ -198,7 +201,12 @@ pub async fn backing_chain_info<H: Host>(
             });
         }
         let below = options.backing_files.get(chain.len()).cloned().unwrap_or_default();
-        if let Below::Given(file) = below {
+        if host.kept(&name).is_some() {
+            let file = below_kept(host, &name, &below)?;
+            next = file.map(|BackingFile { name, format }| {
+                (name, InfoOptions { format, named: false, ..options.clone() })
+            });
+        } else if let Below::Given(file) = below {
             check_replaced(&name, info.backing_filename.is_some())?;
             let named = info.backing_filename.as_deref().unwrap_or_default();
             let named = (named, info.backing_format.as_deref());
@@ -213,10 +221,14 @@ pub async fn backing_chain_info<H: Host>(
             let format = match (below, named) {
                 (Below::NamedWithFormat(format), _) => Some(format),
                 (_, Some(format)) => {
-                    Some(ImageFormat::of_backing(&format).ok_or_else(|| DiskError::Refused {
-                        image: name,
-                        reason: format!("Unknown driver '{}'", format.escape_debug()),
-                    })?)
+                    let Some(format) = ImageFormat::of_backing(&format) else {
+                        return Err(DiskError::Refused {
+                            image: name,
+                            reason: format!("Unknown driver '{}'", format.escape_debug()),
+                        });
+                    };
+                    check_named_format(host, &name, &backing, format)?;
+                    Some(format)
                 }
                 (_, None) if options.trust != Trust::Full => return Err(unnamed_format(name)),
                 (_, None) => None,
@@ -252,7 +264,7 @@ async fn look<H: Host>(
     let elsewhere = host.protocol_name(&name.to_string_lossy());
     let actual_size = if elsewhere { None } else { Some(file.allocated().await?) };
     let start = file.read_at(0, IoBuf::zeroed(4096)).await?;
-    let format = format_of(name, options.format, &start)?;
+    let format = format_of(name, format_kept(host, name, options.format)?, &start)?;
     let mut info = ImageInfo {
         filename: name.to_owned(),
         format: ImageFormat::Raw,

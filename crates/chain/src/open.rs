@@ -9,7 +9,7 @@ use isobath_image::layer::{ImageFormat, Layer, ShownLog};
 use isobath_image::name::{backing_format, backing_secret, check_backing_kind};
 use isobath_image::offline::bring_in;
 use isobath_image::open::{
-    Known, Opening, is_as_its_file, open_known_layer, open_layer, referenced_file,
+    Known, Opening, format_kept, is_as_its_file, open_known_layer, open_layer, referenced_file,
 };
 use isobath_image::options::{BackingFile, Below, OpenOptions, Trust};
 use isobath_image::{DiskError, Result};
@@ -191,6 +191,13 @@ async fn walk<H: Host>(
         visible = layer.visible();
         if options.backing {
             next = match options.below(layers.len()) {
+                below if host.kept(layer.name()).is_some() => {
+                    below_kept(host, layer.name(), below)?.map(|file| Next {
+                        name: file.name,
+                        format: file.format,
+                        description: None,
+                    })
+                }
                 Below::Named => backing_of(host, &layer, None, &options.trust)?,
                 Below::NamedWithFormat(format) => {
                     backing_of(host, &layer, Some(*format), &options.trust)?
@@ -538,14 +545,222 @@ fn backing_of<H: Host>(
     let named = backing_format(layer.name(), name, header.backing_format())?;
     let format = match named {
         _ if format.is_some() => format,
-        Some(format) => Some(known_format(layer.name(), &format)?),
+        Some(format) => {
+            let format = known_format(layer.name(), &format)?;
+            check_named_format(host, layer.name(), &path, format)?;
+            Some(format)
+        }
         None if *trust != Trust::Full => {
             return Err(unnamed_format(layer.name().to_owned()));
         }
         None => None,
     };
-    // The header of a layer that the host keeps does not decide what is below it.
-    let describes = name.starts_with("json:") && host.kept(layer.name()).is_none();
-    let description = describes.then(|| name.clone());
+    let description = name.starts_with("json:").then(|| name.clone());
     Ok(Some(Next { name: path, format, description }))
+}
+
+/// Checks the format that the header of `image` gives its backing file.
+///
+/// # Errors
+/// If that is a layer that the host keeps, of another format.
+pub(crate) fn check_named_format<H: Host>(
+    host: &H,
+    image: &Path,
+    backing: &Path,
+    format: ImageFormat,
+) -> Result<()> {
+    let Some(kept) = host.kept(backing) else { return Ok(()) };
+    if ImageFormat::from_name(kept.format) == Some(format) {
+        return Ok(());
+    }
+    let (name, backing) = (isobath_storage::shown(image), isobath_storage::shown(backing));
+    Err(DiskError::Refused {
+        image: image.to_owned(),
+        reason: format!(
+            "its header says that its backing file '{backing}' has the format '{}', but the manifest of the chain \
+             says that this layer is '{own}'; 'isobath rebase -u -F {own} -b {backing} {name}' corrects the header",
+            format.name(),
+            own = kept.format,
+        ),
+    })
+}
+
+/// What is below a layer that the host keeps, whatever its header names.
+///
+/// # Errors
+/// If something else is given for it.
+pub(crate) fn below_kept<H: Host>(
+    host: &H,
+    layer: &Path,
+    given: &Below,
+) -> Result<Option<BackingFile>> {
+    let name = host.kept(layer).and_then(|kept| kept.below);
+    let fits = match given {
+        Below::Named | Below::NamedWithFormat(_) => true,
+        Below::Nothing => name.is_none(),
+        Below::Given(file) | Below::Beneath(file) => name.as_ref() == Some(&file.name),
+    };
+    if !fits {
+        return Err(DiskError::Refused {
+            image: layer.to_owned(),
+            reason: "it is a layer of a chain in a store, whose manifest says what is below it: nothing else can be \
+                     given"
+                .into(),
+        });
+    }
+    let Some(name) = name else { return Ok(None) };
+    let format = match given {
+        Below::NamedWithFormat(format) => Some(*format),
+        Below::Given(file) | Below::Beneath(file) => file.format,
+        Below::Named | Below::Nothing => None,
+    };
+    let format = format_kept(host, &name, format)?;
+    Ok(Some(BackingFile { name, format }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::create::{NewDisk, create};
+    use crate::info::{InfoOptions, backing_chain_info};
+    use futures_executor::block_on;
+    use isobath_storage::memory::{MemoryFile, MemoryHost};
+    use isobath_storage::{IoBuf, KeptLayer, OpenMode};
+
+    /// Files in memory, of which those whose names begin with "kept-" are layers of a chain.
+    #[derive(Clone, Default)]
+    struct Keeper {
+        files: MemoryHost,
+        layers: Vec<(&'static str, KeptLayer)>,
+    }
+
+    impl Host for Keeper {
+        type File = MemoryFile;
+
+        async fn open(&self, name: &Path, mode: OpenMode) -> isobath_storage::Result<Self::File> {
+            self.files.open(name, mode).await
+        }
+
+        async fn create(&self, name: &Path, mode: OpenMode) -> isobath_storage::Result<Self::File> {
+            self.files.create(name, mode).await
+        }
+
+        async fn remove(&self, name: &Path) -> isobath_storage::Result<()> {
+            self.files.remove(name).await
+        }
+
+        async fn remove_file(
+            &self,
+            name: &Path,
+            file: &Self::File,
+        ) -> isobath_storage::Result<bool> {
+            self.files.remove_file(name, file).await
+        }
+
+        fn kept(&self, image: &Path) -> Option<KeptLayer> {
+            let mut layers = self.layers.iter();
+            layers.find(|(name, _)| Path::new(name) == image).map(|(_, layer)| layer.clone())
+        }
+    }
+
+    const SIZE: u64 = 1 << 20;
+
+    /// A raw image, "kept-0", with a qcow2 image above it, "kept-1", and a local one, "top". There is also an "other",
+    /// which the header of "kept-1" names.
+    fn keeper() -> Keeper {
+        let mut keeper = Keeper::default();
+        block_on(async {
+            for name in ["kept-0", "other"] {
+                let file = keeper.files.create(Path::new(name), OpenMode::default()).await.unwrap();
+                file.set_len(SIZE).await.unwrap();
+            }
+            for (name, below, format) in [("kept-1", "other", "raw"), ("top", "kept-1", "qcow2")] {
+                let new = NewDisk::overlay(below, format).index(false);
+                create(&keeper.files, Path::new(name), &new).await.unwrap();
+            }
+        });
+        let below = Some("kept-0".into());
+        keeper.layers = vec![
+            ("kept-0", KeptLayer { format: "raw", below: None }),
+            ("kept-1", KeptLayer { format: "qcow2", below }),
+        ];
+        keeper
+    }
+
+    /// The names of the layers, from the top down, as a disk has them and as its information shows them.
+    fn names(keeper: &Keeper, options: &OpenOptions) -> Result<Vec<String>> {
+        let name = |name: &Path| name.to_str().unwrap().to_owned();
+        let chain = block_on(open_chain(keeper, Path::new("top"), options))?;
+        let (backing_files, format) = (options.backing_files.clone(), options.format);
+        let shown = InfoOptions { format, backing_files, ..InfoOptions::default() };
+        let shown = block_on(backing_chain_info(keeper, Path::new("top"), &shown))?;
+        let opened: Vec<_> = chain.top_down().map(|(_, layer)| name(layer.name())).collect();
+        assert_eq!(opened, shown.iter().map(|info| name(&info.filename)).collect::<Vec<_>>());
+        Ok(opened)
+    }
+
+    #[track_caller]
+    fn refused(keeper: &Keeper, options: &OpenOptions, said: &str) {
+        let error = names(keeper, options).unwrap_err().to_string();
+        assert!(error.contains(said), "{error}");
+        let (backing_files, format) = (options.backing_files.clone(), options.format);
+        let look = InfoOptions { format, backing_files, ..InfoOptions::default() };
+        let error = block_on(backing_chain_info(keeper, Path::new("top"), &look)).unwrap_err();
+        assert!(error.to_string().contains(said), "{error}");
+    }
+
+    #[test]
+    fn what_is_below_a_kept_layer_is_what_its_host_says() {
+        let mut keeper = keeper();
+        let options = OpenOptions::new().index(false);
+        let whole = ["top", "kept-1", "kept-0"];
+        assert_eq!(names(&keeper, &options).unwrap(), whole);
+        let file = |name: &str, format| BackingFile { name: name.into(), format };
+        let raw = file("kept-0", Some(ImageFormat::Raw));
+        for below in [Below::Beneath(raw.clone()), Below::Given(file("kept-0", None))] {
+            let given = options.clone().backing_files(vec![Below::Named, below]);
+            assert_eq!(names(&keeper, &given).unwrap(), whole);
+        }
+        let other = file("other", Some(ImageFormat::Raw));
+        for below in [Below::Nothing, Below::Given(other.clone()), Below::Beneath(other)] {
+            let given = options.clone().backing_files(vec![Below::Named, below]);
+            refused(&keeper, &given, "nothing else can be given");
+        }
+        let qcow2 = file("kept-0", Some(ImageFormat::Qcow2));
+        for below in [Below::Given(qcow2), Below::NamedWithFormat(ImageFormat::Qcow2)] {
+            let given = options.clone().backing_files(vec![Below::Named, below]);
+            refused(&keeper, &given, "the manifest of its chain says that this layer is raw");
+        }
+        // The header of the base names another image.
+        keeper.layers[1].1.below = None;
+        assert_eq!(names(&keeper, &options).unwrap(), whole[..2]);
+        let nothing = options.backing_files(vec![Below::Named, Below::Nothing]);
+        assert_eq!(names(&keeper, &nothing).unwrap(), whole[..2]);
+    }
+
+    #[test]
+    fn the_format_of_a_kept_layer_is_what_its_host_says() {
+        let mut keeper = keeper();
+        let options = OpenOptions::new().index(false);
+        // Its bytes would be shown as a disk.
+        keeper.layers[1].1.format = "raw";
+        let corrects = "'isobath rebase -u -F raw -b kept-1 top' corrects the header";
+        refused(&keeper, &options, corrects);
+        let given = |format| options.clone().backing_files(vec![Below::NamedWithFormat(format)]);
+        refused(&keeper, &given(ImageFormat::Qcow2), "was to be opened as qcow2");
+        keeper.layers[1].1.format = "qcow2";
+        refused(&keeper, &given(ImageFormat::Raw), "was to be opened as raw");
+        // What a guest wrote to its disk would be taken for an image.
+        let image = keeper.files.contents(Path::new("kept-1")).unwrap();
+        let base = block_on(
+            keeper
+                .files
+                .open(Path::new("kept-0"), OpenMode { writable: true, ..OpenMode::default() }),
+        );
+        block_on(base.unwrap().write_at(0, IoBuf::from(image))).unwrap();
+        let chain = block_on(open_chain(&keeper, Path::new("top"), &options)).unwrap();
+        let formats: Vec<_> = chain.top_down().map(|(_, layer)| layer.format()).collect();
+        assert_eq!(formats, [ImageFormat::Qcow2, ImageFormat::Qcow2, ImageFormat::Raw]);
+        assert_eq!(names(&keeper, &options).unwrap(), ["top", "kept-1", "kept-0"]);
+    }
 }

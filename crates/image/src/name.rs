@@ -9,7 +9,7 @@ use std::borrow::Cow;
 use std::path::Path;
 
 /// The field whose name may be a description.
-pub(crate) const BACKING_FILE: &str = "backing file";
+const BACKING_FILE: &str = "backing file";
 
 /// The name that a header's backing or data file name stands for, which `host` [resolves](Host::resolve), or an error
 /// if it must not be opened.

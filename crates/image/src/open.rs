@@ -7,7 +7,7 @@ use crate::l1_table::L1Table;
 use crate::layer::{ImageFormat, Layer, OpeningId, Qcow2, ShownLog};
 use crate::luks;
 use crate::memory::Reserved;
-use crate::name::{BACKING_FILE, name_in_header};
+use crate::name::name_in_header;
 use crate::options::{OpenOptions, SnapshotChoice, Trust};
 use crate::probe::format_of;
 use crate::recovery::{Purpose, Recovered, overlay, recover};
@@ -21,12 +21,11 @@ use isobath_qcow2::head::MAX_HEAD_L1_ENTRIES;
 use isobath_qcow2::index::LayerStamp;
 use isobath_qcow2::l1::L1_ENTRY_SIZE;
 use isobath_qcow2::{Extension, Head, Header, IncompatibleFeatures, L1Entry, ParseMode};
-use isobath_storage::{Access, Host, IoBuf, KeptLayer, Storage, StorageExt, is_descriptor_set};
+use isobath_storage::{Access, Host, IoBuf, Storage, StorageExt, is_descriptor_set};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The path of a file that the image `referrer` names, after checking that it may be opened. What is below a layer that
-/// the host [keeps](Host::kept) is not decided by its header.
+/// The path of a file that the image `referrer` names, after checking that it may be opened.
 pub fn referenced_file<H: Host>(
     host: &H,
     referrer: &Path,
@@ -34,11 +33,6 @@ pub fn referenced_file<H: Host>(
     name: &str,
     trust: &Trust,
 ) -> Result<PathBuf> {
-    if let Some(KeptLayer { below: Some(below) }) =
-        host.kept(referrer).filter(|_| field == BACKING_FILE)
-    {
-        return Ok(below);
-    }
     let path = host.resolve(referrer, &name_in_header(host, referrer, field, name, trust)?);
     if let Trust::Within(directories) = trust {
         if is_descriptor_set(&path) {
@@ -127,6 +121,32 @@ fn check_keeps_data(image: &Path, options: &OpenOptions) -> Result<()> {
 
 /// The field that names an external data file.
 pub const DATA_FILE: &str = "data file";
+
+/// The format in which the image `name` is opened if it is to be opened in `format`: a layer that the host
+/// [keeps](Host::kept) has the format that the host says.
+///
+/// # Errors
+/// If it is such a layer, and is to be opened in another format.
+pub fn format_kept<H: Host>(
+    host: &H,
+    name: &Path,
+    format: Option<ImageFormat>,
+) -> Result<Option<ImageFormat>> {
+    let Some(kept) = host.kept(name) else { return Ok(format) };
+    let own = ImageFormat::from_name(kept.format);
+    match format {
+        Some(format) if own != Some(format) => Err(DiskError::Refused {
+            image: name.to_owned(),
+            reason: format!(
+                "it was to be opened as {}, but the manifest of its chain says that this layer is {}: leave out the \
+                 format, or give this one",
+                format.name(),
+                kept.format
+            ),
+        }),
+        _ => Ok(own),
+    }
+}
 
 /// How one image of a chain is opened.
 #[derive(Clone, Copy, Debug)]
@@ -319,7 +339,7 @@ async fn load_layer<H: Host>(
     let Opening { format, writable, options, key } = opening;
     let length = file.len().await?;
     let start = file.read_at(0, IoBuf::zeroed(4096)).await?;
-    let format = format_of(name, format, &start)?;
+    let format = format_of(name, format_kept(host, name, format)?, &start)?;
     if format != ImageFormat::Qcow2 {
         check_keeps_data(name, options)?;
     }

@@ -327,8 +327,10 @@ pub struct IndexFile {
 /// may have for it, a [protocol name](Host::protocol_name).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeptLayer {
-    /// The name of the layer below, whatever name the layer's own header has for it. `None` if it is the base, or
-    /// cannot be opened.
+    /// Its format, as QEMU names it, whatever a header says.
+    pub format: &'static str,
+    /// The name of the layer below, whatever name the layer's own header has for it. `None` if it is the base: nothing
+    /// is below it.
     pub below: Option<PathBuf>,
 }
 
@@ -410,8 +412,8 @@ pub trait Host: Send + Sync + 'static {
         None
     }
 
-    /// What this host knows of the image with this name, if it keeps it as a layer of a chain. By default it keeps
-    /// none.
+    /// What this host knows of the image with this name, if it keeps it as a layer of a chain and can open it. By
+    /// default it keeps none.
     fn kept(&self, image: &Path) -> Option<KeptLayer> {
         let _ = image;
         None

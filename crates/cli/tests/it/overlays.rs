@@ -496,6 +496,80 @@ fn a_stream_writes_no_name_that_leads_elsewhere() {
     assert!(said.contains("names no backing file"), "{said}");
 }
 
+/// An earlier version believed the header of an overlay, and showed the file of a layer as a disk, or had the guest of
+/// a raw disk choose what is opened.
+#[test]
+fn a_header_that_gives_the_layers_another_format_than_the_manifest_is_refused() {
+    let place = Place::new(2, "");
+    let path = place.path();
+    let mut expected = fs::read(place.expected()).unwrap();
+    for format in ["qcow2", "raw"] {
+        if format == "raw" {
+            // The guest's bytes are an image above a file of the machine.
+            fs::write(path.join("secret"), vec![b's'; 8 << 20]).unwrap();
+            let secret = path.join("secret").display().to_string();
+            naming(&place, "disguised", &secret, "raw");
+            let start = fs::read(path.join("disguised")).unwrap();
+            expected[..start.len()].copy_from_slice(&start);
+            fs::write(path.join("guest.raw"), &expected).unwrap();
+            let push = args!["push", "-q", "-f", "raw", "--overwrite", "guest.raw", &place.vm()];
+            let _ = isobath(path, push).ok();
+        }
+        let other = if format == "raw" { "qcow2" } else { "raw" };
+        let copy = path.join("copy.raw");
+        fs::write(&copy, &expected).unwrap();
+        let top = format!("{format}.qcow2");
+        let server = serve(&place, &top, &[]);
+        write_both(&place, "vm", &copy, &WRITES[2..3]);
+        let _ = server.stop().ok();
+        let pinned = backing(&place, &top).unwrap();
+        let rebase = |format: &str| {
+            let _ = isobath(path, args!["rebase", "-u", "-F", format, "-b", &pinned, &top]).ok();
+        };
+        let corrects =
+            format!("'isobath rebase -u -F {format} -b {pinned} {top}' corrects the header");
+        rebase(other);
+        let above = format!("above-{top}");
+        naming(&place, &above, &top, "qcow2");
+        for overlay in [&top, &above] {
+            for more in [&[][..], &["--read-only"], &["--sandbox", "strict"]] {
+                let options = [&["--overlay", overlay], more].concat();
+                let said = refused(&place, &[&place.vm()], &options);
+                assert!(said.contains(&corrects), "{overlay}: {said}");
+                let values =
+                    format!("has the format '{other}', but the manifest of the chain says");
+                assert!(said.contains(&values) && said.contains(&format!("'{top}'")), "{said}");
+            }
+        }
+        // Nor does a client open it.
+        let server = serve(&place, "another.qcow2", &["--sandbox", "off"]);
+        let mut qmp = Qmp::of(&place);
+        let file = json!({"driver": "file", "filename": path.join(&top)});
+        for read_only in [false, true] {
+            let node = json!({
+                "driver": "qcow2", "node-name": "n", "file": file, "read-only": read_only,
+            });
+            qmp.refuses("blockdev-add", node, "corrects the header");
+        }
+        drop(qmp);
+        let _ = server.stop().ok();
+        fs::remove_file(path.join("another.qcow2")).unwrap();
+        rebase(format);
+        let server = serve(&place, &above, &[]);
+        assert_same_bytes(&uri(&place, "vm"), &copy);
+        let _ = server.stop().ok();
+        // Where the header gives none, the manifest does.
+        let file = path.join(&top);
+        let mut bytes = fs::read(&file).unwrap();
+        let extension = bytes.windows(4).position(|word| word == [0xe2, 0x79, 0x2a, 0xca]).unwrap();
+        bytes[extension..extension + 4].copy_from_slice(b"none");
+        fs::write(&file, bytes).unwrap();
+        let server = serve(&place, &top, &["--sandbox", "strict"]);
+        assert_same_bytes(&uri(&place, "vm"), &copy);
+        let _ = server.stop().ok();
+    }
+}
+
 #[test]
 fn jobs_change_no_layer_of_the_store_and_merge_those_above() {
     let place = place_with_decoys();

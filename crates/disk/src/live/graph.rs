@@ -412,6 +412,8 @@ impl<H: Host> Disk<H> {
         let given = options.backing_files.iter().any(|below| below.given().is_some());
         while let Some(layer) = layers.next() {
             match layers.peek() {
+                // Of these the host says what is below.
+                Some(_) if self.host.kept(layer.name()).is_some() => {}
                 Some(below) if given && !self.leads_to(layer, below) => {
                     return other(layer, "backing file", "'isobath rebase -u'");
                 }

@@ -138,17 +138,18 @@ impl Host for RemoteHost {
     /// Layers that have such a name.
     fn kept(&self, image: &Path) -> Option<KeptLayer> {
         let name = image.to_str().filter(|name| self.protocol_name(name))?;
-        let below = self.layer(name).and_then(|(chain, number)| {
-            let below = chain.pinned_at(number.checked_sub(1)?)?;
-            Some(below.to_string().into())
-        });
-        Some(KeptLayer { below })
+        let (chain, number) = self.layer(name)?;
+        let below = number.checked_sub(1).and_then(|below| chain.pinned_at(below));
+        Some(KeptLayer {
+            format: chain.layer(number)?.described().format.name(),
+            below: below.map(|below| below.to_string().into()),
+        })
     }
 
     /// A name of certain layers stands for itself. In a layer of a chain it is the one below, whatever name the header
     /// has: the manifest gives the order. No header names a layer in another way.
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf {
-        if let Some(KeptLayer { below: Some(below) }) = self.kept(referrer) {
+        if let Some(KeptLayer { below: Some(below), .. }) = self.kept(referrer) {
             return below;
         }
         if self.protocol_name(name) {

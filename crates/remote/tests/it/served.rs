@@ -645,14 +645,15 @@ fn each_layer_has_a_name_for_headers_that_leads_to_it_and_those_below_alone() {
     let opened = place.opened();
     let address = place.address.to_string();
     let mut name = Some(PathBuf::from(opened.chain.pinned().to_string()));
-    for plain in opened.names().iter().rev() {
-        let pinned = name.take().unwrap();
+    for (plain, format) in opened.chain.layers() {
+        let (plain, pinned) = (plain.as_path(), name.take().unwrap());
         let text = pinned.to_str().unwrap();
         assert!(opened.host.protocol_name(text) && text.starts_with(&format!("{address}@sha256:")));
         let open = |name: &Path| block_on(opened.host.open(name, OpenMode::default())).unwrap();
         assert_eq!(open(&pinned).id(), open(plain).id());
         assert_eq!(open(&pinned).name(), pinned);
         let kept = opened.host.kept(&pinned).unwrap();
+        assert_eq!(kept.format, format.name());
         if let Some(below) = &kept.below {
             for header in ["/anything", "base.raw", "s3://other/chain", text] {
                 assert_eq!(opened.host.resolve(&pinned, header), *below);
@@ -667,7 +668,7 @@ fn each_layer_has_a_name_for_headers_that_leads_to_it_and_those_below_alone() {
     assert_eq!(name, None, "nothing is below the base");
     let open = |name: String| {
         assert!(opened.host.protocol_name(&name), "{name}");
-        assert_eq!(opened.host.kept(Path::new(&name)).unwrap().below, None);
+        assert_eq!(opened.host.kept(Path::new(&name)), None);
         block_on(opened.host.open(Path::new(&name), OpenMode::default())).unwrap_err().to_string()
     };
     let pinned = opened.chain.pinned();
