@@ -44,7 +44,8 @@ struct Mirror<H: Host> {
 /// spawns it on this thread. Once completed, this disk uses the target's image.
 ///
 /// # Errors
-/// If the target is read-only, of another size, or part of this disk.
+/// If the target is read-only, of another size, or part of this disk; with [`MirrorSync::Top`] also if one of the two is
+/// above a chain in a store, and the other not above the same layers.
 pub fn mirror<H: Host>(
     live: &Arc<LiveDisk<H>>,
     target: &Arc<LiveDisk<H>>,
@@ -55,7 +56,7 @@ pub fn mirror<H: Host>(
     if other.is_read_only() {
         return Err(DiskError::ReadOnly);
     }
-    check_sizes(&disk, &other)?;
+    check_fits(&disk, &other, options)?;
     let active = other.chain.active().storage().id();
     if disk.layers().any(|layer| layer.storage().id() == active) {
         return Err(other.refused("it is part of the disk to mirror"));
@@ -66,10 +67,14 @@ pub fn mirror<H: Host>(
     Ok((Arc::clone(&job), in_order(run(job, task, claim))))
 }
 
-/// Refuses a target of another size. Checked again when the job starts, since either may have changed by then.
-fn check_sizes<H: Host>(disk: &Disk<H>, target: &Disk<H>) -> Result<()> {
+/// Refuses a target of another size, or above other layers of a chain in a store if the active image alone is copied.
+/// Checked again when the job starts, since either may have changed by then.
+fn check_fits<H: Host>(disk: &Disk<H>, target: &Disk<H>, options: MirrorOptions) -> Result<()> {
     if target.size() == disk.size() {
-        return Ok(());
+        return match options.sync {
+            MirrorSync::Top => disk.check_same_below(target),
+            MirrorSync::Full | MirrorSync::None => Ok(()),
+        };
     }
     Err(target.refused(format!(
         "its size is {} bytes, but the size of the disk to mirror is {}",
@@ -82,7 +87,7 @@ impl<H: Host> Mirror<H> {
     async fn begin(&self) -> Result<Follow<H>> {
         let _graph = self.live.hold_graph().await;
         let (disk, target) = (self.live.current(), self.target.current());
-        check_sizes(&disk, &target)?;
+        check_fits(&disk, &target, self.options)?;
         let active = disk.active_index();
         let start = match self.options.sync {
             MirrorSync::Full => LayerIndex::new(0),

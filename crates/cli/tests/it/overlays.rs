@@ -570,6 +570,56 @@ fn a_header_that_gives_the_layers_another_format_than_the_manifest_is_refused() 
     }
 }
 
+/// An earlier version took the place of the disk by an image above any other layers.
+#[test]
+fn a_mirror_of_the_active_image_goes_on_above_the_very_same_layers() {
+    let place = place_with_decoys();
+    let (path, copy) = (place.path(), copy_of(&place));
+    let server = serve(&place, "top.qcow2", &["--sandbox", "off"]);
+    write_both(&place, "vm", &copy, &WRITES);
+    let mut qmp = Qmp::of(&place);
+    let layers = qmp.layers("vm");
+    let _ = qemu_img(path, args!["create", "-q", "-f", "qcow2", "alone", "8M"]).ok();
+    naming(&place, "lower", &layers[2], "qcow2");
+    naming(&place, "same", &layers[1], "qcow2");
+    naming(&place, "closed", &layers[1], "qcow2");
+    naming(&place, "between", "same", "qcow2");
+    naming(&place, "decoy", "images/3.qcow2", "qcow2");
+    let add = |name: &str, backing: Option<Value>| {
+        let file = json!({"driver": "file", "filename": path.join(name)});
+        let mut node = json!({"driver": "qcow2", "node-name": name, "file": file});
+        if let Some(backing) = backing {
+            node["backing"] = backing;
+        }
+        node
+    };
+    let mirror = |name: &str| json!({"device": "vm", "target": name, "sync": "top", "job-id": "j"});
+    for name in ["alone", "lower", "closed", "between", "decoy"] {
+        let null = (name == "closed").then_some(Value::Null);
+        let _ = qmp.ask("blockdev-add", add(name, null)).unwrap();
+        let must = format!("must have the backing file '{}'", layers[1]);
+        qmp.refuses("blockdev-mirror", mirror(name), &must);
+        let _ = qmp.ask("blockdev-del", json!({"node-name": name})).unwrap();
+    }
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    let _ = qmp.ask("blockdev-add", add("same", None)).unwrap();
+    qmp.job("blockdev-mirror", mirror("same"));
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    write_both(&place, "vm", &copy, &["write -P 71 1m 3k"]);
+    assert_eq!(qmp.layers("vm")[1..], layers[1..]);
+    // Nor does a disk that is above no chain go on above one.
+    let _ = qmp.ask("blockdev-add", add("alone", None)).unwrap();
+    naming(&place, "more", &layers[4], "qcow2");
+    let _ = qmp.ask("blockdev-add", add("more", None)).unwrap();
+    let arguments = json!({"device": "alone", "target": "more", "sync": "top", "job-id": "j"});
+    qmp.refuses("blockdev-mirror", arguments, "must have nothing below it");
+    drop(qmp);
+    let _ = server.stop().ok();
+    let server = serve(&place, "same", &["--sandbox", "strict"]);
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    let _ = server.stop().ok();
+}
+
 #[test]
 fn jobs_change_no_layer_of_the_store_and_merge_those_above() {
     let place = place_with_decoys();

@@ -370,6 +370,38 @@ impl<H: Host> Disk<H> {
         })
     }
 
+    /// Checks that a disk which is to take the place of this one, with a copy of the active image's data alone, has the
+    /// same layers below, if the host of either keeps some: what it shows there must be what this one shows.
+    ///
+    /// # Errors
+    /// If it has others.
+    pub fn check_same_below(&self, target: &Self) -> Result<()> {
+        let keeps = |disk: &Self| {
+            let mut layers = disk.layers();
+            layers.any(|layer| disk.host.kept(layer.name()).is_some())
+        };
+        let below = |disk: &Self| -> Vec<_> {
+            disk.layers().skip(1).map(|layer| (layer.storage().id(), layer.format())).collect()
+        };
+        if !keeps(self) && !keeps(target) || below(self) == below(target) {
+            return Ok(());
+        }
+        let must = match self.layers().nth(1) {
+            Some(layer) => format!(
+                "the backing file '{}' of the disk to mirror, and all below that, below it, too: 'isobath create -u -f \
+                 qcow2 -b {0} -F {} IMAGE {}' makes such an image",
+                isobath_storage::shown(layer.name()),
+                layer.format().name(),
+                self.size()
+            ),
+            None => "nothing below it, as the disk to mirror has".to_owned(),
+        };
+        Err(target.refused(format!(
+            "the active image alone is copied, above a chain in a store: the target must have {must}; or copy \
+             everything, with 'sync': 'full'"
+        )))
+    }
+
     /// Whether the backing file that the header of `layer` names is the one that is open as `below`.
     fn leads_to(&self, layer: &Layer<H::File>, below: &Layer<H::File>) -> bool {
         let named = layer.header().and_then(|header| header.backing_file);
