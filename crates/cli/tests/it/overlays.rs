@@ -621,6 +621,30 @@ fn a_mirror_of_the_active_image_goes_on_above_the_very_same_layers() {
 }
 
 #[test]
+fn a_client_names_layers_of_the_store_for_jobs() {
+    let place = place_with_decoys();
+    let copy = copy_of(&place);
+    let server = serve(&place, "top.qcow2", &[]);
+    write_both(&place, "vm", &copy, &WRITES);
+    let layers = Qmp::of(&place).layers("vm");
+    let ctl = |arguments: &[&str]| {
+        let mut command = Command::new(ISOBATH);
+        run(command.current_dir(place.path()).args(["ctl", "q"]).args(arguments))
+    };
+    for arguments in [["--base", &layers[4]], ["--base", &layers[1]]] {
+        let said = ctl(&["commit", arguments[0], arguments[1]]).exits(1).stderr;
+        assert!(said.contains("it is a layer of a chain in a store"), "{said}");
+    }
+    let said = ctl(&["commit", "--top", &layers[1], "--base", &layers[3]]).exits(1).stderr;
+    assert!(said.contains("it is a layer of a chain in a store"), "{said}");
+    let _ = ctl(&["stream", "--base", &layers[3]]).ok();
+    assert_eq!(Qmp::of(&place).layers("vm"), [&*layers[0], &*layers[3], &*layers[4]]);
+    assert_eq!(backing(&place, "top.qcow2").as_ref(), Some(&layers[3]));
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    let _ = server.stop().ok();
+}
+
+#[test]
 fn jobs_change_no_layer_of_the_store_and_merge_those_above() {
     let place = place_with_decoys();
     let (path, copy) = (place.path(), copy_of(&place));

@@ -5,6 +5,7 @@ use crate::failure::{Failure, Outcome};
 use crate::options::OutputFormat;
 use crate::size::{self, NewSize};
 use isobath_qmp::client::ClientError;
+use isobath_remote::served::Pinned;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -48,6 +49,14 @@ impl Snapshot {
         ]);
         session.ask("blockdev-snapshot-sync", arguments)?;
         Ok(0)
+    }
+}
+
+/// The name of a layer: that of layers of a chain in a store as it is, and any other as an absolute path.
+pub(super) fn layer(name: &Path) -> Result<Value, Failure> {
+    match name.to_str().filter(|name| Pinned::parse(name).is_some()) {
+        Some(pinned) => Ok(pinned.into()),
+        None => absolute(name),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Commands that start a job.
 
-use super::disk::absolute;
+use super::disk::{absolute, layer};
 use super::follow::{Readiness, follow};
 use super::{Session, arguments, speed};
 use crate::failure::{Failure, Outcome};
@@ -94,7 +94,7 @@ fn file_or_node(
     node: Option<&String>,
 ) -> Result<(), Failure> {
     if let Some(file) = file {
-        arguments.insert(name.to_owned(), absolute(file)?);
+        arguments.insert(name.to_owned(), layer(file)?);
     }
     if let Some(node) = node {
         arguments.insert(format!("{name}-node"), node.clone().into());
