@@ -144,8 +144,8 @@ pub(crate) async fn prepare<H: Host + Clone>(
             shown(overlay)
         )));
     }
-    let new = new_overlay(chain);
-    let top = chain.pinned().to_string();
+    let new = new_overlay(chain)?;
+    let top = chain.pinned()?.to_string();
     let alone = OpenOptions::new().backing(false).index(false).secrets(Secrets::unneeded());
     let alone = alone.format(stored::format_of(chain.format()));
     let below = Disk::open(host.clone(), Path::new(&top), &alone).await?;
@@ -166,8 +166,11 @@ pub(crate) async fn prepare<H: Host + Clone>(
 }
 
 /// A new image above a chain.
-pub(crate) fn new_overlay(chain: &Chain) -> NewDisk {
-    NewDisk::overlay(chain.pinned().to_string(), chain.format().name()).index(false)
+///
+/// # Errors
+/// The chain's layers have no pins.
+pub(crate) fn new_overlay(chain: &Chain) -> Result<NewDisk, Failure> {
+    Ok(NewDisk::overlay(chain.pinned()?.to_string(), chain.format().name()).index(false))
 }
 
 /// Checks that a disk that was opened by the name of an overlay is above a chain: what had the name before, another

@@ -16,6 +16,8 @@ pub(crate) struct KnownHead {
     start_length: u64,
     l1: Vec<u8>,
     l1_offset: u64,
+    /// Bytes of the L1 table, known or not; 0 if the header is not known.
+    l1_length: u64,
     /// The layer is a qcow2 image whose header is not known.
     unknown: bool,
 }
@@ -54,11 +56,29 @@ impl KnownHead {
             return Err(wrong(&"a header that is longer than what is recorded of it"));
         }
         let l1_offset = header.l1_table_offset.get();
+        let l1_length = u64::from(header.l1_size) * 8;
         let end = l1_offset.checked_add(l1.len() as u64).filter(|end| *end <= layer.length);
-        if !l1.is_empty() && (end.is_none() || l1.len() as u64 != u64::from(header.l1_size) * 8) {
+        if !l1.is_empty() && (end.is_none() || l1.len() as u64 != l1_length) {
             return Err(wrong(&"an L1 table of another length than its header says"));
         }
-        Ok(Self { start, start_length, l1, l1_offset, unknown: false })
+        Ok(Self { start, start_length, l1, l1_offset, l1_length, unknown: false })
+    }
+
+    /// A head with these bytes of a header and of an L1 table, of which there are `length`.
+    #[cfg(test)]
+    pub(crate) fn sample(start: &[u8], l1: &[u8], length: u64) -> Self {
+        let (start, l1) = (start.to_vec(), l1.to_vec());
+        Self { start_length: start.len() as u64, start, l1, l1_length: length, ..Self::default() }
+    }
+
+    /// The bytes that are known of the header, and of the L1 table.
+    pub(crate) fn parts(&self) -> [&[u8]; 2] {
+        [&self.start, &self.l1]
+    }
+
+    /// Where a push looks for an L1 table that it records, if the header is known.
+    pub(crate) fn l1(&self) -> Range<u64> {
+        self.l1_offset..self.l1_offset.saturating_add(self.l1_length)
     }
 
     /// Bytes of memory that it takes.

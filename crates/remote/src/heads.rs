@@ -22,7 +22,7 @@ const FIRST_RECORD: usize = 8;
 pub(crate) const MOST_HEADER: usize = 4096;
 /// Most bytes of an L1 table that are recorded, and of those of a chain together.
 pub(crate) const MOST_L1: usize = 1 << 20;
-pub(crate) const MOST_L1_TOGETHER: usize = 32 << 20;
+const MOST_L1_TOGETHER: usize = 32 << 20;
 /// Most bytes of the recorded tables of checksums of a chain together.
 const MOST_TABLES_TOGETHER: usize = 4 << 20;
 /// Most bytes of the root of a chain's index.
@@ -36,7 +36,8 @@ pub struct Head {
     /// The first cluster, or the first 4,096 bytes if that is less, without the zeroes at the end; empty if this is
     /// longer than 4,096 bytes, or there is none.
     pub header: Vec<u8>,
-    /// The active L1 table as it is in the file; empty if it is longer than 1 MiB or there is no more room.
+    /// The active L1 table as it is in the file; empty if it is longer than 1 MiB, the header is not recorded, or there
+    /// is no more room.
     pub l1: Vec<u8>,
     /// The checksums of the layer's blocks; empty if there is no more room.
     pub table: Vec<u8>,
@@ -56,27 +57,32 @@ pub struct IndexHead {
 pub struct Heads {
     layers: Vec<Head>,
     index: Option<IndexHead>,
+    /// They were read from an object of the first version.
+    is_first: bool,
 }
 
 impl Heads {
     /// Those of these layers, as far as there is room, and of their index.
     pub(crate) fn new(mut layers: Vec<Head>, index: Option<IndexHead>) -> Self {
-        let (mut room, mut of_tables) = (MOST_L1_TOGETHER, MOST_TABLES_TOGETHER);
-        // The upper layers are read more.
-        for head in layers.iter_mut().rev() {
+        // Layers above change nothing of what is recorded of those below.
+        let mut room = L1Room::default();
+        for head in &mut layers {
             if head.header.len() > MOST_HEADER {
                 head.header.clear();
             }
-            match room.checked_sub(head.l1.len()).filter(|_| head.l1.len() <= MOST_L1) {
-                Some(rest) => room = rest,
-                None => head.l1.clear(),
+            if head.header.is_empty() || !room.take(head.l1.len() as u64) {
+                head.l1.clear();
             }
+        }
+        // The blocks of upper layers are read more.
+        let mut of_tables = MOST_TABLES_TOGETHER;
+        for head in layers.iter_mut().rev() {
             match of_tables.checked_sub(head.table.len()) {
                 Some(rest) => of_tables = rest,
                 None => head.table.clear(),
             }
         }
-        Self { layers, index }
+        Self { layers, index, is_first: false }
     }
 
     /// Most bytes of the object, for so many layers.
@@ -89,6 +95,12 @@ impl Heads {
     /// The head of each layer.
     pub fn layers(&self) -> &[Head] {
         &self.layers
+    }
+
+    /// Whether they were read from an object of the first version, which has less of some images than a push records
+    /// now.
+    pub(crate) fn is_first(&self) -> bool {
+        self.is_first
     }
 
     /// The head of the index, if the chain has one.
@@ -186,7 +198,30 @@ impl Heads {
             }
             heads.push(head);
         }
-        rest.0.is_empty().then_some(Self { layers: heads, index })
+        rest.0.is_empty().then_some(Self { layers: heads, index, is_first })
+    }
+}
+
+/// The room that is left for L1 tables. Those of the lower layers take it first, so that a chain that grows keeps what
+/// is recorded of its layers.
+pub(crate) struct L1Room(u64);
+
+impl Default for L1Room {
+    fn default() -> Self {
+        Self(MOST_L1_TOGETHER as u64)
+    }
+}
+
+impl L1Room {
+    /// Takes so many bytes for the next table, from the base up; whether it is recorded.
+    pub(crate) fn take(&mut self, bytes: u64) -> bool {
+        match self.0.checked_sub(bytes).filter(|_| bytes <= MOST_L1 as u64) {
+            Some(rest) => {
+                self.0 = rest;
+                true
+            }
+            None => false,
+        }
     }
 }
 
@@ -235,22 +270,30 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_room_is_left_out_from_the_base_up() {
+    fn what_has_no_room_is_left_out() {
         let head =
             |length| Head { header: vec![1], l1: vec![0; length], table: vec![0; length / 8] };
-        let count = MOST_L1_TOGETHER / MOST_L1 + 1;
+        let count = MOST_L1_TOGETHER / MOST_L1;
         let mut layers = vec![head(MOST_L1); count];
-        layers.push(head(MOST_L1 + 1));
-        layers.push(Head { header: vec![1; MOST_HEADER + 1], ..Head::default() });
+        layers.insert(1, head(MOST_L1 + 1));
+        layers.insert(2, Head { header: vec![1; MOST_HEADER + 1], ..head(MOST_L1) });
+        let below = Heads::new(layers.clone(), None);
+        layers.extend([head(MOST_L1), head(0)]);
         let heads = Heads::new(layers, None);
         let bytes = heads.encode();
-        assert!(bytes.len() as u64 <= Heads::most(count + 2));
-        assert_eq!(Heads::decode(&bytes, count + 2).unwrap(), heads);
-        let l1: Vec<usize> = heads.layers().iter().map(|head| head.l1.len()).collect();
-        assert_eq!((l1[0], l1[1], l1[count], l1[count - 1]), (0, MOST_L1, 0, MOST_L1));
-        assert!(heads.layers()[count + 1].header.is_empty());
-        let tables: Vec<usize> = heads.layers().iter().map(|head| head.table.len()).collect();
-        assert_eq!((tables[1], tables[2], tables[count]), (0, MOST_L1 / 8, MOST_L1 / 8));
+        assert!(bytes.len() as u64 <= Heads::most(count + 4));
+        assert_eq!(Heads::decode(&bytes, count + 4).unwrap(), heads);
+        let of = |part: fn(&Head) -> &Vec<u8>| -> Vec<usize> {
+            heads.layers().iter().map(|head| part(head).len()).collect()
+        };
+        let l1 = [&[MOST_L1, 0, 0][..], &vec![MOST_L1; count - 1], &[0, 0]].concat();
+        assert_eq!(of(|head| &head.l1), l1);
+        assert_eq!(of(|head| &head.header)[..4], [1, 1, 0, 1]);
+        let tables = of(|head| &head.table);
+        assert_eq!((tables[2], tables[3], tables[count + 2]), (0, MOST_L1 / 8, MOST_L1 / 8));
+        for (below, now) in below.layers().iter().zip(heads.layers()) {
+            assert!(below.header == now.header && below.l1 == now.l1);
+        }
     }
     #[test]
     fn heads_of_the_first_version_are_read_where_they_have_what_an_open_reads() {
@@ -272,6 +315,7 @@ mod tests {
         }
         let whole = Head { header: long, l1: vec![5; 8], table: Vec::new() };
         let expected = Heads::new(vec![whole, Head::default()], None);
+        let expected = Heads { is_first: true, ..expected };
         assert_eq!(Heads::decode(&bytes, 2).unwrap(), expected);
     }
 }

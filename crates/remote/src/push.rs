@@ -2,7 +2,7 @@
 
 use crate::digest::{BLOCK, Digest, Hasher, Table, unique};
 use crate::error::{Error, Result, shown};
-use crate::heads::{Head, Heads, IndexHead, MAX_LAYERS, MOST_INDEX, MOST_L1_TOGETHER, MOST_ROOT};
+use crate::heads::{Head, Heads, IndexHead, L1Room, MAX_LAYERS, MOST_INDEX, MOST_ROOT};
 use crate::keys;
 use crate::manifest::{Format, HeadsObject, IndexObject, Layer, MAX_MANIFEST, Manifest, fits};
 use crate::progress::Progress;
@@ -354,28 +354,25 @@ impl Push<'_> {
     }
 }
 
-/// Reads the L1 tables, from the top down as long as there is room, so that no others take memory.
+/// Reads the L1 tables, from the base up as long as there is room, so that no others take memory.
 fn heads_of(
     locals: &[LocalLayer],
     prepared: Vec<Prepared>,
     index: Option<IndexHead>,
 ) -> Result<(Vec<Layer>, Heads)> {
-    let mut room = MOST_L1_TOGETHER as u64;
+    let mut room = L1Room::default();
     let mut heads = Vec::with_capacity(prepared.len());
     let mut layers = Vec::with_capacity(prepared.len());
-    for (local, one) in locals.iter().zip(prepared).rev() {
+    for (local, one) in locals.iter().zip(prepared) {
         let mut head = Head { header: one.header, l1: Vec::new(), table: one.table };
-        if let Some(place) = one.l1
-            && let Some(rest) = room.checked_sub(place.end - place.start)
+        if let Some(place) = one.l1.filter(|_| !head.header.is_empty())
+            && room.take(place.end - place.start)
         {
             head.l1 = read(local, place.start, place.end - place.start)?;
-            room = rest;
         }
         heads.push(head);
         layers.push(one.layer);
     }
-    heads.reverse();
-    layers.reverse();
     Ok((layers, Heads::new(heads, index)))
 }
 

@@ -198,7 +198,7 @@ fn new_disk(
         return Err(Failure::new("overlays that are made together cannot be preallocated"));
     }
     if let Some(address) = stored::address(&args.base)? {
-        let above = overlays::new_overlay(&*args.stored.open_now(&address)?);
+        let above = overlays::new_overlay(&*args.stored.open_now(&address)?)?;
         if args.backing_format.is_some() && args.backing_format != above.backing_format {
             return Err(Failure::new(
                 "the formats of a chain in a store are those of its manifest: leave out --backing-format",

@@ -404,8 +404,14 @@ fn an_overlay_is_refused_where_other_tables_or_heads_describe_the_same_layers() 
         let digest = manifest["heads"]["digest"].as_str().unwrap();
         let mut bytes = fs::read(heads.join(digest)).unwrap();
         // The L1 table of the top layer, which comes before its checksums, says that nothing is allocated.
-        let end = bytes.len() - Heads::decode(&bytes, 2).unwrap().layers()[1].table.len();
-        bytes[end - 8..].fill(0);
+        let heads_of = |bytes: &[u8]| Heads::decode(bytes, 2).unwrap().layers().to_vec();
+        let before = heads_of(&bytes);
+        let end = bytes.len() - before[1].table.len();
+        assert!(before[1].l1.len() == 8 && before[1].l1 != [0; 8]);
+        bytes[end - 8..end].fill(0);
+        let after = heads_of(&bytes);
+        assert_eq!((&after[0], &after[1].l1), (&before[0], &vec![0; 8]));
+        assert_eq!((&after[1].header, &after[1].table), (&before[1].header, &before[1].table));
         let digest = Digest::of(&bytes).to_string();
         fs::write(heads.join(&digest), &bytes).unwrap();
         manifest["heads"]["digest"] = digest.into();
@@ -640,6 +646,45 @@ fn a_client_names_layers_of_the_store_for_jobs() {
     let _ = ctl(&["stream", "--base", &layers[3]]).ok();
     assert_eq!(Qmp::of(&place).layers("vm"), [&*layers[0], &*layers[3], &*layers[4]]);
     assert_eq!(backing(&place, "top.qcow2").as_ref(), Some(&layers[3]));
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    let _ = server.stop().ok();
+}
+
+#[test]
+fn a_chain_of_an_earlier_version_has_an_overlay_once_it_was_pushed_again() {
+    let place = Place::new(2, "");
+    let path = place.path();
+    let copy = copy_of(&place);
+    fs::create_dir(path.join("again")).unwrap();
+    let _ = isobath(path, args!["pull", "-q", &place.vm(), "again"]).ok();
+    change_manifest(&place, |manifest| {
+        let heads = path.join("store/heads");
+        let bytes = fs::read(heads.join(manifest["heads"]["digest"].as_str().unwrap())).unwrap();
+        let known = Heads::decode(&bytes, 2).unwrap();
+        let mut first =
+            [&b"IHDS"[..], &1_u32.to_be_bytes(), &2_u32.to_be_bytes(), &[0; 4]].concat();
+        for part in known.layers().iter().flat_map(|head| [&head.header, &head.l1]) {
+            first.extend((part.len() as u32).to_be_bytes());
+        }
+        for head in known.layers() {
+            first.extend([&*head.header, &head.l1].concat());
+        }
+        let digest = Digest::of(&first).to_string();
+        fs::write(heads.join(&digest), &first).unwrap();
+        manifest["heads"] = json!({"digest": digest, "length": first.len()});
+        manifest["version"] = 1.into();
+        manifest.as_object_mut().unwrap().remove("index");
+    });
+    let way_out = format!("'isobath push IMAGE {}'", place.vm());
+    let fork = args!["fork", "--cache-dir", "cache", &place.vm(), "top.qcow2"];
+    let by_fork = isobath(path, fork).exits(1).stderr;
+    for said in [by_fork, refused(&place, &[&place.vm()], &["--overlay", "top.qcow2"])] {
+        assert!(said.contains("earlier version") && said.contains(&way_out), "{said}");
+        assert!(!path.join("top.qcow2").exists());
+    }
+    let _ = isobath(path, args!["push", "-q", "again/1.qcow2", &place.vm()]).ok();
+    let server = serve(&place, "top.qcow2", &[]);
+    write_both(&place, "vm", &copy, &WRITES);
     assert_same_bytes(&uri(&place, "vm"), &copy);
     let _ = server.stop().ok();
 }

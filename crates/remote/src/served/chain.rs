@@ -36,7 +36,8 @@ pub struct Chain {
     /// From the base to the top.
     layers: Vec<Arc<RemoteLayer>>,
     index: Option<Index>,
-    /// The [pin](Pinned) of each layer, and the number of the layer that has a pin.
+    /// The [pin](Pinned) of each layer, from the base to the last that has one, and the number of the layer that has a
+    /// pin.
     pins: Vec<Digest>,
     numbers: HashMap<Digest, usize>,
     /// The store did not answer, and the manifest is the one that was read last.
@@ -105,10 +106,9 @@ impl Chain {
         let heads = heads(&source, &manifest, cache)?;
         let fetcher = Fetcher::start(source, limit, progress)?;
         let common = Arc::new(Common::new(fetcher, Arc::clone(cache)));
+        let is_first = heads.is_first();
         let (heads, index_head) = heads.into_parts();
         let index = index(manifest.index.as_ref(), index_head, &common)?;
-        let pins: Vec<_> = pins(manifest.layers.iter().zip(&heads)).collect();
-        let numbers = pins.iter().enumerate().map(|(number, pin)| (*pin, number)).collect();
         let mut layers = Vec::new();
         for (layer, mut head) in manifest.layers.into_iter().zip(heads) {
             let table = std::mem::take(&mut head.table);
@@ -123,6 +123,9 @@ impl Chain {
             let table = Some(table).filter(|table| !table.is_empty()).map(Arc::from);
             layers.push(Arc::new(RemoteLayer::new(key, layer, head, table, Arc::clone(&common))));
         }
+        let known = layers.iter().map(|layer| (layer.described(), layer.head()));
+        let pins: Vec<_> = if is_first { Vec::new() } else { pins(known).collect() };
+        let numbers = pins.iter().enumerate().map(|(number, pin)| (*pin, number)).collect();
         let address = address.clone();
         Ok(Arc::new(Self { address, layers, index, pins, numbers, last_known }))
     }
@@ -190,11 +193,29 @@ impl Chain {
         top.described().format
     }
 
+    /// Whether there is a name for the header of an image above all layers.
+    pub fn has_pins(&self) -> bool {
+        self.pins.len() == self.layers.len()
+    }
+
     /// The name of all layers as they are now, for the header of an image above them. It leads to the same layers when
     /// others have been pushed on top, and to none if one of them is replaced.
-    pub fn pinned(&self) -> Pinned {
-        let Some(digest) = self.pins.last() else { unreachable!("a chain has a layer") };
-        Pinned { address: self.address.clone(), digest: *digest }
+    ///
+    /// # Errors
+    /// The chain was pushed by an earlier version, whose heads have less than those of a push now.
+    pub fn pinned(&self) -> Result<Pinned> {
+        let top = self.layers.len().checked_sub(1).and_then(|top| self.pinned_at(top));
+        top.ok_or_else(|| Error::refused(self.old()))
+    }
+
+    /// What is said of a chain whose layers have no names for headers.
+    fn old(&self) -> String {
+        format!(
+            "'{}' was pushed by an earlier version, which recorded less of its layers than one now does, so that no \
+             image above them can name them for good: push the chain again from where it is whole, with 'isobath push \
+             IMAGE {0}'; layers that are there are not sent again",
+            self.address
+        )
     }
 
     /// Checks that the chain has these layers as its lower ones.
@@ -207,10 +228,12 @@ impl Chain {
 
     /// What is said of layers that the chain does not have.
     pub(super) fn without(&self, pinned: &Pinned) -> String {
+        if !self.has_pins() {
+            return self.old();
+        }
         format!(
             "'{}' has no layers '{pinned}' now: they were replaced in the store, or are described otherwise there. \
-             Push them again under this name, from where they are, or under another, and lead the image there with \
-             'isobath rebase -u'",
+             Push them again under this name, from where they are",
             self.address
         )
     }

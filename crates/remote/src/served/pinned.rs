@@ -2,9 +2,11 @@
 
 use crate::address::Address;
 use crate::digest::{Digest, Hasher};
-use crate::heads::Head;
+use crate::head::KnownHead;
+use crate::heads::L1Room;
 use crate::manifest::{Format, Layer};
 use std::fmt;
+use std::ops::Range;
 
 /// What comes behind the chain's address, and before the digest. No chain's name can have it.
 const PIN: &str = "@sha256:";
@@ -34,23 +36,30 @@ impl fmt::Display for Pinned {
     }
 }
 
-/// The pin of each layer, from the base to the top: a digest of everything that decides what it and the layers below
-/// hold. `docs/format.md` specifies it to the byte.
+/// The pin of each layer, from the base up: a digest of everything that decides what it and the layers below hold.
+/// `docs/format.md` specifies it to the byte. There is none from the first layer on of which something else is known
+/// than a push records now: the pin would be another when the chain is pushed again.
 pub(super) fn pins<'l>(
-    layers: impl IntoIterator<Item = (&'l Layer, &'l Head)>,
+    layers: impl IntoIterator<Item = (&'l Layer, &'l KnownHead)>,
 ) -> impl Iterator<Item = Digest> {
-    let mut hasher = Hasher::default();
-    layers.into_iter().map(move |(layer, head)| {
+    let (mut hasher, mut room) = (Hasher::default(), L1Room::default());
+    layers.into_iter().map_while(move |(layer, head)| {
+        let [header, l1] = head.parts();
+        let Range { start, end } = head.l1();
+        let is_recorded = end <= layer.length && room.take(end - start);
+        if l1.len() as u64 != if is_recorded { end - start } else { 0 } {
+            return None;
+        }
         hasher.update(layer.digest.bytes());
         hasher.update(layer.table.bytes());
         hasher.update(&layer.length.to_be_bytes());
         hasher.update(&layer.size.to_be_bytes());
         hasher.update(&format_number(layer.format).to_be_bytes());
-        hasher.update(&(head.header.len() as u32).to_be_bytes());
-        hasher.update(&(head.l1.len() as u32).to_be_bytes());
-        hasher.update(&head.header);
-        hasher.update(&head.l1);
-        hasher.clone().finish()
+        hasher.update(&(header.len() as u32).to_be_bytes());
+        hasher.update(&(l1.len() as u32).to_be_bytes());
+        hasher.update(header);
+        hasher.update(l1);
+        Some(hasher.clone().finish())
     })
 }
 
@@ -65,9 +74,11 @@ fn format_number(format: Format) -> u32 {
 mod tests {
     use super::*;
 
-    type Change = fn(&mut (Layer, Head));
+    /// A layer, and the header and the L1 table in its head.
+    type Known = (Layer, Vec<u8>, Vec<u8>);
+    type Change = fn(&mut Known);
 
-    fn layers() -> Vec<(Layer, Head)> {
+    fn layers() -> Vec<Known> {
         let layer = |number: u8, format| Layer {
             digest: Digest::of(&[number]),
             length: 1 << 20,
@@ -78,31 +89,33 @@ mod tests {
             backing_format: None,
             table: Digest::of(&[number, 1]),
         };
-        let head =
-            |number: u8| Head { header: vec![number; 3], l1: vec![number; 16], table: Vec::new() };
         vec![
-            (layer(0, Format::Raw), Head::default()),
-            (layer(1, Format::Qcow2), head(1)),
-            (layer(2, Format::Qcow2), head(2)),
+            (layer(0, Format::Raw), Vec::new(), Vec::new()),
+            (layer(1, Format::Qcow2), vec![1; 3], vec![1; 16]),
+            (layer(2, Format::Qcow2), vec![2; 3], vec![2; 16]),
         ]
     }
 
-    fn pins_of(layers: &[(Layer, Head)]) -> Vec<Digest> {
-        pins(layers.iter().map(|(layer, head)| (layer, head))).collect()
+    fn pins_of(layers: &[Known]) -> Vec<Digest> {
+        let whole = |(layer, header, l1): &Known| {
+            (layer.clone(), KnownHead::sample(header, l1, l1.len() as u64))
+        };
+        let known: Vec<_> = layers.iter().map(whole).collect();
+        pins(known.iter().map(|(layer, head)| (layer, head))).collect()
     }
 
     #[test]
     fn a_pin_covers_everything_that_decides_what_layers_hold() {
         let known = pins_of(&layers());
         let changes: [Change; 8] = [
-            |(layer, _)| layer.digest = Digest::of(b"other"),
-            |(layer, _)| layer.table = Digest::of(b"other"),
-            |(layer, _)| layer.length += 1,
-            |(layer, _)| layer.size += 512,
-            |(layer, _)| layer.format = Format::Raw,
-            |(_, head)| head.header.push(0),
-            |(_, head)| head.l1[15] ^= 1,
-            |(_, Head { header, l1, .. })| header.push(l1.remove(0)),
+            |(layer, ..)| layer.digest = Digest::of(b"other"),
+            |(layer, ..)| layer.table = Digest::of(b"other"),
+            |(layer, ..)| layer.length += 1,
+            |(layer, ..)| layer.size += 512,
+            |(layer, ..)| layer.format = Format::Raw,
+            |(_, header, _)| header.push(0),
+            |(_, _, l1)| l1[15] ^= 1,
+            |(_, header, l1)| header.push(l1.remove(0)),
         ];
         for (number, change) in changes.iter().enumerate() {
             let mut changed = layers();
@@ -113,6 +126,24 @@ mod tests {
             assert_ne!(pins[2], known[2], "{number}: the layer above is above another");
         }
         assert_eq!(pins_of(&layers()[..2]), known[..2], "what comes above changes nothing");
+    }
+
+    #[test]
+    fn layers_of_which_another_thing_is_known_than_a_push_records_have_no_pins() {
+        const MOST: u64 = 1 << 20;
+        let layer = layers().pop().unwrap().0;
+        let head = |bytes: u64, length| KnownHead::sample(&[1], &vec![0; bytes as usize], length);
+        let pinned = |heads: &[KnownHead]| pins(heads.iter().map(|head| (&layer, head))).count();
+        let mut heads = vec![head(8, 8), head(0, 0), head(0, MOST + 8)];
+        assert_eq!(pinned(&heads), 3);
+        heads.extend((0..31).map(|_| head(MOST, MOST)));
+        assert_eq!(pinned(&heads), 34, "there is room for all");
+        heads.extend([head(0, MOST), head(16, 16)]);
+        assert_eq!(pinned(&heads), 36, "there is room for the last");
+        heads[34] = head(MOST, MOST);
+        assert_eq!(pinned(&heads), 34, "there is none for this one");
+        heads[0] = head(0, 8);
+        assert_eq!(pinned(&heads), 0, "there was room");
     }
 
     #[test]

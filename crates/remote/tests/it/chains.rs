@@ -53,6 +53,30 @@ impl Chain {
         Self { directory, names: vec![name.to_owned()] }
     }
 
+    /// So many images with L1 tables of 1 MiB each.
+    pub(crate) fn of_long_tables(layers: usize) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let options = "cluster_size=512";
+        let create = ["create", "-q", "-f", "qcow2", "-o", options, "0.qcow2", "4G"];
+        qemu_img(directory.path(), &create);
+        let mut chain = Self { directory, names: vec!["0.qcow2".to_owned()] };
+        for _ in 1..layers {
+            chain.grow_by_long_table();
+        }
+        chain
+    }
+
+    /// Adds an overlay with an L1 table of 1 MiB.
+    pub(crate) fn grow_by_long_table(&mut self) {
+        let (backing, name) = (self.names.last().unwrap(), format!("{}.qcow2", self.names.len()));
+        let path = self.directory.path();
+        let create = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=512", "-b", backing];
+        qemu_img(path, &[&create[..], &["-F", "qcow2", &name]].concat());
+        let number = self.names.len();
+        write(path, &name, &format!("write -q -P {number} {}k 1k", number * 96));
+        self.names.push(name);
+    }
+
     /// Adds an overlay.
     pub(crate) fn grow(&mut self, name: &str) {
         self.grow_above(&self.names.last().unwrap().clone(), name);

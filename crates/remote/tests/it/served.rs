@@ -5,13 +5,14 @@ use crate::cache_disks::Failing;
 use crate::chains::Chain;
 use crate::round_trips::send;
 use isobath_remote::cache::Cache;
-use isobath_remote::served::{self, RemoteHost};
+use isobath_remote::served::{self, Pinned, RemoteHost};
 use isobath_remote::store::{Directory, Entry, Found, Outcome, Parts, Store, Version};
 use isobath_remote::{Address, Digest, Error, Heads, Result};
 use isobath_ring::block_on;
 use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageError, StorageExt};
 use serde_json::Value;
 use std::fs;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex};
@@ -644,7 +645,7 @@ fn each_layer_has_a_name_for_headers_that_leads_to_it_and_those_below_alone() {
     let place = Place::new(Chain::new());
     let opened = place.opened();
     let address = place.address.to_string();
-    let mut name = Some(PathBuf::from(opened.chain.pinned().to_string()));
+    let mut name = Some(PathBuf::from(opened.chain.pinned().unwrap().to_string()));
     for (plain, format) in opened.chain.layers() {
         let (plain, pinned) = (plain.as_path(), name.take().unwrap());
         let text = pinned.to_str().unwrap();
@@ -671,7 +672,7 @@ fn each_layer_has_a_name_for_headers_that_leads_to_it_and_those_below_alone() {
         assert_eq!(opened.host.kept(Path::new(&name)), None);
         block_on(opened.host.open(Path::new(&name), OpenMode::default())).unwrap_err().to_string()
     };
-    let pinned = opened.chain.pinned();
+    let pinned = opened.chain.pinned().unwrap();
     let said = open(format!("{address}@sha256:{}", "0".repeat(64)));
     assert!(said.contains("has no layers"), "{said}");
     let said = open(format!("s3://bucket/vm@sha256:{}", pinned.digest));
@@ -681,26 +682,78 @@ fn each_layer_has_a_name_for_headers_that_leads_to_it_and_those_below_alone() {
 #[test]
 fn what_is_pushed_on_top_leaves_the_names_of_the_layers_below() {
     let mut place = Place::new(Chain::new());
-    let before = place.opened().chain.pinned();
+    let before = place.opened().chain.pinned().unwrap();
     place.chain.grow("higher.qcow2");
     send(&*place.store.directory, "vm", &place.chain).unwrap();
     let grown = place.opened();
-    assert_ne!(grown.chain.pinned(), before);
+    let above = grown.chain.pinned().unwrap();
+    assert_ne!(above, before);
     grown.chain.check(&before).unwrap();
     let host = &grown.host;
     let name = PathBuf::from(before.to_string());
     let found = block_on(host.open(&name, OpenMode::default())).unwrap();
     assert_eq!(found.id(), grown.file(2).id());
-    place.change_heads(|bytes| {
-        let last = bytes.len() - 1;
-        bytes[last] ^= 1;
-    });
+    let manifest = place.directory.path().join("store/manifests/vm.json");
+    let right = fs::read(&manifest).unwrap();
+    let refused = |pinned: &Pinned| {
+        let said = place.opened().chain.check(pinned).unwrap_err().to_string();
+        assert!(said.contains("or are described otherwise"), "{said}");
+    };
+    // The L1 tables of the highest layer, and of the one below.
+    place.change_heads(|bytes| flip(bytes, 3, 1));
     place.opened().chain.check(&before).unwrap();
+    refused(&above);
+    fs::write(&manifest, &right).unwrap();
+    place.change_heads(|bytes| flip(bytes, 2, 1));
+    refused(&before);
+    fs::write(&manifest, &right).unwrap();
+    // The checksums decide nothing: they are compared with the table.
+    place.change_heads(|bytes| flip(bytes, 2, 2));
+    place.opened().chain.check(&above).unwrap();
     place.change_manifest(|manifest| {
         manifest["layers"][0]["table"] = manifest["layers"][1]["table"].clone();
     });
-    let said = place.opened().chain.check(&before).unwrap_err().to_string();
-    assert!(said.contains("or are described otherwise"), "{said}");
+    refused(&before);
+}
+
+#[test]
+fn layers_keep_their_names_when_their_chain_has_more_l1_tables_than_are_recorded() {
+    let mut place = Place::new(Chain::of_long_tables(31));
+    let mut names = vec![place.opened().chain.pinned().unwrap()];
+    for _ in 0..4 {
+        place.chain.grow_by_long_table();
+        send(&*place.store.directory, "vm", &place.chain).unwrap();
+        let opened = place.opened();
+        for name in &names {
+            opened.chain.check(name).unwrap();
+        }
+        names.push(opened.chain.pinned().unwrap());
+    }
+    let opened = place.opened();
+    for number in [0, 31, 32, 34] {
+        let length = fs::metadata(place.chain.path(number)).unwrap().len() as usize;
+        let file = opened.file(number);
+        assert!(read(&file, 0, length).unwrap() == place.local(number, 0, length), "{number}");
+    }
+    // An earlier version recorded those of the upper layers.
+    place.change_heads(|bytes| {
+        let (l1, length) = (part_of_head(bytes, 2, 1), 24 + 2 * 12 + 4);
+        assert_eq!(l1.len(), 1 << 20);
+        bytes[length..length + 4].fill(0);
+        bytes.drain(l1);
+    });
+    let opened = place.opened();
+    let said = opened.chain.pinned().unwrap_err().to_string();
+    assert!(said.contains("push the chain again"), "{said}");
+    let said = opened.chain.check(&names[0]).unwrap_err().to_string();
+    assert!(said.contains("push the chain again"), "{said}");
+    let file = opened.file(2);
+    assert!(read(&file, 0, 2 << 20).unwrap() == place.local(2, 0, 2 << 20));
+    send(&*place.store.directory, "vm", &place.chain).unwrap();
+    let again = place.opened();
+    for name in &names {
+        again.chain.check(name).unwrap();
+    }
 }
 
 #[test]
@@ -755,6 +808,22 @@ impl Place {
     }
 }
 
+/// Where the heads have a part of what they have of a layer: its header, its L1 table or its checksums.
+fn part_of_head(bytes: &[u8], layer: usize, part: usize) -> Range<usize> {
+    let word = |at: usize| u32::from_be_bytes(bytes[at..at + 4].try_into().unwrap()) as usize;
+    let parts = word(8) * 3;
+    let start = 24 + parts * 4 + word(12) + word(16);
+    let lengths: Vec<_> = (0..parts).map(|number| word(24 + number * 4)).collect();
+    let before: usize = lengths[..layer * 3 + part].iter().sum();
+    start + before..start + before + lengths[layer * 3 + part]
+}
+
+/// Damages the end of such a part.
+fn flip(bytes: &mut [u8], layer: usize, part: usize) {
+    let last = part_of_head(bytes, layer, part).last().unwrap();
+    bytes[last] ^= 1;
+}
+
 /// Heads of the first version, which have no tables of checksums and no index.
 fn without_tables(bytes: &mut Vec<u8>) {
     let layers = u32::from_be_bytes(bytes[8..12].try_into().unwrap());
@@ -773,8 +842,12 @@ fn without_tables(bytes: &mut Vec<u8>) {
 fn a_chain_of_the_first_version_is_read() {
     for chain in [Chain::new(), raw(8)] {
         let place = Place::new(chain);
+        let pinned = place.opened().chain.pinned().unwrap();
         place.change_heads(without_tables);
         let opened = place.opened();
+        for said in [opened.chain.pinned().unwrap_err(), opened.chain.check(&pinned).unwrap_err()] {
+            assert!(said.to_string().contains("was pushed by an earlier version"), "{said}");
+        }
         for number in 0..place.chain.names.len() {
             let length = fs::metadata(place.chain.path(number)).unwrap().len() as usize;
             assert!(
