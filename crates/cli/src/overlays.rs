@@ -145,24 +145,38 @@ pub(crate) async fn prepare<H: Host + Clone>(
         )));
     }
     let new = new_overlay(chain)?;
+    check_plain(host, overlay, chain).await?;
+    match fork(host, &[overlay.to_owned()], &new, &|_| true).await? {
+        Forked::All(_) => Ok(()),
+        Forked::Stopped(_) => unreachable!("nothing stops it"),
+    }
+}
+
+/// Checks that a new overlay, which is not encrypted, may be above a chain.
+///
+/// # Errors
+/// The chain's top layer is encrypted, or cannot be read.
+pub(crate) async fn check_plain<H: Host + Clone>(
+    host: &H,
+    overlay: &Path,
+    chain: &Chain,
+) -> Result<(), Failure> {
     let top = chain.pinned()?.to_string();
     let alone = OpenOptions::new().backing(false).index(false).secrets(Secrets::unneeded());
     let alone = alone.format(stored::format_of(chain.format()));
     let below = Disk::open(host.clone(), Path::new(&top), &alone).await?;
     let is_encrypted = below.layers().any(|layer| layer.is_encrypted());
     below.close().await?;
-    if is_encrypted {
-        return Err(Failure::new(format_args!(
-            "the chain's top layer is encrypted, and a new overlay '{}' would not be: make it first, with 'isobath \
-             create -u -f qcow2 -o encrypt.format=luks,... -b {top} -F qcow2 FILE {}'",
-            shown(overlay),
-            chain.size()
-        )));
+    if !is_encrypted {
+        return Ok(());
     }
-    match fork(host, &[overlay.to_owned()], &new, &|_| true).await? {
-        Forked::All(_) => Ok(()),
-        Forked::Stopped(_) => unreachable!("nothing stops it"),
-    }
+    Err(Failure::new(format_args!(
+        "the chain's top layer is encrypted, and a new overlay '{0}' would not be: make it with 'isobath create -u -f \
+         qcow2 --object secret,id=key,file=FILE -o encrypt.format=luks,encrypt.key-secret=key -b {top} -F {1} {0} {2}'",
+        shown(overlay),
+        chain.format().name(),
+        chain.size()
+    )))
 }
 
 /// A new image above a chain.

@@ -8,6 +8,7 @@ use crate::stored::{self, CacheOptions};
 use crate::workers::{self, Progress};
 use crate::{descriptors, messages, options, overlays, runtime};
 use isobath_disk::{DiskError, Forked, ImageFormat, NewDisk, Preallocation, fork};
+use isobath_remote::served::Chain;
 use isobath_ring::Signals;
 use isobath_storage::{Host, shown};
 use std::cell::Cell;
@@ -67,8 +68,17 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         return create::help(ImageFormat::Qcow2, true, out);
     }
     let names = names(args)?;
-    let new = new_disk(args, &given, &names)?;
-    let index_left = runtime::block_on(async || make(args, &names, &new).await)?;
+    let chain = match stored::address(&args.base)? {
+        Some(address) => Some(args.stored.open_now(&address)?),
+        None => None,
+    };
+    let new = new_disk(args, &given, &names, chain.as_deref())?;
+    let index_left = runtime::block_on(async || {
+        if let Some(chain) = &chain {
+            overlays::check_plain(images(), &names[0], chain).await?;
+        }
+        make(args, &names, &new).await
+    })?;
     if !args.quiet {
         let what = if names.len() == 1 { "overlay" } else { "overlays" };
         let told = writeln!(out, "Created {} {what} of '{}'.", names.len(), shown(&args.base));
@@ -182,6 +192,7 @@ fn new_disk(
     args: &Args,
     given: &[(String, String)],
     names: &[PathBuf],
+    chain: Option<&Chain>,
 ) -> Result<NewDisk, Failure> {
     let refused = |error: &dyn Display| Failure::new(error).context(names[0].display());
     let mut new = NewDisk::default().format(ImageFormat::Qcow2).index(!args.no_index);
@@ -197,8 +208,8 @@ fn new_disk(
     if new.preallocation != Preallocation::Off {
         return Err(Failure::new("overlays that are made together cannot be preallocated"));
     }
-    if let Some(address) = stored::address(&args.base)? {
-        let above = overlays::new_overlay(&*args.stored.open_now(&address)?)?;
+    if let Some(chain) = chain {
+        let above = overlays::new_overlay(chain)?;
         if args.backing_format.is_some() && args.backing_format != above.backing_format {
             return Err(Failure::new(
                 "the formats of a chain in a store are those of its manifest: leave out --backing-format",

@@ -690,6 +690,37 @@ fn a_chain_of_an_earlier_version_has_an_overlay_once_it_was_pushed_again() {
 }
 
 #[test]
+fn above_an_encrypted_chain_only_encrypted_overlays_are_made() {
+    let place = Place::new(1, "");
+    let (path, vm) = (place.path(), place.vm());
+    fs::write(path.join("key"), "secret").unwrap();
+    let object = "secret,id=key,file=key";
+    let encrypted = "encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10";
+    let create = args!["create", "-q", "-f", "qcow2", "--object", object, "-o", encrypted];
+    let _ = isobath(path, [create, args!["e.qcow2", "8M"].to_vec()].concat()).ok();
+    let _ = isobath(path, args!["push", "-q", "--overwrite", "e.qcow2", &vm]).ok();
+    let fork = args!["fork", "--cache-dir", "cache", &vm, "top.qcow2"];
+    let by_fork = isobath(path, fork).exits(1).stderr;
+    let options = ["--overlay", "top.qcow2", "--secret-file", "key"];
+    for said in [by_fork, refused(&place, &[&vm], &options)] {
+        assert!(said.contains("the chain's top layer is encrypted"), "{said}");
+        assert!(!path.join("top.qcow2").exists());
+        // The command in the message makes one.
+        let (_, made) = said.split_once("make it with 'isobath ").unwrap();
+        let made = made.split_once('\'').unwrap().0.replace("file=FILE", "file=key");
+        let _ = isobath(path, made.split(' ').collect::<Vec<_>>()).ok();
+        let server = serve(&place, "top.qcow2", &["--secret-file", "key"]);
+        let mut io = QemuIo::open("raw", uri(&place, "vm"));
+        io.ok("write -P 0x5a 0 64k");
+        drop(io);
+        let _ = server.stop().ok();
+        let bytes = fs::read(path.join("top.qcow2")).unwrap();
+        assert!(!bytes.windows(64).any(|run| run == [0x5a; 64]));
+        fs::remove_file(path.join("top.qcow2")).unwrap();
+    }
+}
+
+#[test]
 fn jobs_change_no_layer_of_the_store_and_merge_those_above() {
     let place = place_with_decoys();
     let (path, copy) = (place.path(), copy_of(&place));
