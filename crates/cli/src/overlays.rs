@@ -14,7 +14,7 @@ use std::collections::HashSet;
 use std::fmt::Display;
 use std::fs;
 use std::io::ErrorKind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Whether there is a file for an overlay with this name.
 ///
@@ -45,8 +45,29 @@ pub(crate) fn exists(overlay: &Path) -> Result<bool, Failure> {
     }
 }
 
-/// Examines the headers of an overlay and of the local images below it, without the chain. Each is shown to `see`.
-/// Returns the layers that the lowest one names.
+/// The lowest of the local images above a chain.
+pub(crate) struct Lowest {
+    image: PathBuf,
+    /// The layers that its header names.
+    pinned: Pinned,
+    /// The format of these in its header.
+    format: Option<String>,
+}
+
+impl Lowest {
+    /// The command by which it is led to the same layers under another address.
+    fn rebase(&self, address: &str) -> String {
+        format!(
+            "'isobath rebase -u -F {} -b {address}@sha256:{} {}'",
+            self.format.as_deref().unwrap_or("FORMAT").escape_debug(),
+            self.pinned.digest,
+            shown(&self.image)
+        )
+    }
+}
+
+/// Examines the headers of an overlay, which is to be opened `writable` or not, and of the local images below it,
+/// without the chain. Each is shown to `see`.
 ///
 /// # Errors
 /// They do not lead to the chain at `address`, or cannot be read.
@@ -54,8 +75,9 @@ pub(crate) async fn examine<H: Host + Clone>(
     host: &H,
     overlay: &Path,
     address: &Address,
+    writable: bool,
     mut see: impl FnMut(&Layer<H::File>) -> Result<(), Failure>,
-) -> Result<Pinned, Failure> {
+) -> Result<Lowest, Failure> {
     let wrong = |image: &Path, what: &dyn Display| {
         let of =
             if image == overlay { String::new() } else { format!(" above '{}'", shown(image)) };
@@ -82,25 +104,39 @@ pub(crate) async fn examine<H: Host + Clone>(
         disk.close().await?;
         let header = layer.header();
         let named = header.as_ref().and_then(|header| header.backing_file.as_deref());
+        let format = header.as_ref().and_then(|header| header.backing_format());
+        let read_only = if writable { "" } else { "--read-only " };
         let Some(named) = named else {
-            return Err(wrong(
-                &image,
-                &format_args!(
-                    "it is a {} image whose header names no backing file",
-                    layer.format().name()
-                ),
-            ));
+            let lowest = shown(&image);
+            let why = match layer.format() {
+                ImageFormat::Qcow2 => format!("the header of '{lowest}' names no backing file"),
+                format => format!("'{lowest}' below it is a {} image", format.name()),
+            };
+            return Err(Failure::new(format_args!(
+                "'{0}' is no overlay of '{address}': {why}, so that the disk is whole, as after a stream, and is \
+                 served alone, with 'isobath serve {read_only}{0}'. An overlay is made under a name that is free",
+                shown(overlay)
+            )));
         };
         let escaped = named.escape_debug();
         match Pinned::parse(named) {
-            Some(pinned) if pinned.address == *address => return Ok(pinned),
-            Some(Pinned { digest, address: other }) => {
+            Some(pinned) => {
+                let format = format.map(str::to_owned);
+                let lowest = Lowest { image: image.clone(), pinned, format };
+                let other = &lowest.pinned.address;
+                if other == address {
+                    return Ok(lowest);
+                }
+                let rebase = lowest.rebase(&address.to_string());
+                let rebase = format!("; if they are in '{address}' now, {rebase} leads it there");
+                let way_out = format!(
+                    "'isobath serve {read_only}{other} --overlay {}' serves it{}",
+                    shown(overlay),
+                    if writable { &rebase } else { "" }
+                );
                 return Err(wrong(
                     &image,
-                    &format_args!(
-                        "its header names '{escaped}', layers of '{other}' (if they are in '{address}' now, \
-                         'isobath rebase -u -F FORMAT -b {address}@sha256:{digest}' leads it there)"
-                    ),
+                    &format_args!("its header names '{escaped}', layers of '{other}' ({way_out})"),
                 ));
             }
             None if is_stored(Path::new(named)) => {
@@ -119,7 +155,6 @@ pub(crate) async fn examine<H: Host + Clone>(
                 &format_args!("its header names '{escaped}', which is no file"),
             ));
         }
-        let format = header.as_ref().and_then(|header| header.backing_format());
         next = (below, format.and_then(ImageFormat::of_backing));
     }
 }
@@ -135,8 +170,15 @@ pub(crate) async fn prepare<H: Host + Clone>(
     writable: bool,
 ) -> Result<(), Failure> {
     if exists(overlay)? {
-        let pinned = examine(host, overlay, chain.address(), |_| Ok(())).await?;
-        return chain.check(&pinned).map_err(|error| lost(overlay, &error));
+        let lowest = examine(host, overlay, chain.address(), writable, |_| Ok(())).await?;
+        return chain.check(&lowest.pinned).map_err(|error| {
+            let rebase = lowest.rebase("CHAIN");
+            let elsewhere = format!(
+                "; or push them under another name, CHAIN, and {rebase} leads the image there"
+            );
+            let way_out = if writable && chain.has_pins() { &elsewhere } else { "" };
+            lost(overlay, &format_args!("{error}{way_out}"))
+        });
     }
     if !writable {
         return Err(Failure::new(format_args!(

@@ -283,9 +283,9 @@ fn what_is_no_overlay_of_the_chain_is_refused_and_stays() {
         ("fifo", "is not a regular file"),
         ("text", "this is not a qcow2 image"),
         ("base.raw", "this is not a qcow2 image"),
-        ("alone", "names no backing file"),
-        ("over-raw", "names no backing file"),
-        ("over-alone", "names no backing file"),
+        ("alone", "the header of 'alone' names no backing file, so that the disk is whole"),
+        ("over-raw", "'base.raw' below it is a raw image, so that the disk is whole"),
+        ("over-alone", "the header of 'alone' names no backing file, so that the disk is whole"),
         ("other-pin", &other_pin),
         ("other-chain", &other_chain),
         ("over-other-chain", &other_chain),
@@ -306,6 +306,14 @@ fn what_is_no_overlay_of_the_chain_is_refused_and_stays() {
                 let options = [&["--overlay", overlay, "--sandbox", sandbox], more].concat();
                 let refused = refused(&place, &[&vm], &options);
                 assert!(refused.contains(said), "{overlay}, {sandbox}: {refused}");
+                // Who only reads is not told to write.
+                let (changes, names_layers) = (
+                    refused.contains("rebase"),
+                    overlay.starts_with("other") || overlay == "over-other-chain",
+                );
+                assert_eq!(changes, names_layers && more.is_empty(), "{overlay}: {refused}");
+                let read_only = refused.contains("isobath serve --read-only");
+                assert!(!read_only || !more.is_empty(), "{refused}");
             }
         }
 
@@ -498,8 +506,16 @@ fn a_stream_writes_no_name_that_leads_elsewhere() {
     let _ = server.stop().ok();
     let compare = args!["compare", "-f", "raw", "-F", "qcow2", &copy, "top.qcow2"];
     let _ = qemu_img(place.path(), compare).ok();
-    let said = refused(&place, &[&place.vm()], &["--overlay", "top.qcow2"]);
-    assert!(said.contains("names no backing file"), "{said}");
+    for (more, alone) in [(&[][..], ""), (&["--read-only"], "--read-only ")] {
+        let options = [&["--overlay", "top.qcow2"], more].concat();
+        let said = refused(&place, &[&place.vm()], &options);
+        let served = format!("is served alone, with 'isobath serve {alone}top.qcow2'");
+        assert!(said.contains(&served), "{said}");
+        let mut alone = command(&place, &["top.qcow2"], more);
+        let server = Server::start_after_kill(&mut alone, Ready::Line("-blockdev"));
+        assert_same_bytes(&uri(&place, "top"), &copy);
+        let _ = server.stop().ok();
+    }
 }
 
 /// An earlier version believed the header of an overlay, and showed the file of a layer as a disk, or had the guest of
@@ -576,6 +592,61 @@ fn a_header_that_gives_the_layers_another_format_than_the_manifest_is_refused() 
     }
 }
 
+#[test]
+fn above_an_encrypted_chain_only_encrypted_overlays_are_made() {
+    let place = Place::new(1, "");
+    let (path, vm) = (place.path(), place.vm());
+    fs::write(path.join("key"), "secret").unwrap();
+    let object = "secret,id=key,file=key";
+    let encrypted = "encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10";
+    let create = args!["create", "-q", "-f", "qcow2", "--object", object, "-o", encrypted];
+    let _ = isobath(path, [create, args!["e.qcow2", "8M"].to_vec()].concat()).ok();
+    let _ = isobath(path, args!["push", "-q", "--overwrite", "e.qcow2", &vm]).ok();
+    let fork = args!["fork", "--cache-dir", "cache", &vm, "top.qcow2"];
+    let by_fork = isobath(path, fork).exits(1).stderr;
+    let options = ["--overlay", "top.qcow2", "--secret-file", "key"];
+    for said in [by_fork, refused(&place, &[&vm], &options)] {
+        assert!(said.contains("the chain's top layer is encrypted"), "{said}");
+        assert!(!path.join("top.qcow2").exists());
+        // The command in the message makes one.
+        let (_, made) = said.split_once("make it with 'isobath ").unwrap();
+        let made = made.split_once('\'').unwrap().0.replace("file=FILE", "file=key");
+        let _ = isobath(path, made.split(' ').collect::<Vec<_>>()).ok();
+        let server = serve(&place, "top.qcow2", &["--secret-file", "key"]);
+        let mut io = QemuIo::open("raw", uri(&place, "vm"));
+        io.ok("write -P 0x5a 0 64k");
+        drop(io);
+        let _ = server.stop().ok();
+        let bytes = fs::read(path.join("top.qcow2")).unwrap();
+        assert!(!bytes.windows(64).any(|run| run == [0x5a; 64]));
+        fs::remove_file(path.join("top.qcow2")).unwrap();
+    }
+}
+
+#[test]
+fn a_client_names_layers_of_the_store_for_jobs() {
+    let place = place_with_decoys();
+    let copy = copy_of(&place);
+    let server = serve(&place, "top.qcow2", &[]);
+    write_both(&place, "vm", &copy, &WRITES);
+    let layers = Qmp::of(&place).layers("vm");
+    let ctl = |arguments: &[&str]| {
+        let mut command = Command::new(ISOBATH);
+        run(command.current_dir(place.path()).args(["ctl", "q"]).args(arguments))
+    };
+    for arguments in [["--base", &layers[4]], ["--base", &layers[1]]] {
+        let said = ctl(&["commit", arguments[0], arguments[1]]).exits(1).stderr;
+        assert!(said.contains("it is a layer of a chain in a store"), "{said}");
+    }
+    let said = ctl(&["commit", "--top", &layers[1], "--base", &layers[3]]).exits(1).stderr;
+    assert!(said.contains("it is a layer of a chain in a store"), "{said}");
+    let _ = ctl(&["stream", "--base", &layers[3]]).ok();
+    assert_eq!(Qmp::of(&place).layers("vm"), [&*layers[0], &*layers[3], &*layers[4]]);
+    assert_eq!(backing(&place, "top.qcow2").as_ref(), Some(&layers[3]));
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    let _ = server.stop().ok();
+}
+
 /// An earlier version took the place of the disk by an image above any other layers.
 #[test]
 fn a_mirror_of_the_active_image_goes_on_above_the_very_same_layers() {
@@ -627,30 +698,6 @@ fn a_mirror_of_the_active_image_goes_on_above_the_very_same_layers() {
 }
 
 #[test]
-fn a_client_names_layers_of_the_store_for_jobs() {
-    let place = place_with_decoys();
-    let copy = copy_of(&place);
-    let server = serve(&place, "top.qcow2", &[]);
-    write_both(&place, "vm", &copy, &WRITES);
-    let layers = Qmp::of(&place).layers("vm");
-    let ctl = |arguments: &[&str]| {
-        let mut command = Command::new(ISOBATH);
-        run(command.current_dir(place.path()).args(["ctl", "q"]).args(arguments))
-    };
-    for arguments in [["--base", &layers[4]], ["--base", &layers[1]]] {
-        let said = ctl(&["commit", arguments[0], arguments[1]]).exits(1).stderr;
-        assert!(said.contains("it is a layer of a chain in a store"), "{said}");
-    }
-    let said = ctl(&["commit", "--top", &layers[1], "--base", &layers[3]]).exits(1).stderr;
-    assert!(said.contains("it is a layer of a chain in a store"), "{said}");
-    let _ = ctl(&["stream", "--base", &layers[3]]).ok();
-    assert_eq!(Qmp::of(&place).layers("vm"), [&*layers[0], &*layers[3], &*layers[4]]);
-    assert_eq!(backing(&place, "top.qcow2").as_ref(), Some(&layers[3]));
-    assert_same_bytes(&uri(&place, "vm"), &copy);
-    let _ = server.stop().ok();
-}
-
-#[test]
 fn a_chain_of_an_earlier_version_has_an_overlay_once_it_was_pushed_again() {
     let place = Place::new(2, "");
     let path = place.path();
@@ -687,37 +734,6 @@ fn a_chain_of_an_earlier_version_has_an_overlay_once_it_was_pushed_again() {
     write_both(&place, "vm", &copy, &WRITES);
     assert_same_bytes(&uri(&place, "vm"), &copy);
     let _ = server.stop().ok();
-}
-
-#[test]
-fn above_an_encrypted_chain_only_encrypted_overlays_are_made() {
-    let place = Place::new(1, "");
-    let (path, vm) = (place.path(), place.vm());
-    fs::write(path.join("key"), "secret").unwrap();
-    let object = "secret,id=key,file=key";
-    let encrypted = "encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10";
-    let create = args!["create", "-q", "-f", "qcow2", "--object", object, "-o", encrypted];
-    let _ = isobath(path, [create, args!["e.qcow2", "8M"].to_vec()].concat()).ok();
-    let _ = isobath(path, args!["push", "-q", "--overwrite", "e.qcow2", &vm]).ok();
-    let fork = args!["fork", "--cache-dir", "cache", &vm, "top.qcow2"];
-    let by_fork = isobath(path, fork).exits(1).stderr;
-    let options = ["--overlay", "top.qcow2", "--secret-file", "key"];
-    for said in [by_fork, refused(&place, &[&vm], &options)] {
-        assert!(said.contains("the chain's top layer is encrypted"), "{said}");
-        assert!(!path.join("top.qcow2").exists());
-        // The command in the message makes one.
-        let (_, made) = said.split_once("make it with 'isobath ").unwrap();
-        let made = made.split_once('\'').unwrap().0.replace("file=FILE", "file=key");
-        let _ = isobath(path, made.split(' ').collect::<Vec<_>>()).ok();
-        let server = serve(&place, "top.qcow2", &["--secret-file", "key"]);
-        let mut io = QemuIo::open("raw", uri(&place, "vm"));
-        io.ok("write -P 0x5a 0 64k");
-        drop(io);
-        let _ = server.stop().ok();
-        let bytes = fs::read(path.join("top.qcow2")).unwrap();
-        assert!(!bytes.windows(64).any(|run| run == [0x5a; 64]));
-        fs::remove_file(path.join("top.qcow2")).unwrap();
-    }
 }
 
 #[test]

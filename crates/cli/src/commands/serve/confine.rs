@@ -128,6 +128,7 @@ impl Found {
 async fn overlay_files(
     overlay: &Path,
     address: &Address,
+    writable: bool,
     found: &mut Found,
 ) -> Result<(), Failure> {
     if overlays::exists(overlay)? {
@@ -135,7 +136,7 @@ async fn overlay_files(
             found.add(layer.name(), &**layer.storage())?;
             layer.files().try_for_each(|file| found.add(file.identity().name, file))
         };
-        return overlays::examine(images(), overlay, address, see).await.map(|_| ());
+        return overlays::examine(images(), overlay, address, writable, see).await.map(|_| ());
     }
     match Held::directory_of(overlay) {
         Ok(Some(directory)) => {
@@ -168,7 +169,7 @@ async fn image_files(
         // Its layers are no files of this machine, but those above are.
         if let Some(address) = stored::address(image)? {
             if let Some(overlay) = args.overlay_of(number) {
-                overlay_files(overlay, &address, &mut found).await?;
+                overlay_files(overlay, &address, !args.is_read_only(), &mut found).await?;
             }
             continue;
         }
