@@ -433,6 +433,31 @@ fn an_overlay_is_refused_where_other_tables_or_heads_describe_the_same_layers() 
     let _ = serve(&place, "top.qcow2", &[]).stop().ok();
 }
 
+/// The base in the manifest is an image whose header names another, of which the heads tell nothing.
+#[test]
+fn nothing_is_below_the_base_of_a_chain_whatever_its_header_names() {
+    let place = place_with_decoys();
+    let path = place.path();
+    change_manifest(&place, |manifest| {
+        let mut heads = [&b"IHDS"[..], &2_u32.to_be_bytes(), &1_u32.to_be_bytes()].concat();
+        heads.resize(24 + 12, 0);
+        let digest = Digest::of(&heads).to_string();
+        fs::write(path.join("store/heads").join(&digest), &heads).unwrap();
+        manifest["heads"] = json!({"digest": digest, "length": heads.len()});
+        manifest.as_object_mut().unwrap().remove("index");
+        let top = manifest["layers"].as_array_mut().unwrap().pop().unwrap();
+        manifest["layers"] = json!([top]);
+        let base = manifest["layers"][0].as_object_mut().unwrap();
+        base.remove("backing");
+        base.remove("backing_format");
+    });
+    for options in [&[][..], &["--overlay", "top.qcow2"]] {
+        let said = refused(&place, &[&place.vm()], options);
+        assert!(said.contains("another backing file than the heads or the manifest"), "{said}");
+        assert!(!path.join("top.qcow2").exists());
+    }
+}
+
 /// A chain whose layers name each other by absolute paths, at which there are other images now.
 fn place_with_decoys() -> Place {
     let place = Place::new(1, "");
