@@ -385,6 +385,52 @@ fn a_chain_that_was_replaced_is_not_shown_through_an_overlay() {
     assert!(before == fs::read(path.join("top.qcow2")).unwrap());
 }
 
+/// What is between quotation marks in a message and begins like this command.
+#[track_caller]
+fn command_in(said: &str, command: &str) -> Vec<String> {
+    let begin = format!("'isobath {command} ");
+    let (_, rest) = said.split_once(&begin).unwrap_or_else(|| panic!("{said}"));
+    let arguments = rest.split_once('\'').unwrap().0.split(' ').map(str::to_owned);
+    [command.to_owned()].into_iter().chain(arguments).collect()
+}
+
+#[test]
+fn the_command_in_an_error_leads_an_overlay_to_where_its_layers_are() {
+    let place = Place::new(2, "");
+    let (path, copy) = (place.path(), copy_of(&place));
+    let _ = serve(&place, "below.qcow2", &[]).stop().ok();
+    naming(&place, "top.qcow2", "below.qcow2", "qcow2");
+    let server = serve(&place, "top.qcow2", &[]);
+    write_both(&place, "vm", &copy, &WRITES);
+    let _ = server.stop().ok();
+    fs::create_dir(path.join("images")).unwrap();
+    let _ = isobath(path, args!["pull", "-q", &place.vm(), "images"]).ok();
+    let _ = qemu_img(path, args!["create", "-q", "-f", "qcow2", "new.qcow2", "8M"]).ok();
+    let _ = isobath(path, args!["push", "-q", "new.qcow2", &place.vm()]).ok();
+    let said = refused(&place, &[&place.vm()], &["--overlay", "top.qcow2"]);
+    let by_loss = command_in(&said, "rebase");
+    let mut elsewhere = Vec::new();
+    for (number, name) in ["second", "third"].into_iter().enumerate() {
+        let chain = format!("{}-{name}", place.vm());
+        let _ = isobath(path, args!["push", "-q", "images/1.qcow2", &chain]).ok();
+        elsewhere.push(chain.clone());
+        let options = ["--overlay", "top.qcow2"];
+        let said = refused(&place, &[&chain], &options);
+        let rebase = match number {
+            0 => by_loss.iter().map(|word| word.replace("CHAIN", &chain)).collect(),
+            _ => command_in(&said, "rebase"),
+        };
+        let serves = command_in(&said, "serve");
+        let _ = isobath(path, &rebase).ok();
+        let mut command = command(&place, &[&chain], &options);
+        let server = Server::start(&mut command, Ready::Line("-blockdev"));
+        assert_same_bytes(&uri(&place, &format!("vm-{name}")), &copy);
+        let _ = server.stop().ok();
+        let before = if number == 0 { &place.vm() } else { &elsewhere[0] };
+        assert_eq!(serves, ["serve", before, "--overlay", "top.qcow2"]);
+    }
+}
+
 /// Changes the manifest of a place's chain.
 fn change_manifest(place: &Place, change: impl FnOnce(&mut Value)) {
     let file = place.path().join("store/manifests/vm.json");
@@ -634,9 +680,9 @@ fn above_an_encrypted_chain_only_encrypted_overlays_are_made() {
         assert!(said.contains("the chain's top layer is encrypted"), "{said}");
         assert!(!path.join("top.qcow2").exists());
         // The command in the message makes one.
-        let (_, made) = said.split_once("make it with 'isobath ").unwrap();
-        let made = made.split_once('\'').unwrap().0.replace("file=FILE", "file=key");
-        let _ = isobath(path, made.split(' ').collect::<Vec<_>>()).ok();
+        let made = command_in(&said, "create");
+        let made = made.iter().map(|word| word.replace("file=FILE", "file=key"));
+        let _ = isobath(path, made.collect::<Vec<_>>()).ok();
         let server = serve(&place, "top.qcow2", &["--secret-file", "key"]);
         let mut io = QemuIo::open("raw", uri(&place, "vm"));
         io.ok("write -P 0x5a 0 64k");
