@@ -44,8 +44,8 @@ struct Mirror<H: Host> {
 /// spawns it on this thread. Once completed, this disk uses the target's image.
 ///
 /// # Errors
-/// If the target is read-only, of another size, or part of this disk; with [`MirrorSync::Top`] also if one of the two is
-/// above a chain in a store, and the other not above the same layers.
+/// If the target is read-only, of another size, or part of this disk; with [`MirrorSync::Top`] also if one of the two
+/// is above a chain in a store, and the other not above the same layers.
 pub fn mirror<H: Host>(
     live: &Arc<LiveDisk<H>>,
     target: &Arc<LiveDisk<H>>,
