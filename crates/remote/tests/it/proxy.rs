@@ -33,7 +33,8 @@ pub(crate) enum Rule {
     Pass,
     /// When so many bytes have gone this way, on all connections, the one that carries them ends. The others go on.
     CutOnce(Way, u64),
-    /// Each connection ends when so many bytes have gone this way on it.
+    /// Each connection ends when so many bytes have gone this way on it: one on which more have gone before, with the
+    /// next.
     CutEach(Way, u64),
     /// One bit changes of the byte of this number, of all in the bodies of answers to GET.
     Flip(u64),
@@ -192,7 +193,7 @@ impl Shared {
             }
             Rule::CutEach(cut, at) if cut == way && carried + length > at => {
                 rules.counted += 1;
-                return ((at - carried) as usize, false);
+                return (at.saturating_sub(carried) as usize, false);
             }
             Rule::Flip(number) => {
                 for place in bodies {
@@ -252,5 +253,25 @@ impl Asked {
             }
         }
         places
+    }
+}
+
+#[test]
+fn a_connection_beyond_its_limit_carries_nothing_more() {
+    let server = TcpListener::bind("127.0.0.1:0").unwrap();
+    let proxy = Proxy::start(Upstream::Tcp(server.local_addr().unwrap().to_string()));
+    let address = proxy.endpoint.strip_prefix("http://").unwrap();
+    for (limit, more) in [(3, 0), (10, 0), (12, 2)] {
+        proxy.set(Rule::Pass);
+        let mut client = TcpStream::connect(address).unwrap();
+        let (mut served, _) = server.accept().unwrap();
+        client.write_all(&[1; 10]).unwrap();
+        served.read_exact(&mut [0; 10]).unwrap();
+        proxy.set(Rule::CutEach(Way::Up, limit));
+        client.write_all(&[2; 4]).unwrap();
+        let mut rest = Vec::new();
+        served.read_to_end(&mut rest).unwrap();
+        assert_eq!(rest, vec![2; more], "{limit}");
+        assert_eq!(proxy.counted(), 1);
     }
 }
