@@ -108,9 +108,7 @@ pub(crate) fn is_file_name(name: &Path) -> bool {
 
 /// The path that opens the file of this name, even if the name looks like that of anything else.
 pub(crate) fn path_of_file(name: &str) -> PathBuf {
-    let other =
-        |name: &str| is_name(name) || null::is_name(Path::new(name)) || served::is_name(name);
-    isobath_storage::window::path_of_file(name, other)
+    isobath_storage::window::path_of_file(name, |name| images().is_no_path(name))
 }
 
 /// Refuses the name of an export or a part for an operation that only files support.

@@ -145,6 +145,10 @@ impl Host for NullHost {
     async fn remove_file(&self, name: &Path, _file: &NullFile) -> Result<bool> {
         Err(unsupported(Operation::Remove, name))
     }
+
+    fn is_no_path(&self, name: &str) -> bool {
+        is_name(Path::new(name))
+    }
 }
 
 impl NullFile {

@@ -47,6 +47,7 @@ trait DynHost: Send + Sync {
     fn canonical(&self, name: &Path) -> Result<PathBuf>;
     fn find(&self, name: &Path) -> Result<Option<FileId>>;
     fn protocol_name(&self, name: &str) -> bool;
+    fn is_no_path(&self, name: &str) -> bool;
     fn index_of(&self, top: &Path) -> Option<IndexFile>;
     fn kept(&self, image: &Path) -> Option<KeptLayer>;
     fn resolve(&self, referrer: &Path, name: &str) -> PathBuf;
@@ -102,6 +103,10 @@ impl<H: Host> DynHost for Typed<H> {
         self.0.protocol_name(name)
     }
 
+    fn is_no_path(&self, name: &str) -> bool {
+        self.0.is_no_path(name)
+    }
+
     fn index_of(&self, top: &Path) -> Option<IndexFile> {
         self.0.index_of(top)
     }
@@ -153,6 +158,10 @@ impl Host for AnyHost {
 
     fn protocol_name(&self, name: &str) -> bool {
         self.0.protocol_name(name)
+    }
+
+    fn is_no_path(&self, name: &str) -> bool {
+        self.0.is_no_path(name)
     }
 
     fn index_of(&self, top: &Path) -> Option<IndexFile> {

@@ -214,6 +214,10 @@ impl<H: Host, K: HostHooks> Host for PassThrough<H, K> {
         self.inner.protocol_name(name)
     }
 
+    fn is_no_path(&self, name: &str) -> bool {
+        self.inner.is_no_path(name)
+    }
+
     fn index_of(&self, top: &Path) -> Option<IndexFile> {
         self.inner.index_of(top)
     }

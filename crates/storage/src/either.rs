@@ -144,6 +144,10 @@ impl<A: Host, B: Host> Host for EitherHost<A, B> {
         self.first.protocol_name(name) || self.second.protocol_name(name)
     }
 
+    fn is_no_path(&self, name: &str) -> bool {
+        self.first.is_no_path(name) || self.second.is_no_path(name)
+    }
+
     fn index_of(&self, top: &Path) -> Option<IndexFile> {
         match (self.rule)(top) {
             Side::First => self.first.index_of(top),

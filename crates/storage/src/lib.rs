@@ -405,6 +405,13 @@ pub trait Host: Send + Sync + 'static {
         false
     }
 
+    /// Whether a name is one that this host takes for something else than a path, whether or not the header of an image
+    /// may have it. Who means a file by it puts `./` in front. By default these are the
+    /// [protocol names](Self::protocol_name).
+    fn is_no_path(&self, name: &str) -> bool {
+        self.protocol_name(name)
+    }
+
     /// The index of the chain whose top layer has this name, as given to [`open`](Self::open), if the host keeps one in
     /// a file of its own, and vouches that it describes the layers that it opens. By default there is none.
     fn index_of(&self, top: &Path) -> Option<IndexFile> {

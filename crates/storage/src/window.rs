@@ -51,10 +51,10 @@ impl Part {
     }
 }
 
-/// The name by which a host opens the file at this path, even if the path looks like the name of a [part](Part), or has
-/// a [protocol](Host::protocol_name).
-pub fn path_of_file(path: &str, has_protocol: impl FnOnce(&str) -> bool) -> PathBuf {
-    let other = Part::of_name(Path::new(path)).is_some() || has_protocol(path);
+/// The name by which a host opens the file at this path, even if the path looks like the name of a [part](Part), or of
+/// another thing that [is no path](Host::is_no_path).
+pub fn path_of_file(path: &str, is_no_path: impl FnOnce(&str) -> bool) -> PathBuf {
+    let other = Part::of_name(Path::new(path)).is_some() || is_no_path(path);
     if other { Path::new(".").join(path) } else { path.into() }
 }
 
@@ -162,6 +162,10 @@ impl<H: Host> Host for WindowHost<H> {
             Some(file) => self.0.protocol_name(&file),
             None => self.0.protocol_name(name),
         }
+    }
+
+    fn is_no_path(&self, name: &str) -> bool {
+        Part::of_name(Path::new(name)).is_some() || self.0.is_no_path(name)
     }
 
     /// A part is no layer of a chain with an index of its own.

@@ -150,9 +150,9 @@ impl<H: Host + Clone> Monitor<H> {
         self.describe_below(options, below)
     }
 
-    /// The path that the driver `file` opens for this name, even if the name looks like another protocol's.
-    fn path_of_file(&self, name: &str) -> PathBuf {
-        isobath_storage::window::path_of_file(name, |name| self.host.protocol_name(name))
+    /// The path that the driver `file` opens for this name, even if the name looks like that of something else.
+    pub(super) fn path_of_file(&self, name: &str) -> PathBuf {
+        isobath_storage::window::path_of_file(name, |name| self.host.is_no_path(name))
     }
 
     /// The node that `file` refers to: one that was added, or one described inline.

@@ -32,7 +32,10 @@ impl<H: Host + Clone> Monitor<H> {
                 "overlay format '{format}' is not supported; use 'qcow2'"
             )));
         }
-        let path = PathBuf::from(text(arguments, "snapshot-file"));
+        let file = text(arguments, "snapshot-file");
+        // One with a protocol is refused by what knows it, for a reason of its own.
+        let named = self.host.protocol_name(file);
+        let path = if named { PathBuf::from(file) } else { self.path_of_file(file) };
         let overlay = match optional_text(arguments, "mode") {
             Some("existing") => Overlay::Existing(path),
             _ => Overlay::Create(path),

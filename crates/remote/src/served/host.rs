@@ -135,6 +135,11 @@ impl Host for RemoteHost {
         Pinned::parse(name).is_some()
     }
 
+    /// Names of chains, and of layers of whatever number, too.
+    fn is_no_path(&self, name: &str) -> bool {
+        is_name(name)
+    }
+
     /// Layers that have such a name.
     fn kept(&self, image: &Path) -> Option<KeptLayer> {
         let name = image.to_str().filter(|name| self.protocol_name(name))?;
