@@ -29,7 +29,8 @@ pub async fn open_chain<H: Host>(
     options: &OpenOptions,
 ) -> Result<Chain<H::File>> {
     let chain = open_with_index(host, name, options).await?;
-    if options.backing && options.trust == Trust::Full && options.snapshot.is_none() {
+    let may = options.index && options.trust == Trust::Full && options.snapshot.is_none();
+    if options.backing && may {
         let whole = if chain.index().is_some() { None } else { find_whole(host, &chain).await? };
         if whole.is_some() {
             chain.set_index(whole);

@@ -190,7 +190,8 @@ impl<H: Host> Task for Commit<H> {
         if let From::Still(_) = follow.from {
             return self.rebase(follow).await;
         }
-        let done = follow.pivot(&live).await;
+        let given = live.options().backing_files.clone();
+        let done = follow.pivot(&live, given).await;
         if done.is_err() {
             self.follow = Some(follow);
         }

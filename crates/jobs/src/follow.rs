@@ -10,6 +10,7 @@ use isobath_disk::disk::Disk;
 use isobath_disk::live::{DirtyMap, LiveDisk};
 use isobath_disk::write::{Need, Pulled, Surplus};
 use isobath_image::Result;
+use isobath_image::options::Below;
 use isobath_image::range_lock::RangeLocks;
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_storage::{Host, IoBuf};
@@ -140,10 +141,10 @@ impl<H: Host> Follow<H> {
         }
     }
 
-    /// Replaces the disk in use with the target. The caller holds the graph.
-    pub(super) async fn pivot(&self, live: &LiveDisk<H>) -> Result<()> {
+    /// Replaces the disk in use with the target, which was opened with `given` below it. The caller holds the graph.
+    pub(super) async fn pivot(&self, live: &LiveDisk<H>, given: Vec<Below>) -> Result<()> {
         let target = Arc::clone(&self.to);
-        let old = live.go_on_in(target, async |disk| self.finish(&disk).await).await;
+        let old = live.go_on_in(target, given, async |disk| self.finish(&disk).await).await;
         self.untrack();
         // The former chain is no longer the disk's: a failure to close it is not a failure of the job.
         if let Err(error) = old?.close().await {

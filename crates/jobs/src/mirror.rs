@@ -8,6 +8,7 @@ use isobath_disk::device::ZeroFlags;
 use isobath_disk::disk::Disk;
 use isobath_disk::live::{DirtyMap, LiveDisk};
 use isobath_disk::write::Surplus;
+use isobath_image::options::OpenOptions;
 use isobath_image::{DiskError, Result};
 use isobath_storage::{Host, StorageExt};
 use isobath_sync::order::in_order;
@@ -44,8 +45,9 @@ struct Mirror<H: Host> {
 /// spawns it on this thread. Once completed, this disk uses the target's image.
 ///
 /// # Errors
-/// If the target is read-only, of another size, or part of this disk; with [`MirrorSync::Top`] also if one of the two
-/// is above a chain in a store, and the other not above the same layers.
+/// If the target is read-only, of another size, or part of this disk. If one of the two is above a chain in a store,
+/// and not everything is copied, also if the headers of the target lead to other layers than it has; with
+/// [`MirrorSync::Top`], if the other is not above the same layers.
 pub fn mirror<H: Host>(
     live: &Arc<LiveDisk<H>>,
     target: &Arc<LiveDisk<H>>,
@@ -56,7 +58,7 @@ pub fn mirror<H: Host>(
     if other.is_read_only() {
         return Err(DiskError::ReadOnly);
     }
-    check_fits(&disk, &other, options)?;
+    check_fits(&disk, &other, &target.options(), options)?;
     let active = other.chain.active().storage().id();
     if disk.layers().any(|layer| layer.storage().id() == active) {
         return Err(other.refused("it is part of the disk to mirror"));
@@ -67,13 +69,22 @@ pub fn mirror<H: Host>(
     Ok((Arc::clone(&job), in_order(run(job, task, claim))))
 }
 
-/// Refuses a target of another size, or above other layers of a chain in a store if the active image alone is copied.
-/// Checked again when the job starts, since either may have changed by then.
-fn check_fits<H: Host>(disk: &Disk<H>, target: &Disk<H>, options: MirrorOptions) -> Result<()> {
+/// Refuses a target, opened with the options `opened`, that is of another size; and if not everything is copied, one
+/// that would show another disk than this one, with a chain in a store below either. Checked again when the job starts,
+/// since both may have changed by then.
+fn check_fits<H: Host>(
+    disk: &Disk<H>,
+    target: &Disk<H>,
+    opened: &OpenOptions,
+    options: MirrorOptions,
+) -> Result<()> {
     if target.size() == disk.size() {
+        if options.sync == MirrorSync::Top {
+            disk.check_same_below(target)?;
+        }
         return match options.sync {
-            MirrorSync::Top => disk.check_same_below(target),
-            MirrorSync::Full | MirrorSync::None => Ok(()),
+            MirrorSync::Top | MirrorSync::None => disk.check_leads_below(target, opened),
+            MirrorSync::Full => Ok(()),
         };
     }
     Err(target.refused(format!(
@@ -87,7 +98,7 @@ impl<H: Host> Mirror<H> {
     async fn begin(&self) -> Result<Follow<H>> {
         let _graph = self.live.hold_graph().await;
         let (disk, target) = (self.live.current(), self.target.current());
-        check_fits(&disk, &target, self.options)?;
+        check_fits(&disk, &target, &self.target.options(), self.options)?;
         let active = disk.active_index();
         let start = match self.options.sync {
             MirrorSync::Full => LayerIndex::new(0),
@@ -132,7 +143,8 @@ impl<H: Host> Task for Mirror<H> {
         }
         let live = Arc::clone(&self.live);
         let _graph = live.hold_graph().await;
-        begun(self.follow.take()).pivot(&live).await
+        let given = self.target.options().backing_files.clone();
+        begun(self.follow.take()).pivot(&live, given).await
     }
 
     async fn abandon(&mut self) -> Result<()> {

@@ -9,7 +9,7 @@ use isobath_image::durability::MetadataMode;
 use isobath_image::layer::{ImageFormat, Layer};
 use isobath_image::name::{backing_format, name_in_header};
 use isobath_image::open::{DATA_FILE, open_again};
-use isobath_image::options::{OpenOptions, Trust};
+use isobath_image::options::{Below, OpenOptions, Trust};
 use isobath_image::sabotage::{self, Sabotage};
 use isobath_image::{DiskError, Result, invariant};
 use isobath_storage::{FileId, Host, Storage, StorageExt, is_descriptor_set};
@@ -113,11 +113,12 @@ impl<H: Host> LiveDisk<H> {
         invariant(!stray.get(), disk.name(), "what a removed layer had is in a layer that stays")
     }
 
-    /// Replaces the disk with another one after `last` has made sure that it has the same contents; no changes happen
-    /// meanwhile. The caller holds the graph. Returns the former disk.
+    /// Replaces the disk with another one, which was opened with `given` below it, after `last` has made sure that it
+    /// has the same contents; no changes happen meanwhile. The caller holds the graph. Returns the former disk.
     pub async fn go_on_in<F: Future<Output = Result<()>>>(
         &self,
         other: Arc<Disk<H>>,
+        given: Vec<Below>,
         last: impl FnOnce(Arc<Disk<H>>) -> F,
     ) -> Result<Arc<Disk<H>>> {
         let _quiet = self.gate.quiet().await;
@@ -130,6 +131,7 @@ impl<H: Host> LiveDisk<H> {
         }
         let replaced = self.replace(&disk, Arc::clone(&other));
         self.or_stop(replaced)?;
+        self.options.store(Arc::new((*self.options()).clone().backing_files(given)));
         if let Some(writer) = &other.writer {
             writer.own_readers().await;
         }
@@ -331,6 +333,11 @@ impl<H: Host> Disk<H> {
         }
     }
 
+    /// Whether there are layers that their host keeps as they are.
+    fn is_above_kept(&self) -> bool {
+        self.layers().any(|layer| self.host.kept(layer.name()).is_some())
+    }
+
     /// Refuses to change a layer that its host keeps as it is.
     ///
     /// # Errors
@@ -352,7 +359,7 @@ impl<H: Host> Disk<H> {
     /// # Errors
     /// If it leads elsewhere.
     pub fn check_name_given(&self, of: LayerIndex, base: LayerIndex, name: &str) -> Result<()> {
-        if self.layers().all(|layer| self.host.kept(layer.name()).is_none()) {
+        if !self.is_above_kept() {
             return Ok(());
         }
         let (of, base) = (self.layer(of)?, self.layer(base)?);
@@ -376,14 +383,10 @@ impl<H: Host> Disk<H> {
     /// # Errors
     /// If it has others.
     pub fn check_same_below(&self, target: &Self) -> Result<()> {
-        let keeps = |disk: &Self| {
-            let mut layers = disk.layers();
-            layers.any(|layer| disk.host.kept(layer.name()).is_some())
-        };
         let below = |disk: &Self| -> Vec<_> {
             disk.layers().skip(1).map(|layer| (layer.storage().id(), layer.format())).collect()
         };
-        if !keeps(self) && !keeps(target) || below(self) == below(target) {
+        if !self.is_above_kept() && !target.is_above_kept() || below(self) == below(target) {
             return Ok(());
         }
         let must = match self.layers().nth(1) {
@@ -400,6 +403,18 @@ impl<H: Host> Disk<H> {
             "the active image alone is copied, above a chain in a store: the target must have {must}; or copy \
              everything, with 'sync': 'full'"
         )))
+    }
+
+    /// Checks that a disk which is to take the place of this one, and was opened with these options, has below it what
+    /// the headers lead to, if the host of either keeps some of the layers: by those it will be opened again.
+    ///
+    /// # Errors
+    /// If it was opened with other files.
+    pub fn check_leads_below(&self, target: &Self, opened: &OpenOptions) -> Result<()> {
+        if self.is_above_kept() || target.is_above_kept() {
+            return target.check_opened_as_named(opened);
+        }
+        Ok(())
     }
 
     /// Whether the backing file that the header of `layer` names is the one that is open as `below`.
@@ -434,9 +449,9 @@ impl<H: Host> Disk<H> {
             Err(DiskError::Refused {
                 image: layer.name().to_owned(),
                 reason: format!(
-                    "its header does not name the {what} with which it was opened, so that a snapshot would be of \
-                     another disk for everyone who opens it; have the image name that one first, with {way_out}, and \
-                     open it again"
+                    "its header does not name the {what} with which it was opened, so that it is another disk for \
+                     everyone who opens it by its name; have the image name that one first, with {way_out}, and open \
+                     it again"
                 ),
             })
         };
@@ -449,15 +464,17 @@ impl<H: Host> Disk<H> {
                 Some(below) if given && !self.leads_to(layer, below) => {
                     return other(layer, "backing file", "'isobath rebase -u'");
                 }
+                // Nor does a header decide the format of one that is kept.
+                Some(below) if self.host.kept(below.name()).is_some() => {}
                 Some(below) if given && !has_format(layer, below) => {
                     return other(layer, "format of the backing file", "'isobath rebase -u -F'");
                 }
                 None if layer.header().is_some_and(|header| header.backing_file.is_some()) => {
                     return Err(DiskError::Refused {
                         image: layer.name().to_owned(),
-                        reason: "it was opened without the backing file that its header names, so that a snapshot \
-                                 would be of another disk for everyone who opens it; open it with that file, or \
-                                 remove the name first, with 'isobath rebase -u -b \"\"'"
+                        reason: "it was opened without the backing file that its header names, so that it is another \
+                                 disk for everyone who opens it by its name; open it with that file, or remove the \
+                                 name first, with 'isobath rebase -u -b \"\"'"
                             .into(),
                     });
                 }
@@ -495,7 +512,7 @@ mod tests {
     use futures_executor::block_on;
     use futures_util::FutureExt;
     use isobath_chain::create::{NewDisk, create};
-    use isobath_image::options::{BackingFile, Below};
+    use isobath_image::options::BackingFile;
     use isobath_storage::IoBuf;
     use isobath_storage::memory::MemoryHost;
     use std::pin::Pin;
