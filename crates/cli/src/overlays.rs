@@ -38,8 +38,8 @@ pub(crate) fn exists(overlay: &Path) -> Result<bool, Failure> {
             &"is not a regular file: an overlay is made under a name that is free, and what is there stays",
         ),
         Ok(found) if found.len() == 0 => wrong(
-            &"is an empty file: it was left by something that was interrupted, or is another's. Remove it, and the \
-              overlay is made anew",
+            &"is an empty file: another program is about to write it, or was interrupted. If none uses it, remove it, \
+              and the overlay is made anew",
         ),
         Ok(_) => Ok(true),
     }
@@ -113,8 +113,8 @@ pub(crate) async fn examine<H: Host + Clone>(
                 format => format!("'{lowest}' below it is a {} image", format.name()),
             };
             return Err(Failure::new(format_args!(
-                "'{0}' is no overlay of '{address}': {why}, so that the disk is whole, as after a stream, and is \
-                 served alone, with 'isobath serve {read_only}{0}'. An overlay is made under a name that is free",
+                "'{0}' is no overlay of '{address}': {why}. If the disk is whole, as after a stream, it is served \
+                 alone, with 'isobath serve {read_only}{0}'. An overlay is made under a name that is free",
                 shown(overlay)
             )));
         };
@@ -124,7 +124,8 @@ pub(crate) async fn examine<H: Host + Clone>(
                 let format = format.map(str::to_owned);
                 let lowest = Lowest { image: image.clone(), pinned, format };
                 let other = &lowest.pinned.address;
-                if other == address {
+                // Two ways to write a directory's address are two names, of which images have one.
+                if other.to_string() == address.to_string() {
                     return Ok(lowest);
                 }
                 let rebase = lowest.rebase(&address.to_string());
@@ -224,8 +225,16 @@ pub(crate) async fn check_plain<H: Host + Clone>(
 /// A new image above a chain.
 ///
 /// # Errors
-/// The chain's layers have no pins.
+/// The chain's layers have no pins. The store does not say what the chain is now: there may be other layers by now, and
+/// an image above those that are known would stay above them.
 pub(crate) fn new_overlay(chain: &Chain) -> Result<NewDisk, Failure> {
+    if let Some(why) = chain.last_known() {
+        return Err(Failure::new(format_args!(
+            "'{}' is known as it was when it was last read, and may be another chain by now, so that no new image is \
+             made above it: {why}",
+            chain.address()
+        )));
+    }
     Ok(NewDisk::overlay(chain.pinned()?.to_string(), chain.format().name()).index(false))
 }
 

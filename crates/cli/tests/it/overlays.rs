@@ -259,7 +259,7 @@ fn what_is_no_overlay_of_the_chain_is_refused_and_stays() {
     let (path, vm) = (place.path(), place.vm());
     let other_pin = format!("{vm}@sha256:{}", "0".repeat(64));
     let other_chain = format!("{vm}2@sha256:{}", "0".repeat(64));
-    fs::write(path.join("empty"), "").unwrap();
+    fs::write(path.join("begun"), "").unwrap();
     fs::write(path.join("text"), "no image").unwrap();
     fs::write(path.join("base.raw"), vec![7; 8 << 20]).unwrap();
     fs::create_dir(path.join("directory")).unwrap();
@@ -277,15 +277,15 @@ fn what_is_no_overlay_of_the_chain_is_refused_and_stays() {
     naming(&place, "export", "nbd://localhost:1/x", "raw");
     naming(&place, "missing", "nothing", "qcow2");
     for (overlay, said) in [
-        ("empty", "is an empty file"),
+        ("begun", "another program is about to write it, or was interrupted"),
         ("/dev/zero", "is not a regular file"),
         ("directory", "is not a regular file"),
         ("fifo", "is not a regular file"),
         ("text", "this is not a qcow2 image"),
         ("base.raw", "this is not a qcow2 image"),
-        ("alone", "the header of 'alone' names no backing file, so that the disk is whole"),
-        ("over-raw", "'base.raw' below it is a raw image, so that the disk is whole"),
-        ("over-alone", "the header of 'alone' names no backing file, so that the disk is whole"),
+        ("alone", "the header of 'alone' names no backing file. If the disk is whole"),
+        ("over-raw", "'base.raw' below it is a raw image. If the disk is whole"),
+        ("over-alone", "the header of 'alone' names no backing file. If the disk is whole"),
         ("other-pin", &other_pin),
         ("other-chain", &other_chain),
         ("over-other-chain", &other_chain),
@@ -380,7 +380,7 @@ fn a_chain_that_was_replaced_is_not_shown_through_an_overlay() {
     for sandbox in ["strict", "off"] {
         let options = ["--overlay", "top.qcow2", "--sandbox", sandbox];
         let said = refused(&place, &[&place.vm()], &options);
-        assert!(said.contains("they were replaced in the store"), "{said}");
+        assert!(said.contains("the chain was replaced by another"), "{said}");
     }
     assert!(before == fs::read(path.join("top.qcow2")).unwrap());
 }
@@ -448,7 +448,7 @@ fn an_overlay_is_refused_where_other_tables_or_heads_describe_the_same_layers() 
     let before = fs::read(&manifest).unwrap();
     let refuses = |what: &str| {
         let said = refused(&place, &[&place.vm()], &["--overlay", "top.qcow2"]);
-        assert!(said.contains("or are described otherwise there"), "{what}: {said}");
+        assert!(said.contains("or its heads or tables in the store are damaged"), "{what}: {said}");
         // Whoever asks for the chain as it is gets it.
         let _ = Server::start(&mut command(&place, &[&place.vm()], &[]), Ready::Line("-blockdev"));
         fs::write(&manifest, &before).unwrap();
@@ -733,14 +733,7 @@ fn a_mirror_of_the_active_image_goes_on_above_the_very_same_layers() {
     naming(&place, "closed", &layers[1], "qcow2");
     naming(&place, "between", "same", "qcow2");
     naming(&place, "decoy", "images/3.qcow2", "qcow2");
-    let add = |name: &str, backing: Option<Value>| {
-        let file = json!({"driver": "file", "filename": path.join(name)});
-        let mut node = json!({"driver": "qcow2", "node-name": name, "file": file});
-        if let Some(backing) = backing {
-            node["backing"] = backing;
-        }
-        node
-    };
+    let add = |name: &str, backing: Option<Value>| node(&place, name, backing);
     let mirror = |name: &str| json!({"device": "vm", "target": name, "sync": "top", "job-id": "j"});
     for name in ["alone", "lower", "closed", "between", "decoy"] {
         let null = (name == "closed").then_some(Value::Null);
@@ -766,6 +759,123 @@ fn a_mirror_of_the_active_image_goes_on_above_the_very_same_layers() {
     let server = serve(&place, "same", &["--sandbox", "strict"]);
     assert_same_bytes(&uri(&place, "vm"), &copy);
     let _ = server.stop().ok();
+}
+
+/// Nodes of images in the directory of a place.
+fn node(place: &Place, name: &str, backing: Option<Value>) -> Value {
+    let file = json!({"driver": "file", "filename": place.path().join(name)});
+    let mut node = json!({"driver": "qcow2", "node-name": name, "file": file});
+    if let Some(backing) = backing {
+        node["backing"] = backing;
+    }
+    node
+}
+
+/// By the names in their headers they are another disk.
+#[test]
+fn a_mirror_goes_on_in_no_image_whose_header_leads_elsewhere() {
+    let place = place_with_decoys();
+    let (path, copy) = (place.path(), copy_of(&place));
+    let server = serve(&place, "top.qcow2", &["--sandbox", "off"]);
+    write_both(&place, "vm", &copy, &WRITES);
+    let mut qmp = Qmp::of(&place);
+    let snapshot = |qmp: &mut Qmp, name: &str| {
+        let file = json!({"device": "vm", "snapshot-file": path.join(name)});
+        let _ = qmp.ask("blockdev-snapshot-sync", file).unwrap();
+    };
+    snapshot(&mut qmp, "upper");
+    write_both(&place, "vm", &copy, &["write -P 80 3m 5k"]);
+    let _ = qemu_img(path, args!["create", "-q", "-f", "qcow2", "nothing", "8M"]).ok();
+    naming(&place, "decoy", "images/3.qcow2", "qcow2");
+    naming(&place, "same", "top.qcow2", "qcow2");
+    let below = json!({"driver": "file", "filename": path.join("top.qcow2")});
+    let below = json!({"driver": "qcow2", "file": below});
+    let added = qmp.ask("blockdev-add", node(&place, "nothing", Some(below.clone())));
+    assert!(added.unwrap_err().contains("it has no backing file"));
+    let before = fs::read(path.join("decoy")).unwrap();
+    for (image, backing, sync, said) in [
+        ("decoy", &below, "none", "does not name the backing file"),
+        ("decoy", &below, "top", "does not name the backing file"),
+        ("same", &Value::Null, "none", "without the backing file that its header names"),
+        ("same", &Value::Null, "top", "the target must have the backing file 'top.qcow2'"),
+    ] {
+        let _ = qmp.ask("blockdev-add", node(&place, image, Some(backing.clone()))).unwrap();
+        let arguments = json!({"device": "vm", "target": image, "sync": sync, "job-id": "j"});
+        qmp.refuses("blockdev-mirror", arguments, said);
+        let _ = qmp.ask("blockdev-del", json!({"node-name": image})).unwrap();
+    }
+    assert!(before == fs::read(path.join("decoy")).unwrap());
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    // Where the header leads there, it is no harm that the file was given.
+    let _ = qmp.ask("blockdev-add", node(&place, "same", Some(below))).unwrap();
+    qmp.job("blockdev-mirror", json!({"device": "vm", "target": "same", "sync": "top"}));
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    snapshot(&mut qmp, "new");
+    write_both(&place, "vm", &copy, &["write -P 81 2m 5k"]);
+    drop(qmp);
+    let _ = server.stop().ok();
+    let server = serve(&place, "new", &["--sandbox", "strict"]);
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    let _ = server.stop().ok();
+}
+
+/// Everything that a client gives for a file is one: layers of a store are below an overlay alone.
+#[test]
+fn a_client_opens_no_layer_of_the_store_by_a_name_that_pins_nothing() {
+    let place = Place::new(3, "");
+    let (path, copy) = (place.path(), copy_of(&place));
+    let server = serve(&place, "top.qcow2", &["--sandbox", "off"]);
+    let mut qmp = Qmp::of(&place);
+    let vm = place.vm();
+    let pinned = qmp.layers("vm")[1].clone();
+    naming(&place, "other", "x", "qcow2");
+    for name in [&vm, &format!("{vm}#0"), &format!("{vm}#1"), &format!("{vm}#index"), &pinned] {
+        let file = json!({"driver": "file", "filename": name});
+        let no_file = format!("'./{name}': No such file");
+        let layer = |driver: &str| json!({"driver": driver, "file": file});
+        for driver in ["qcow2", "raw"] {
+            let mut alone = layer(driver);
+            alone["node-name"] = "n".into();
+            alone["read-only"] = true.into();
+            qmp.refuses("blockdev-add", alone, &no_file);
+            let below = node(&place, "other", Some(layer(driver)));
+            qmp.refuses("blockdev-add", below, &no_file);
+        }
+        let mut protocol = file.clone();
+        protocol["node-name"] = "n".into();
+        qmp.refuses("blockdev-add", protocol, &no_file);
+        for mode in ["absolute-paths", "existing"] {
+            let snapshot = json!({"device": "vm", "snapshot-file": name, "mode": mode});
+            let refused = qmp.ask("blockdev-snapshot-sync", snapshot).unwrap_err();
+            let why = if *name == pinned { "only read" } else { "No such file" };
+            assert!(refused.contains(why), "{name}: {refused}");
+        }
+    }
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    drop(qmp);
+    let _ = server.stop().ok();
+    assert!(!path.join("file:").exists());
+}
+
+/// Paths with different writing are compared as the headers have them.
+#[test]
+fn an_overlay_is_told_of_another_way_to_write_its_chains_address() {
+    let place = Place::new(2, "");
+    let (path, copy) = (place.path(), copy_of(&place));
+    let _ = serve(&place, "top.qcow2", &[]).stop().ok();
+    for between in ["//", "/./"] {
+        let other = format!("file://{}{between}store/vm", path.display());
+        let options = ["--overlay", "top.qcow2"];
+        let before = backing(&place, "top.qcow2").unwrap();
+        let named = before.rsplit_once("@sha256:").unwrap().0;
+        let said = refused(&place, &[&other], &options);
+        assert_eq!(command_in(&said, "serve"), ["serve", named, "--overlay", "top.qcow2"]);
+        let _ = isobath(path, command_in(&said, "rebase")).ok();
+        let mut command = command(&place, &[&other], &options);
+        let server = Server::start(&mut command, Ready::Line("-blockdev"));
+        assert_same_bytes(&uri(&place, "vm"), &copy);
+        let _ = server.stop().ok();
+    }
 }
 
 #[test]
@@ -905,14 +1015,7 @@ fn an_overlay_may_have_local_images_below_and_become_another_disk() {
         let format = args!["create", "-q", "-u", "-f", "qcow2", "-b", below, "-F", "qcow2"];
         let _ = qemu_img(path, [format, args![name, "8M"].to_vec()].concat()).ok();
     };
-    let add = |name: &str, backing: Option<Value>| {
-        let file = json!({"driver": "file", "filename": path.join(name)});
-        let mut node = json!({"driver": "qcow2", "node-name": name, "file": file});
-        if let Some(backing) = backing {
-            node["backing"] = backing;
-        }
-        node
-    };
+    let add = |name: &str, backing: Option<Value>| node(&place, name, backing);
     // Names in a header that lead elsewhere make no snapshot.
     create("astray", &pinned);
     let _ = qmp.ask("blockdev-add", add("astray", Some(Value::Null))).unwrap();
@@ -1014,6 +1117,17 @@ fn an_overlay_is_served_while_the_store_is_away() {
     assert_same_bytes(&uri(&place, "vm"), &copy);
     let done = server.stop().ok();
     assert!(done.stderr.contains("as it was when it was last read"), "{}", done.report());
+    // The chain may have other layers by now.
+    let vm = place.vm();
+    let timeout = ["--remote-timeout", "1"];
+    let by_server = refused(&place, &[&vm], &[&["--overlay", "new"], &timeout[..]].concat());
+    let fork = args!["fork", "--cache-dir", "cache", "--remote-timeout", "1", &vm, "new"];
+    for said in [by_server, isobath(path, fork).exits(1).stderr] {
+        assert!(said.contains("no new image is made above it"), "{said}");
+        assert!(!path.join("new").exists());
+    }
+    fs::rename(path.join("away"), path.join("store")).unwrap();
+    let _ = serve(&place, "new", &[]).stop().ok();
 }
 
 #[test]

@@ -232,8 +232,8 @@ impl Chain {
             return self.old();
         }
         format!(
-            "'{}' has no layers '{pinned}' now: they were replaced in the store, or are described otherwise there. \
-             Push them again under this name, from where they are",
+            "'{}' has no layers '{pinned}' now: the chain was replaced by another, or its heads or tables in the store \
+             are damaged. Push these layers again under this name, from where they are whole",
             self.address
         )
     }
