@@ -106,7 +106,12 @@ fn what_is_filled_is_read_from_the_file_also_by_others_and_later() {
         assert_eq!(other.look(3), Look::Unverified);
         assert_eq!(of_store.present(&other), 2);
     }
-    let later = of_store.open(&open(directory.path()));
+    let cache = open(directory.path());
+    // The threads that look after the files have them for a moment.
+    isobath_testkit::until("nobody uses the layer", || {
+        of_store.open(&cache).look(1) == Look::Unverified
+    });
+    let later = of_store.open(&cache);
     assert_eq!((later.look(1), later.look(2), later.look(3)), {
         (Look::Unverified, Look::Absent, Look::Unverified)
     });
