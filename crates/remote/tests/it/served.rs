@@ -697,7 +697,7 @@ fn what_is_pushed_on_top_leaves_the_names_of_the_layers_below() {
     let right = fs::read(&manifest).unwrap();
     let refused = |pinned: &Pinned| {
         let said = place.opened().chain.check(pinned).unwrap_err().to_string();
-        assert!(said.contains("or are described otherwise"), "{said}");
+        assert!(said.contains("or its heads or tables in the store are damaged"), "{said}");
     };
     // The L1 tables of the highest layer, and of the one below.
     place.change_heads(|bytes| flip(bytes, 3, 1));
