@@ -111,11 +111,16 @@ fn describe_read(raw: &Raw, queue: u16, first: u16, sector: u64) {
 
 #[test]
 fn a_request_does_not_wait_for_all_those_of_a_flooded_queue() {
-    let (served, has_begun, release) = holding_up(&[1]);
+    let (served, has_begun, release) = holding_up(&[3]);
     let raw = Raw::start(&served.socket, 2, 128, FEATURES);
     for queue in 0..2 {
         describe_read(&raw, queue, 0, u64::from(queue));
+        // The server starts queues after the messages have been sent.
+        raw.offer(queue, 0);
+        raw.kick(queue);
+        raw.wait_used(queue, 1);
     }
+    served.wait_idle();
     for _ in 0..128 {
         raw.offer(0, 0);
     }
@@ -125,9 +130,9 @@ fn a_request_does_not_wait_for_all_those_of_a_flooded_queue() {
     raw.offer(1, 0);
     raw.kick(1);
     release.send(()).unwrap();
-    raw.wait_used(0, 128);
-    raw.wait_used(1, 1);
-    let order = served.device.order.lock().unwrap().clone();
+    raw.wait_used(0, 129);
+    raw.wait_used(1, 2);
+    let order = served.device.order.lock().unwrap()[2..].to_vec();
     let before = order.iter().position(|sector| *sector == 1).unwrap();
     assert!(before <= 16, "{before} requests of the flooded queue came before");
 }
