@@ -11,6 +11,7 @@ use proptest::prelude::*;
 use std::fs::File;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 const SIZE: usize = 1 << 20;
 const IN: u32 = 0;
@@ -21,6 +22,12 @@ const UNSUPPORTED: u8 = 2;
 
 fn served() -> VhostServed<MemoryDisk> {
     served_with(MemoryDisk::new(SIZE), Options::default())
+}
+
+/// Takes requests only when it is kicked, once it is [idle](VhostServed::wait_idle).
+fn served_on_kicks() -> VhostServed<MemoryDisk> {
+    let options = Options { poll: Duration::ZERO, ..Options::default() };
+    served_with(MemoryDisk::new(SIZE), options)
 }
 
 fn served_with(disk: MemoryDisk, options: Options) -> VhostServed<MemoryDisk> {
@@ -543,7 +550,7 @@ fn of_a_request_in_many_large_pieces_some_are_under_way_at_a_time() {
 
 /// Waits until a request is under way.
 fn wait_running(served: &VhostServed<MemoryDisk>) {
-    let deadline = std::time::Instant::now() + std::time::Duration::from_mins(1);
+    let deadline = std::time::Instant::now() + Duration::from_mins(1);
     while served.device.running.load(Ordering::Relaxed) == 0 {
         assert!(std::time::Instant::now() < deadline, "the request should be under way");
         std::thread::yield_now();
@@ -552,7 +559,7 @@ fn wait_running(served: &VhostServed<MemoryDisk>) {
 
 #[test]
 fn memory_cut_short_costs_its_client_only() {
-    let (served, other) = (served(), served());
+    let (served, other) = (served_on_kicks(), served());
     let neighbour = Raw::start(&other.socket, 2, 16, FEATURES);
     for length in [0, DATA] {
         let raw = Raw::start(&served.socket, 2, 16, FEATURES);
@@ -561,6 +568,7 @@ fn memory_cut_short_costs_its_client_only() {
         raw.describe(0, 0, descriptor(HEADER, 16, NEXT, 1));
         raw.describe(0, 1, descriptor(BUFFER, 512, NEXT, 2));
         raw.describe(0, 2, descriptor(STATUS, 1, WRITE, 0));
+        served.wait_idle();
         raw.offer(0, 0);
         // This process accesses the memory no more, for which it has no handler of its own.
         raw.memory.file.set_len(length).unwrap();
@@ -608,7 +616,7 @@ fn a_list_of_requests_cut_short_costs_its_client_only() {
 
 #[test]
 fn what_lost_memory_held_is_not_written() {
-    let served = served();
+    let served = served_on_kicks();
     let raw = Raw::start(&served.socket, 1, 16, FEATURES);
     raw.assert_works(0);
     assert_eq!(raw.transfer(0, OUT, 0, &[7; 1024]).0, OK);
@@ -618,6 +626,7 @@ fn what_lost_memory_held_is_not_written() {
     raw.describe(0, 1, descriptor(MEMORY as u64 - 4096, 512, NEXT, 2));
     raw.describe(0, 2, descriptor(MEMORY as u64 - 512, 512, NEXT, 3));
     raw.describe(0, 3, descriptor(STATUS, 1, WRITE, 0));
+    served.wait_idle();
     raw.offer(0, 0);
     raw.memory.file.set_len(MEMORY as u64 - 4096).unwrap();
     raw.kick(0);
@@ -643,7 +652,7 @@ fn with_list(served: &VhostServed<MemoryDisk>) -> (Raw, File) {
 
 #[test]
 fn a_request_that_used_lost_memory_is_not_answered() {
-    let served = served();
+    let served = served_on_kicks();
     for (kind, pieces) in [
         (IN, vec![(LOST, 512)]),
         (OUT, vec![(LOST, 512)]),
@@ -660,6 +669,7 @@ fn a_request_that_used_lost_memory_is_not_answered() {
         }
         raw.describe(0, pieces.len() as u16 + 1, descriptor(STATUS, 1, WRITE, 0));
         let before = raw.used_index(0);
+        served.wait_idle();
         raw.offer(0, 0);
         raw.memory.file.set_len(LOST).unwrap();
         raw.kick(0);
@@ -673,7 +683,7 @@ fn a_request_that_used_lost_memory_is_not_answered() {
 
 #[test]
 fn a_request_that_lost_memory_describes_is_not_carried_out() {
-    let served = served();
+    let served = served_on_kicks();
     let (raw, _list) = with_list(&served);
     assert_eq!(raw.transfer(0, OUT, 0, &[7; 512]).0, OK);
     // A write, according to the part of its header that is left, and of sector 0, according to what is lost.
@@ -682,6 +692,7 @@ fn a_request_that_lost_memory_describes_is_not_carried_out() {
     raw.describe(0, 0, descriptor(LOST - 4, 16, NEXT, 1));
     raw.describe(0, 1, descriptor(BUFFER, 512, NEXT, 2));
     raw.describe(0, 2, descriptor(STATUS, 1, WRITE, 0));
+    served.wait_idle();
     raw.offer(0, 0);
     raw.memory.file.set_len(LOST).unwrap();
     raw.kick(0);

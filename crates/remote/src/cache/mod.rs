@@ -31,6 +31,7 @@ use crate::store::Version;
 use directory::Directory;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use tidy::Rooms;
 use upkeep::Upkeep;
 
@@ -87,6 +88,12 @@ impl Cache {
             }
         };
         Ok(Arc::new(layer))
+    }
+
+    /// How often its thread has counted the files. It does so first soon after the cache was opened: what is filled at
+    /// the same time may have to be fetched once more.
+    pub fn rounds(&self) -> u64 {
+        self.upkeep.rounds.load(Ordering::Relaxed)
     }
 
     /// An object that was kept, verified; `None` if it is to be fetched. Blocks.

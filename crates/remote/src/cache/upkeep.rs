@@ -9,6 +9,7 @@ use super::usage::Usage;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::thread;
@@ -39,6 +40,8 @@ pub(super) struct Upkeep {
     /// A file without data, in place of those of layers that can have none, and its length.
     nothing: Arc<File>,
     longest: Mutex<u64>,
+    /// How often the thread has looked after everything.
+    pub(super) rounds: AtomicU64,
 }
 
 impl Upkeep {
@@ -54,7 +57,8 @@ impl Upkeep {
         let common = Arc::new(Common::new(usage, limit, wake));
         common.wake();
         let (slots, longest) = (Mutex::default(), Mutex::new(0));
-        let upkeep = Arc::new(Self { rooms, common, slots, nothing, longest });
+        let rounds = AtomicU64::new(0);
+        let upkeep = Arc::new(Self { rooms, common, slots, nothing, longest, rounds });
         let weak = Arc::downgrade(&upkeep);
         let thread = thread::Builder::new().name("cache".to_owned());
         thread.spawn(move || attend(&weak, &woken))?;
@@ -189,6 +193,7 @@ fn attend(upkeep: &Weak<Upkeep>, woken: &Receiver<()>) {
                 if let Err(error) = &evicted {
                     upkeep.common.warn(error);
                 }
+                upkeep.rounds.fetch_add(1, Ordering::Relaxed);
                 let is_in_vain = !matches!(evicted, Ok(None | Some(1..)));
                 let is_full = upkeep.common.is_high() && is_in_vain;
                 drop(upkeep);

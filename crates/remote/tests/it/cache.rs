@@ -68,7 +68,14 @@ impl Layer {
 }
 
 pub(crate) fn open(directory: &Path) -> Arc<Cache> {
-    Cache::open(directory, 1 << 30).unwrap()
+    open_within(directory, 1 << 30)
+}
+
+/// Opens a cache, and waits until its thread has counted the files, so that it does not while they are filled.
+pub(crate) fn open_within(directory: &Path, limit: u64) -> Arc<Cache> {
+    let cache = Cache::open(directory, limit).unwrap();
+    isobath_testkit::until("the files are counted", || cache.rounds() > 0);
+    cache
 }
 
 pub(crate) fn tidy(cache: &Cache) {

@@ -1,7 +1,7 @@
 //! Whatever happens to the files of a cache while they are out of use, and much of what may happen while they are in
 //! use, shows no wrong byte.
 
-use crate::cache::{Layer, files, names, open, tidy};
+use crate::cache::{Layer, files, names, open, open_within, tidy};
 use isobath_remote::cache::{Cache, Filled, LEAST_LIMIT, LayerKey, Look, NotKept, ObjectKind};
 use isobath_remote::store::Version;
 use isobath_remote::{BLOCK, Digest};
@@ -121,7 +121,7 @@ fn a_copy_of_a_map_begins_no_second_session_on_the_data() {
     of_store.fill(&two, 1);
     assert!(of_store.read(&two, 1));
     // Somebody evicts.
-    let small = Cache::open(directory.path(), LEAST_LIMIT).unwrap();
+    let small = open_within(directory.path(), LEAST_LIMIT);
     tidy(&small);
     of_store.present(&one);
     // Nobody else sees its map.
@@ -357,7 +357,7 @@ fn users_of_one_file_in_two_directories_evict_one_after_the_other() {
         let file = the_file(&first, suffix);
         fs::hard_link(&file, second.join("layers").join(file.file_name().unwrap())).unwrap();
     }
-    let others = Cache::open(&second, LEAST_LIMIT).unwrap();
+    let others = open_within(&second, LEAST_LIMIT);
     let other = of_store.open(&others);
     assert!(other.is_attached());
     std::thread::scope(|scope| {

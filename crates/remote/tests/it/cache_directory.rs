@@ -1,6 +1,6 @@
 //! Only a directory that was made for it is a cache, and only what a cache has written is ever removed.
 
-use crate::cache::{Layer, names, open};
+use crate::cache::{Layer, names, open, open_within};
 use isobath_remote::BLOCK;
 use isobath_remote::cache::{Cache, LEAST_LIMIT};
 use std::fs::{self, Permissions};
@@ -90,7 +90,7 @@ fn files_that_a_cache_has_not_named_are_left_alone() {
     for file in &of_others {
         fs::write(directory.path().join(file), vec![1; 3 << 20]).unwrap();
     }
-    let cache = Cache::open(directory.path(), LEAST_LIMIT).unwrap();
+    let cache = open_within(directory.path(), LEAST_LIMIT);
     let of_store = Layer::new(1, BLOCK);
     of_store.open(&cache);
     isobath_testkit::until("nobody else tidies up", || cache.tidy().unwrap());

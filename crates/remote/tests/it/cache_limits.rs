@@ -1,6 +1,6 @@
 //! A cache stays within its limit, keeps what is in use, and does without a disk that is full.
 
-use crate::cache::{Layer, files, names, open, tidy};
+use crate::cache::{Layer, files, names, open, open_within, tidy};
 use isobath_remote::cache::{Cache, CachedLayer, Filled, LEAST_LIMIT, Look, NotKept, ObjectKind};
 use isobath_remote::store::Version;
 use isobath_remote::{BLOCK, Digest};
@@ -36,7 +36,7 @@ fn fill(cache: &Cache, of_store: &Layer, layer: &CachedLayer, block: u64) {
 #[test]
 fn a_scan_stays_within_the_limit_and_leaves_what_is_read_repeatedly() {
     let directory = tempfile::tempdir().unwrap();
-    let cache = Cache::open(directory.path(), LEAST_LIMIT).unwrap();
+    let cache = open_within(directory.path(), LEAST_LIMIT);
     let (hot, cold) = (Layer::new(1, 20 * BLOCK), Layer::new(2, 400 * BLOCK));
     let (in_use, scanned) = (hot.open(&cache), cold.open(&cache));
     (0..20).for_each(|block| fill(&cache, &hot, &in_use, block));
@@ -75,7 +75,7 @@ fn what_is_in_use_stays_as_a_file_and_its_blocks_may_go() {
     let stays = opened.next().unwrap();
     drop(opened);
     // Another server, with less room.
-    let small = Cache::open(directory.path(), LEAST_LIMIT).unwrap();
+    let small = open_within(directory.path(), LEAST_LIMIT);
     tidy(&small);
     assert!(used(directory.path()) <= LEAST_LIMIT);
     let inner = directory.path().join("layers");
@@ -102,7 +102,7 @@ fn what_is_in_use_stays_as_a_file_and_its_blocks_may_go() {
 #[test]
 fn manifests_and_objects_do_not_grow_without_limit() {
     let directory = tempfile::tempdir().unwrap();
-    let cache = Cache::open(directory.path(), LEAST_LIMIT).unwrap();
+    let cache = open_within(directory.path(), LEAST_LIMIT);
     let version = Version { tag: None, number: None };
     for number in 0..64_u8 {
         cache.keep_manifest(&format!("s3://b/{number}"), &vec![number; 512 << 10], &version);
@@ -119,7 +119,7 @@ fn threads_of_two_caches_fill_evict_and_read_at_once() {
     let directory = tempfile::tempdir().unwrap();
     let of_store = Layer::new(1, 90 * BLOCK + 1);
     let caches: Vec<Arc<Cache>> =
-        (0..2).map(|_| Cache::open(directory.path(), LEAST_LIMIT).unwrap()).collect();
+        (0..2).map(|_| open_within(directory.path(), LEAST_LIMIT)).collect();
     thread::scope(|scope| {
         for number in 0..6_u64 {
             let (cache, of_store) = (&caches[number as usize % 2], &of_store);
@@ -163,7 +163,7 @@ fn the_layers_of_a_process_are_opened_once_and_closed_with_the_last_user() {
 #[test]
 fn the_smaller_limit_counts_also_while_who_has_it_does_nothing() {
     let directory = tempfile::tempdir().unwrap();
-    let _small = Cache::open(directory.path(), LEAST_LIMIT).unwrap();
+    let _small = open_within(directory.path(), LEAST_LIMIT);
     let large = open(directory.path());
     let of_store = Layer::new(1, 100 * BLOCK);
     let layer = of_store.open(&large);
@@ -176,7 +176,7 @@ fn the_smaller_limit_counts_also_while_who_has_it_does_nothing() {
 #[test]
 fn a_layer_is_kept_within_the_limit_after_its_cache_was_dropped() {
     let directory = tempfile::tempdir().unwrap();
-    let cache = Cache::open(directory.path(), LEAST_LIMIT).unwrap();
+    let cache = open_within(directory.path(), LEAST_LIMIT);
     let of_store = Layer::new(1, 200 * BLOCK);
     let layer = of_store.open(&cache);
     drop(cache);

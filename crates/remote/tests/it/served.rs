@@ -1,10 +1,9 @@
 //! Layers are read from their stores: what is read is what was pushed, and costs few requests.
 
-use crate::cache::files;
+use crate::cache::{files, open_within};
 use crate::cache_disks::Failing;
 use crate::chains::Chain;
 use crate::round_trips::send;
-use isobath_remote::cache::Cache;
 use isobath_remote::served::{self, Pinned, RemoteHost};
 use isobath_remote::store::{Directory, Entry, Found, Outcome, Parts, Store, Version};
 use isobath_remote::{Address, Digest, Error, Heads, Result};
@@ -189,7 +188,7 @@ impl Place {
 
     fn open_with(&self, cache: &Path, limit: Option<Duration>) -> Result<Opened> {
         let store = Box::new(self.store.clone());
-        let cache = Cache::open(cache, LIMIT).unwrap();
+        let cache = open_within(cache, LIMIT);
         let chain = served::Chain::open_in(store, &self.address, &cache, limit)?;
         let host = RemoteHost::default();
         host.add(&chain);

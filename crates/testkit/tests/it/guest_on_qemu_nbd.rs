@@ -16,7 +16,7 @@ fn a_root_file_system_on_a_chain_survives_a_workload() {
     let socket = directory.path().join("nbd.sock");
     let server = qemu::nbd(root.chain.active(), "qcow2", &socket, &[]);
     let done = Guest::new().nbd(&socket, "").root().run(RootChain::workload());
-    let _ = server.stop();
+    let _ = server.stop_qemu();
     assert_eq!(root.check(&done).len(), 4);
 }
 
@@ -42,7 +42,7 @@ fn programs_of_the_host_run_in_the_guest_on_two_disks() {
              umount /mnt",
         );
     assert_eq!(done.status, 0);
-    let _ = server.stop();
+    let _ = server.stop_qemu();
     qemu::assert_clean(&path("one.qcow2"));
     fs::assert_ext4_clean(&path("two.raw"), "raw");
     fs::read_ext4_file(&path("two.raw"), "raw", "note", &path("note"));
