@@ -11,13 +11,17 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long to wait before the next `accept` while descriptors or memory are short.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long to wait before the next attempt to connect to a socket file, where there is no ring that could wait.
 const CONNECT_PAUSE: Duration = Duration::from_millis(10);
+
+/// How long another server may take to bind a socket in the same directory, and how often it is looked whether it has.
+const MOST_OF_A_TURN: Duration = Duration::from_mins(1);
+const BIND_PAUSE: Duration = Duration::from_millis(2);
 
 /// Bytes that may be on their way to the peer of a Unix socket. The kernel counts twice as many, for its own needs.
 const SEND_BUFFER: usize = 1 << 20;
@@ -79,6 +83,8 @@ impl Listener {
     /// As [`bind_unix`](Self::bind_unix), and `EPERM` if the process may not give the file that group.
     pub fn bind_unix_for(path: &Path, access: Access) -> io::Result<Self> {
         let place = Place::of(path)?;
+        // To another server, a socket on which nobody listens yet would be a stale one.
+        let _turn = turn(&place)?;
         let socket = match bind_private(path) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
                 let Some(stale) = stale(&place) else { return Err(error) };
@@ -297,6 +303,27 @@ pub fn own_user() -> u32 {
 /// The permissions in these bits.
 const fn mode(bits: u32) -> rustix::fs::Mode {
     rustix::fs::Mode::from_bits_truncate(bits)
+}
+
+/// Keeps other servers from binding a socket at a place until it is dropped: an abstract socket, of which there is one
+/// with a name, and which is gone with its process. Whoever keeps it longer than any server does is not waited for, and
+/// nobody is where there are no such sockets.
+fn turn(place: &Place) -> io::Result<socket2::Socket> {
+    let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None)?;
+    let (device, inode) = place::identity(&place.directory()?);
+    let name = format!("\0isobath-bind-{device:x}-{inode:x}");
+    let address = socket2::SockAddr::unix(name)?;
+    let begin = Instant::now();
+    loop {
+        match socket.bind(&address) {
+            Err(error)
+                if error.kind() == io::ErrorKind::AddrInUse && begin.elapsed() < MOST_OF_A_TURN =>
+            {
+                std::thread::sleep(BIND_PAUSE);
+            }
+            _ => return Ok(socket),
+        }
+    }
 }
 
 /// The socket file at a place, if nothing listens on it.
