@@ -380,6 +380,17 @@ fn nodes_and_exports_come_and_go() {
     fs::remove_file(served.path("gone")).unwrap();
     let lost = put_on("gone").exits(1);
     assert!(lost.stderr.contains("could not be opened again"), "{}", lost.report());
+    // One that a job has moved into another image is opened again as that.
+    let raw = r#"{"driver": "raw", "node-name": "moved", "file": {"driver": "file", "filename": "moved"}}"#;
+    fs::write(served.path("moved"), vec![0; SIZE as usize]).unwrap();
+    qemu::create(&served.path("to"), "qcow2", SIZE, "");
+    let _ = served.query(&["blockdev-add", raw]);
+    let _ = served.run(&["mirror", "moved", "to"]).ok();
+    let refused = put_on("moved").exits(1);
+    assert!(refused.stderr.contains("it names no backing file"), "{}", refused.report());
+    let nodes = served.query(&["query-named-block-nodes"]);
+    let moved = nodes.as_array().unwrap().iter().find(|node| node["node-name"] == "moved").unwrap();
+    assert_eq!((&moved["file"], &moved["drv"]), (&"to".into(), &"qcow2".into()));
     let _ = put_on("over").ok();
     assert_eq!(served.chain(), ["over", "vm", "mid", "base"]);
     served.quit("over");

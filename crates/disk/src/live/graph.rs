@@ -131,7 +131,10 @@ impl<H: Host> LiveDisk<H> {
         }
         let replaced = self.replace(&disk, Arc::clone(&other));
         self.or_stop(replaced)?;
-        self.options.store(Arc::new((*self.options()).clone().backing_files(given)));
+        let options = (*self.options()).clone();
+        // Above layers that are read over a network none is used.
+        let index = options.index && !other.is_above_kept();
+        self.options.store(Arc::new(options.backing_files(given).index(index)));
         if let Some(writer) = &other.writer {
             writer.own_readers().await;
         }
