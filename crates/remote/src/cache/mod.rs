@@ -89,6 +89,11 @@ impl Cache {
         Ok(Arc::new(layer))
     }
 
+    /// Most bytes of the cache.
+    pub(crate) fn limit(&self) -> u64 {
+        self.upkeep.common.limit()
+    }
+
     /// An object that was kept, verified; `None` if it is to be fetched. Blocks.
     pub fn object(&self, kind: ObjectKind, digest: &Digest) -> Option<Held> {
         let found =

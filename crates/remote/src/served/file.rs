@@ -106,6 +106,7 @@ impl RemoteFile {
         if self.layer.head().read(offset, buf.get_mut(..inside).unwrap_or_default()) {
             return Ok(buf);
         }
+        self.layer.note(offset, inside as u64);
         let failed = |error: &Arc<Error>| self.failed(offset, length, error);
         let mut patience = self.layer.patience();
         let cached = self.layer.cached(&mut patience).await.map_err(|error| failed(&error))?;
@@ -214,6 +215,7 @@ impl Storage for RemoteFile {
         let Some((Local { cached, file }, Look::Verified(stamp))) = look else {
             return Box::pin(self.read(offset, buf)).await;
         };
+        self.layer.note(offset, length);
         let size = buf.len();
         match self.read_cached(file, cached, offset, buf).await {
             Some(buf) if cached.still(block, stamp) => Ok(buf),

@@ -22,7 +22,7 @@ use tempfile::TempDir;
 /// A change to a manifest.
 type Change = fn(&mut Value);
 
-const BLOCK: u64 = 256 << 10;
+pub(crate) const BLOCK: u64 = 256 << 10;
 const LIMIT: u64 = 1 << 30;
 
 /// What a store does with the next reads of an object.
@@ -56,8 +56,8 @@ struct Faulty {
 
 /// A store that counts, fails and waits.
 #[derive(Clone)]
-struct Watched {
-    directory: Arc<Directory>,
+pub(crate) struct Watched {
+    pub(crate) directory: Arc<Directory>,
     state: Arc<(Mutex<Faulty>, Condvar)>,
 }
 
@@ -67,7 +67,7 @@ impl Watched {
         Self { directory, state: Arc::default() }
     }
 
-    fn with<T>(&self, work: impl FnOnce(&mut Faulty) -> T) -> T {
+    pub(crate) fn with<T>(&self, work: impl FnOnce(&mut Faulty) -> T) -> T {
         let done = work(&mut self.state.0.lock().unwrap());
         self.state.1.notify_all();
         done
@@ -78,7 +78,7 @@ impl Watched {
         drop(self.state.1.wait_while(state, |state| !ready(state)).unwrap());
     }
 
-    fn taken(&self) -> Vec<String> {
+    pub(crate) fn taken(&self) -> Vec<String> {
         self.with(|state| std::mem::take(&mut state.requests))
     }
 
@@ -163,16 +163,16 @@ impl Store for Watched {
 }
 
 /// A chain in a store, and a cache.
-struct Place {
-    chain: Chain,
-    directory: TempDir,
-    store: Watched,
-    address: Address,
+pub(crate) struct Place {
+    pub(crate) chain: Chain,
+    pub(crate) directory: TempDir,
+    pub(crate) store: Watched,
+    pub(crate) address: Address,
 }
 
 impl Place {
     /// In a directory whose name has what separates the names of layers.
-    fn new(chain: Chain) -> Self {
+    pub(crate) fn new(chain: Chain) -> Self {
         let directory = tempfile::Builder::new().prefix("a#0").tempdir().unwrap();
         let at = |name: &str| directory.path().join(name);
         fs::create_dir(at("store")).unwrap();
@@ -188,20 +188,23 @@ impl Place {
     }
 
     fn open_with(&self, cache: &Path, limit: Option<Duration>) -> Result<Opened> {
+        self.open_in(&Cache::open(cache, LIMIT).unwrap(), limit)
+    }
+
+    pub(crate) fn open_in(&self, cache: &Arc<Cache>, limit: Option<Duration>) -> Result<Opened> {
         let store = Box::new(self.store.clone());
-        let cache = Cache::open(cache, LIMIT).unwrap();
-        let chain = served::Chain::open_in(store, &self.address, &cache, limit)?;
+        let chain = served::Chain::open_in(store, &self.address, cache, limit)?;
         let host = RemoteHost::default();
         host.add(&chain);
         Ok(Opened { host, chain })
     }
 
-    fn opened(&self) -> Opened {
+    pub(crate) fn opened(&self) -> Opened {
         self.open(Some(Duration::from_mins(5))).unwrap()
     }
 
     /// Bytes of a layer, from the base on.
-    fn local(&self, number: usize, offset: u64, length: usize) -> Vec<u8> {
+    pub(crate) fn local(&self, number: usize, offset: u64, length: usize) -> Vec<u8> {
         let file = fs::File::open(self.chain.path(number)).unwrap();
         let mut bytes = vec![0; length];
         let mut done = 0;
@@ -212,9 +215,9 @@ impl Place {
     }
 }
 
-struct Opened {
+pub(crate) struct Opened {
     host: RemoteHost,
-    chain: Arc<served::Chain>,
+    pub(crate) chain: Arc<served::Chain>,
 }
 
 impl Opened {
@@ -224,12 +227,12 @@ impl Opened {
         names
     }
 
-    fn file(&self, number: usize) -> served::RemoteFile {
+    pub(crate) fn file(&self, number: usize) -> served::RemoteFile {
         block_on(self.host.open(&self.names()[number], OpenMode::default())).unwrap()
     }
 }
 
-fn read(
+pub(crate) fn read(
     file: &served::RemoteFile,
     offset: u64,
     length: usize,
@@ -238,7 +241,7 @@ fn read(
 }
 
 /// A raw image of so many blocks, and a bit.
-fn raw(blocks: u64) -> Chain {
+pub(crate) fn raw(blocks: u64) -> Chain {
     let directory = tempfile::tempdir().unwrap();
     let length = blocks * BLOCK + 512;
     let bytes: Vec<u8> = (0..length).map(|at| (at / 512 + at / 7) as u8).collect();
@@ -246,7 +249,7 @@ fn raw(blocks: u64) -> Chain {
     Chain { directory, names: vec!["base.raw".to_owned()] }
 }
 
-fn reads(requests: &[String]) -> Vec<&String> {
+pub(crate) fn reads(requests: &[String]) -> Vec<&String> {
     requests.iter().filter(|request| request.starts_with("READ")).collect()
 }
 
