@@ -196,10 +196,13 @@ impl Recorded {
     /// Adds a block that is read for the first time.
     fn add(&self, block: u64) {
         let mut order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
-        match order.last_mut() {
-            Some((number, run)) if *number == self.number && run.end == block => run.end += 1,
-            _ if order.len() < MOST_RUNS => order.push((self.number, block..block + 1)),
-            _ => {}
+        if let Some((number, run)) = order.last_mut()
+            && *number == self.number
+            && run.end == block
+        {
+            run.end += 1;
+        } else if order.len() < MOST_RUNS {
+            order.push((self.number, block..block + 1));
         }
     }
 }
@@ -224,7 +227,7 @@ mod tests {
         high.note(4..6);
         low.note(7..8);
         high.note(3..6);
-        high.note(64..200);
+        high.note(64..65);
         low.note(8..9);
         let trace = recording.trace();
         let runs: Vec<_> = trace.runs().map(|(digest, run)| (*digest, run)).collect();

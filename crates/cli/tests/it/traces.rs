@@ -28,7 +28,7 @@ impl Bucket {
 
     fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(ISOBATH);
-        in_bucket(&mut command, &self.store);
+        in_bucket(&mut command, &self.store).env("ISOBATH_LOG", "info");
         command.current_dir(self.place.path()).args(arguments);
         command
     }
@@ -65,8 +65,7 @@ fn what_was_recorded_is_here_before_it_is_read() {
         let server = bucket.serve(&format!("first-{sandbox}"), &record);
         bucket.is_read();
         assert_eq!(fs::metadata(&trace).unwrap().len(), 0);
-        let done = server.stop().ok();
-        assert!(done.stderr.is_empty(), "{}", done.report());
+        let _ = server.stop().ok();
         if round > 0 {
             let removed = bucket.run(&["remote", "trace", "--remove", VM]).ok().text();
             assert!(removed.contains("fetch nothing ahead"), "{removed}");

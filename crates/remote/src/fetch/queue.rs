@@ -363,7 +363,8 @@ mod tests {
         assert_eq!(taken(2..20), None);
         assert!(!queue.is_calm());
         assert_eq!(next(&mut queue), Some((1, 4..6, true)));
-        assert!(queue.is_calm());
+        queue.ended_ahead();
+        assert!(next(&mut queue).is_none() && queue.is_calm());
         let joined = queue.want(&layer, 7).unwrap();
         assert!(!joined.is_fresh && queue.is_calm(), "it is on its way");
         let _wanted = queue.want(&layer, 30);

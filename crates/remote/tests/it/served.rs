@@ -67,7 +67,7 @@ impl Watched {
         Self { directory, state: Arc::default() }
     }
 
-    pub(crate) fn with<T>(&self, work: impl FnOnce(&mut Faulty) -> T) -> T {
+    fn with<T>(&self, work: impl FnOnce(&mut Faulty) -> T) -> T {
         let done = work(&mut self.state.0.lock().unwrap());
         self.state.1.notify_all();
         done

@@ -90,10 +90,8 @@ fn what_is_fetched_ahead_takes_at_most_half_of_the_cache() {
     place.store.taken();
     follow(&opened);
     let requests = place.store.taken();
-    let bytes = reads(&requests)
-        .iter()
-        .map(|request| request.rsplit(' ').next().unwrap().parse::<u64>().unwrap());
-    let bytes: u64 = bytes.sum();
+    let length = |request: &&String| request.rsplit(' ').next().unwrap().parse::<u64>().unwrap();
+    let bytes: u64 = reads(&requests).iter().map(length).sum();
     // Each of four threads may have begun one request more.
     assert!((limit / 2..=limit / 2 + 4 * 8 * BLOCK).contains(&bytes), "{bytes}");
 }
