@@ -386,15 +386,16 @@ fn nodes_and_exports_come_and_go() {
     qemu::create(&served.path("to"), "qcow2", SIZE, "");
     let _ = served.query(&["blockdev-add", raw]);
     let _ = served.run(&["mirror", "moved", "to"]).ok();
-    let node_of = |served: &mut Controlled, file: &str| {
+    let file = served.path("to").display().to_string();
+    let node_of = |served: &Controlled, file: &String| {
         let nodes = served.query(&["query-named-block-nodes"]);
-        let node = nodes.as_array().unwrap().iter().find(|node| node["file"] == file).cloned();
+        let node = nodes.as_array().unwrap().iter().find(|node| node["file"] == *file).cloned();
         node.unwrap_or_else(|| panic!("{file}: {nodes}"))
     };
-    let moved = node_of(&mut served, "to")["node-name"].as_str().unwrap().to_owned();
+    let moved = node_of(&served, &file)["node-name"].as_str().unwrap().to_owned();
     let refused = put_on(&moved).exits(1);
     assert!(refused.stderr.contains("it names no backing file"), "{}", refused.report());
-    assert_eq!(node_of(&mut served, "to")["drv"], "qcow2");
+    assert_eq!(node_of(&served, &file)["drv"], "qcow2");
     let _ = put_on("over").ok();
     assert_eq!(served.chain(), ["over", "vm", "mid", "base"]);
     served.quit("over");
