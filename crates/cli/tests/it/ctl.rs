@@ -396,6 +396,16 @@ fn nodes_and_exports_come_and_go() {
     let refused = put_on(&moved).exits(1);
     assert!(refused.stderr.contains("it names no backing file"), "{}", refused.report());
     assert_eq!(node_of(&served, &file)["drv"], "qcow2");
+    // And one from below which a job has taken what was given, alone.
+    qemu::create_overlay(&served.path("flat"), &served.path("moved"), "raw", "");
+    let flat = r#"{"driver": "qcow2", "node-name": "flat", "file": {"driver": "file", "filename": "flat"},
+                   "backing": {"driver": "raw", "file": {"driver": "file", "filename": "moved"}}}"#;
+    let _ = served.query(&["blockdev-add", flat]);
+    let _ = served.run(&["stream", "flat"]).ok();
+    let refused = put_on("flat").exits(1);
+    assert!(refused.stderr.contains("it names no backing file"), "{}", refused.report());
+    let file = served.path("flat").display().to_string();
+    assert_eq!(node_of(&served, &file)["node-name"], "flat");
     let _ = put_on("over").ok();
     assert_eq!(served.chain(), ["over", "vm", "mid", "base"]);
     served.quit("over");

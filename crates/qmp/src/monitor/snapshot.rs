@@ -77,9 +77,8 @@ impl<H: Host + Clone> Monitor<H> {
             return Err(QmpError::new("The overlay has no image"));
         };
         let Found { drive, layer, .. } = overlay;
-        // Jobs may have put another image in the place of the one that was added.
-        let options = (*drive.disk().options()).clone().format(layer.format());
         drop(layer);
+        let options = drive.disk().options_alone();
         // The node's own handle would keep the disk from opening the image.
         self.drives.borrow_mut().retain(|other| !Rc::ptr_eq(other, &drive));
         let closed = self.closing.close(&drive).await.map_err(QmpError::new);
