@@ -79,12 +79,13 @@ fn check_fits<H: Host>(
     options: MirrorOptions,
 ) -> Result<()> {
     if target.size() == disk.size() {
-        if options.sync == MirrorSync::Top {
-            disk.check_same_below(target)?;
-        }
         return match options.sync {
-            MirrorSync::Top | MirrorSync::None => disk.check_leads_below(target, opened),
             MirrorSync::Full => Ok(()),
+            MirrorSync::None => disk.check_leads_below(target, opened),
+            MirrorSync::Top => {
+                disk.check_same_below(target)?;
+                disk.check_leads_below(target, opened)
+            }
         };
     }
     Err(target.refused(format!(
