@@ -333,8 +333,8 @@ fn joining(bytes: u64) -> Duration {
     Duration::from_secs(bytes / JOINED)
 }
 
-/// What comes first of two answers to the same question. A failure that may be over by now is none, unless it is the
-/// last.
+/// What comes first of two answers to the same question. A failure of the second is none: one machine of a store may
+/// refuse what another is about to answer. One of the first that may be over by now leaves the second.
 async fn either<T>(
     first: impl Future<Output = std::result::Result<T, Failed>>,
     second: impl Future<Output = std::result::Result<T, Failed>>,
@@ -342,7 +342,7 @@ async fn either<T>(
     tokio::pin!(first, second);
     match select(first, second).await {
         Either::Left((Err(error), second)) if !is_final(&error) => second.await,
-        Either::Right((Err(error), first)) if !is_final(&error) => first.await,
+        Either::Right((Err(_), first)) => first.await,
         Either::Left((answer, _)) | Either::Right((answer, _)) => answer,
     }
 }
@@ -842,6 +842,33 @@ impl Parts for Upload<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::future::{pending, ready};
+
+    #[test]
+    fn a_request_that_fails_leaves_the_other_one_unless_the_first_was_refused() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(first_answers());
+    }
+
+    async fn first_answers() {
+        let failed = |status: u32| {
+            let source = format!("status code: {status}").into();
+            Err::<u8, _>(Failed::Generic { store: "store", source })
+        };
+        let status = |failed: std::result::Result<u8, Failed>| super::status(&failed.unwrap_err());
+        assert_eq!(either(pending(), ready(Ok(2))).await.unwrap(), 2);
+        assert_eq!(either(ready(Ok(1)), pending()).await.unwrap(), 1);
+        assert_eq!(status(either(ready(failed(403)), pending()).await), Some(403));
+        assert_eq!(either(ready(failed(503)), ready(Ok(2))).await.unwrap(), 2);
+        for refused in [403, 503] {
+            let first = async {
+                tokio::task::yield_now().await;
+                Ok(1)
+            };
+            assert_eq!(either(first, ready(failed(refused))).await.unwrap(), 1);
+        }
+        assert_eq!(status(either(ready(failed(503)), ready(failed(500))).await), Some(500));
+    }
 
     #[test]
     fn the_environment_counts_more_than_a_profile_and_keys_are_of_one_of_them() {
