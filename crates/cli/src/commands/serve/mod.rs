@@ -129,8 +129,10 @@ async fn run_on<H: Host + Clone>(
     let closed = disks::close(&disks).await;
     added.ended().await;
     drop(confined);
+    served?;
+    // What was served until now is recorded even if an image cannot be closed.
     let recorded = record.map_or(Ok(()), Record::end);
-    served.and(closed).and(recorded).map(|()| 0)
+    closed.and(recorded).map(|()| 0)
 }
 
 /// Serves the disks until a signal arrives, or until clients can no longer reach them. Those that clients have added
