@@ -27,6 +27,7 @@ class Store:
         )
         port = self.process.stdout.readline().strip()
         if not port:
+            self.__exit__()
             raise tools.Failed("the store did not start")
         self.endpoint = f"http://127.0.0.1:{port}"
         # What the caller has of these counts as missing if it is empty.
@@ -72,11 +73,12 @@ class Store:
 
 
 def pushed(active, directory=KEPT):
-    """The name in the store of a chain that is kept for later runs; pushed unless it is there."""
+    """The name in the store of a chain that is kept for later runs; pushed unless it is there as it is now."""
     name = active.parent.name
     address = f"s3://{BUCKET}/{name}"
-    # The manifest comes last.
-    if not (directory / BUCKET / "manifests" / f"{name}.json").exists():
+    # The manifest comes last, and so does the active layer of a chain that is built again.
+    manifest = directory / BUCKET / "manifests" / f"{name}.json"
+    if not manifest.exists() or manifest.stat().st_mtime <= active.stat().st_mtime:
         with Store(directory, near=True) as store:
             store.run("push", "-q", active, address)
     return address
