@@ -1125,7 +1125,7 @@ fn an_overlay_is_read_without_being_written_to() {
 fn an_overlay_is_served_while_the_store_is_away() {
     let place = Place::new(3, "");
     let (path, copy) = (place.path(), copy_of(&place));
-    let server = serve(&place, "top.qcow2", &["--remote-timeout", "1"]);
+    let server = serve(&place, "top.qcow2", &[]);
     assert_same_bytes(&uri(&place, "vm"), &copy);
     fs::rename(path.join("store"), path.join("away")).unwrap();
     write_both(&place, "vm", &copy, &WRITES);
@@ -1152,7 +1152,7 @@ fn an_overlay_is_served_while_the_store_is_away() {
 fn what_was_overwritten_needs_no_store() {
     let place = place_with_decoys();
     let (path, copy) = (place.path(), copy_of(&place));
-    let server = serve(&place, "top.qcow2", &["--remote-timeout", "1"]);
+    let server = serve(&place, "top.qcow2", &[]);
     // Of the store it needs the tables.
     write_both(&place, "vm", &copy, &["write -P 61 0 8M"]);
     fs::rename(path.join("store"), path.join("away")).unwrap();
