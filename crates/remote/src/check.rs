@@ -174,7 +174,7 @@ fn check_trace(
     progress.add(*length);
     if Digest::of(&bytes) != *digest {
         return Ok(Some(format!(
-            "'{key}' does not match its digest: 'isobath remote trace --remove CHAIN' has nobody need it"
+            "'{key}' does not match its digest: 'isobath remote trace --remove CHAIN' removes the chain's reference to it"
         )));
     }
     Ok(Trace::decode(&bytes).err().map(|error| format!("'{key}': {error}")))

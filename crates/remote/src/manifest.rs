@@ -3,7 +3,7 @@
 use crate::digest::{Digest, Table};
 use crate::error::{Error, Result};
 use crate::heads::{Heads, MAX_LAYERS, MOST_INDEX};
-use crate::trace::MAX_TRACE;
+use crate::trace::{LEAST_TRACE, MAX_TRACE};
 use serde::{Deserialize, Serialize};
 
 /// Most bytes of a manifest.
@@ -32,7 +32,7 @@ pub struct Manifest {
     /// Where the index of all layers is, if there is one.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub index: Option<IndexObject>,
-    /// Where it is what to fetch ahead, if that is known.
+    /// Where the trace is, which tells what to fetch ahead, if there is one.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub trace: Option<TraceObject>,
     /// From the base to the top. Each is the parent of the next.
@@ -174,7 +174,9 @@ impl Manifest {
                 kind.version
             )));
         }
-        let manifest: Self = serde_json::from_slice(bytes).map_err(wrong)?;
+        let mut manifest: Self = serde_json::from_slice(bytes).map_err(wrong)?;
+        // One that this program cannot follow is none.
+        manifest.trace.take_if(|trace| !(LEAST_TRACE..=MAX_TRACE).contains(&trace.length));
         let checked = manifest.check();
         checked
             .map_err(|error| Error::damaged(format_args!("the manifest of '{name}': {error}")))?;
@@ -227,14 +229,6 @@ impl Manifest {
                     "its index has {length} bytes; 1 to {MOST_INDEX} are allowed"
                 )));
             }
-        }
-        if let Some(trace) = &self.trace
-            && trace.length > MAX_TRACE
-        {
-            let length = trace.length;
-            return Err(Error::refused(format_args!(
-                "its trace has {length} bytes; at most {MAX_TRACE} are allowed"
-            )));
         }
         let mut total = 0_u64;
         let mut below = None;

@@ -40,7 +40,7 @@ const IN_FLIGHT: u64 = 64 << 20;
 const RENEWAL: Duration = Duration::from_mins(10);
 
 /// How often a push begins again whose note was removed.
-const ROUNDS: usize = 3;
+pub(crate) const ROUNDS: usize = 3;
 
 /// A layer on this machine. Nobody changes it while it is pushed: its image lock is held.
 #[derive(Debug)]
@@ -165,7 +165,7 @@ pub(crate) fn noted<'s>(
         }
     }
     Err(Error::Conflict(format!(
-        "'isobath remote gc' has removed the note of this push {ROUNDS} times, as that of one that was killed: push \
+        "'isobath remote gc' has removed the note of this command {ROUNDS} times, as that of a push that was killed: try \
          again when no gc runs, and give that a longer --grace"
     )))
 }
@@ -183,7 +183,7 @@ impl Manifests {
     /// An error that ends the push, which says so if the chain is perhaps no longer what it was.
     fn told(&self, name: &str, error: Error) -> Error {
         let how = format!(
-            "the manifest of '{name}' was being put, so that the chain there is the old one or the new one: push \
+            "the manifest of '{name}' was being put, so that the chain there is the old one or the new one: try \
              again, or see with 'isobath remote verify'"
         );
         match error {
@@ -388,7 +388,7 @@ fn put_manifest(
             (Ok(Some((now, _))), _) if now == manifest => Ok(()),
             (_, Err(error)) => Err(error),
             (_, Ok(_)) => Err(Error::Conflict(format!(
-                "another program has pushed to '{name}' or removed it meanwhile: its manifest was left as it is; push \
+                "another program has pushed to '{name}' or removed it meanwhile: its manifest was left as it is; try \
                  again to replace it"
             ))),
         },
@@ -561,7 +561,7 @@ impl<'s> Note<'s> {
         if collects {
             note.remove();
             return Err(Error::Conflict(
-                "'isobath remote gc' is at work in this store: push again when it has ended; if it was killed, run it \
+                "'isobath remote gc' is at work in this store: try again when it has ended; if it was killed, run it \
                  once more with --break-lock"
                     .to_owned(),
             ));

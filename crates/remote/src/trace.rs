@@ -15,11 +15,17 @@ const START: usize = 16;
 const DIGEST: usize = 32;
 const RUN: usize = 16;
 
+/// Most objects of a trace: all layers of a chain, and its index.
+const MOST_OBJECTS: usize = MAX_LAYERS + 1;
+
 /// Most runs of a trace.
 const MOST_RUNS: usize = 1 << 20;
 
 /// Most bytes of a trace.
-pub const MAX_TRACE: u64 = (START + MAX_LAYERS * DIGEST + MOST_RUNS * RUN) as u64;
+pub const MAX_TRACE: u64 = (START + MOST_OBJECTS * DIGEST + MOST_RUNS * RUN) as u64;
+
+/// Least bytes of a trace.
+pub(crate) const LEAST_TRACE: u64 = START as u64;
 
 /// Neighbouring blocks of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,8 +87,8 @@ impl Trace {
             )));
         }
         let (layers, runs) = (number(8) as usize, number(12) as usize);
-        if layers > MAX_LAYERS || runs > MOST_RUNS {
-            return Err(wrong("it has more layers or runs than a trace may have"));
+        if layers > MOST_OBJECTS || runs > MOST_RUNS {
+            return Err(wrong("it has more objects or runs than a trace may have"));
         }
         if rest.len() != layers * DIGEST + runs * RUN {
             return Err(wrong("it has another length than its beginning says"));
@@ -124,7 +130,7 @@ impl Trace {
     }
 
     /// The trace of these blocks, in this order.
-    fn of(blocks: impl IntoIterator<Item = (Digest, Range<u64>)>) -> Self {
+    pub(crate) fn of(blocks: impl IntoIterator<Item = (Digest, Range<u64>)>) -> Self {
         let mut trace = Self { layers: Vec::new(), runs: Vec::new() };
         let mut numbers = BTreeMap::new();
         for (digest, range) in blocks {
@@ -241,7 +247,8 @@ mod tests {
 
     #[test]
     fn a_trace_is_read_as_it_was_written() {
-        for trace in [trace(), Trace::of([])] {
+        let objects = (0..MOST_OBJECTS).map(|number| (Digest::of(&number.to_be_bytes()), 0..1));
+        for trace in [trace(), Trace::of([]), Trace::of(objects)] {
             assert_eq!(Trace::decode(&trace.encode()).unwrap(), trace);
         }
         assert!(trace().encode().len() as u64 <= MAX_TRACE);
@@ -260,8 +267,8 @@ mod tests {
             (bytes[..15].to_vec(), "it is too short"),
             (changed(0, b'X'), "does not begin with"),
             (changed(7, 2), "has version 2"),
-            (changed(8, 1), "more layers or runs"),
-            (changed(12, 1), "more layers or runs"),
+            (changed(8, 1), "more objects or runs"),
+            (changed(12, 1), "more objects or runs"),
             (changed(11, 1), "another length"),
             (bytes[..bytes.len() - 1].to_vec(), "another length"),
             ([&bytes[..], &[0]].concat(), "another length"),

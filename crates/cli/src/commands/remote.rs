@@ -70,14 +70,15 @@ struct VerifyArgs {
 /// Have the servers of a chain fetch ahead what was recorded
 ///
 /// 'isobath serve --record-trace' records what is read, such as by a machine that boots. Servers that start later fetch
-/// it in the same order while nobody waits for anything else. A chain has one trace; it stays when layers are pushed on
+/// it in the same order while nothing else waits to be fetched. A chain has one trace; it stays when layers are pushed on
 /// top.
 #[derive(clap::Args)]
 struct TraceArgs {
     /// Have them fetch nothing ahead
     #[arg(long, conflicts_with = "trace")]
     remove: bool,
-    /// Replace the chain's manifest even if another program changes it at the same time
+    /// Use a store that cannot replace an object only if it is unchanged: what is pushed to the chain at the same time
+    /// may be lost
     #[arg(long)]
     overwrite: bool,
     /// Print only errors

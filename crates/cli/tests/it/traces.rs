@@ -7,9 +7,13 @@ use crate::serving::{ISOBATH, assert_same_bytes};
 use isobath_testkit::process::{Finished, Ready, Server, run};
 use isobath_testkit::{args, until};
 use std::fs;
+use std::os::unix::net::UnixListener;
 use std::process::Command;
 
 const VM: &str = "s3://bucket/some/vm";
+
+/// What a server says once it has followed a trace to its end.
+const FETCHED: &str = "fetched ahead what the chain's trace has";
 
 /// A chain in a bucket.
 struct Bucket {
@@ -40,6 +44,16 @@ impl Bucket {
     fn serve(&self, cache: &str, options: &[&str]) -> Server {
         let serve = ["serve", VM, "--nbd", "unix:n", "--cache-dir", cache];
         Server::start(&mut self.command(&[&serve, options].concat()), Ready::Line("-blockdev"))
+    }
+
+    /// What a server has written to its log.
+    fn log(&self) -> String {
+        fs::read_to_string(self.place.path().join("log")).unwrap_or_default()
+    }
+
+    /// Waits until all of the chain's trace is here.
+    fn is_fetched(&self) {
+        until("all of it is here", || self.log().contains(FETCHED));
     }
 
     /// Reads all of the disk.
@@ -77,10 +91,7 @@ fn what_was_recorded_is_here_before_it_is_read() {
         bucket.store.fail(Vec::new());
         let log = ["--sandbox", sandbox, "--log", "log"];
         let server = bucket.serve(&format!("second-{sandbox}"), &log);
-        until("all of it is here", || {
-            let log = fs::read_to_string(bucket.place.path().join("log")).unwrap_or_default();
-            log.contains("fetched ahead what the chain's trace has")
-        });
+        bucket.is_fetched();
         assert!(bucket.of_data() > 0);
         bucket.store.fail(Vec::new());
         bucket.is_read();
@@ -98,15 +109,49 @@ fn what_is_read_through_an_overlay_is_recorded() {
     bucket.is_read();
     let _ = server.stop().ok();
     let _ = bucket.run(&["remote", "trace", "-q", VM, "t"]).ok();
-    let server = bucket.serve("second", &[&overlay[..], &["--log", "log"]].concat());
-    until("all of it is here", || {
-        let log = fs::read_to_string(bucket.place.path().join("log")).unwrap_or_default();
-        log.contains("fetched ahead what the chain's trace has")
-    });
+    let twice = [VM, "--overlay", "other.qcow2", "--log", "log"];
+    let server = bucket.serve("second", &[&overlay[..], &twice].concat());
+    bucket.is_fetched();
     bucket.store.fail(Vec::new());
     bucket.is_read();
     assert_eq!(bucket.of_data(), 0, "{:?}", bucket.store.requests());
     let _ = server.stop().ok();
+    assert_eq!(bucket.log().matches(FETCHED).count(), 1, "one chain is followed once");
+}
+
+#[test]
+fn a_server_that_was_killed_is_started_again_with_the_same_command_line() {
+    let bucket = Bucket::new();
+    let record = ["--record-trace", "t"];
+    let server = bucket.serve("cache", &record);
+    let beside = ["serve", VM, "--nbd", "unix:m", "--cache-dir", "cache", "--record-trace", "t"];
+    let refused = bucket.run(&beside).exits(1);
+    assert!(refused.stderr.contains("another process has locked it"), "{}", refused.report());
+    let _ = server.kill();
+    assert_eq!(fs::metadata(bucket.place.path().join("t")).unwrap().len(), 0);
+    let server = bucket.serve("cache", &record);
+    bucket.is_read();
+    let _ = server.stop().ok();
+    let _ = bucket.run(&["remote", "trace", "-q", VM, "t"]).ok();
+}
+
+#[test]
+fn a_server_that_does_not_start_leaves_no_trace() {
+    let bucket = Bucket::new();
+    let trace = bucket.place.path().join("t");
+    let _listener = UnixListener::bind(bucket.place.path().join("n")).unwrap();
+    let serve = ["serve", VM, "--nbd", "unix:n", "--cache-dir", "cache", "--record-trace", "t"];
+    for found in [false, true] {
+        if found {
+            fs::write(&trace, "").unwrap();
+        }
+        let refused = bucket.run(&[&serve[..], &["--sandbox", "off"]].concat()).exits(1);
+        assert!(refused.stderr.contains("'n'"), "{}", refused.report());
+        assert_eq!(trace.exists(), found, "what was there is left");
+    }
+    // A confined server cannot remove it.
+    let _ = bucket.run(&[&serve[..], &["--sandbox", "strict"]].concat()).exits(1);
+    assert_eq!(fs::metadata(&trace).unwrap().len(), 0);
 }
 
 #[test]

@@ -11,7 +11,7 @@ use crate::digest::{BLOCK, Digest};
 use crate::error::{Error, Result};
 use crate::manifest::TraceObject;
 use crate::progress::Progress;
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -148,13 +148,11 @@ impl Fetcher {
     pub(super) fn follow(
         &self,
         object: TraceObject,
-        layers: Vec<Arc<RemoteLayer>>,
+        layers: &[Arc<RemoteLayer>],
         cache: Arc<Cache>,
     ) -> Result<JoinHandle<()>> {
         let inner = Arc::clone(&self.shared);
-        // Who drops the chain ends it.
-        let layers = layers.iter().map(|layer| (layer.described().digest, Arc::downgrade(layer)));
-        let layers: HashMap<_, _> = layers.collect();
+        let layers = traced::layers(layers);
         start("fetch-trace", move || {
             if let Err(error) = traced::follow(&inner, &object, &layers, &cache)
                 && !matches!(error, Error::Interrupted)

@@ -38,12 +38,11 @@ impl Common {
         Self { fetcher, cache }
     }
 
-    /// Has what the object of a trace says fetched ahead, of these layers and by their digests, into a half of the
-    /// cache at most.
+    /// Has what the object of a trace says of these layers fetched ahead, into at most half of the cache.
     pub(crate) fn follow(
         &self,
         trace: TraceObject,
-        layers: Vec<Arc<RemoteLayer>>,
+        layers: &[Arc<RemoteLayer>],
     ) -> Result<JoinHandle<()>> {
         self.fetcher.follow(trace, layers, Arc::clone(&self.cache))
     }
@@ -215,12 +214,16 @@ impl RemoteLayer {
         self.attach(table.bytes())
     }
 
-    /// Finds the table, unless it is known. Blocks.
-    pub(super) fn attach_now(&self, inner: &Inner) -> Result<()> {
-        if self.attached.get().is_some() {
-            return Ok(());
+    /// Finds the table, unless it is known, and returns whether the cache keeps what is fetched of the layer. It does
+    /// not if the layer was not read yet and others took so many descriptors that it might miss them later. Blocks.
+    pub(super) fn attach_ahead(&self, inner: &Inner) -> Result<bool> {
+        if self.attached.get().is_none() {
+            if !self.common.cache.has_descriptors() {
+                return Ok(false);
+            }
+            self.attach_without_store().unwrap_or_else(|| self.attach_by_store(inner))?;
         }
-        self.attach_without_store().unwrap_or_else(|| self.attach_by_store(inner))
+        Ok(self.attached.get().is_some_and(|attached| attached.cached.is_attached()))
     }
 
     /// Takes the table that the heads have into use. What is in the cache is told by its digest, and other chains,
@@ -308,12 +311,12 @@ impl RemoteLayer {
         flight.outcome()
     }
 
-    /// Whether a read of this block is one that goes on, of which [`reads`](Self::reads) wants to know.
-    pub(crate) fn is_marked(&self, block: u64) -> bool {
-        self.mark.load(Ordering::Relaxed) == block
+    /// Whether a read of these blocks is one that goes on, of which [`reads`](Self::reads) wants to know.
+    pub(crate) fn is_marked(&self, blocks: &Range<u64>) -> bool {
+        blocks.contains(&self.mark.load(Ordering::Relaxed))
     }
 
-    /// Notes a read of these blocks, of which some are missing or the first was marked, and reads ahead.
+    /// Notes a read of these blocks, of which some are missing or one was marked, and reads ahead.
     pub(crate) fn reads(self: &Arc<Self>, blocks: &Range<u64>) {
         let Some(Attached { cached, .. }) = self.attached.get() else { return };
         if !cached.is_attached() {
@@ -323,7 +326,7 @@ impl RemoteLayer {
         let advice = {
             let mut streams = lock(&self.streams);
             let advice = streams.read(blocks, count);
-            if advice.mark.is_some() || self.is_marked(blocks.start) {
+            if advice.mark.is_some() || self.is_marked(blocks) {
                 self.mark.store(advice.mark.unwrap_or(NO_MARK), Ordering::Relaxed);
             }
             advice

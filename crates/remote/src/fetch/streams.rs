@@ -40,7 +40,7 @@ pub(crate) struct Streams {
 }
 
 impl Streams {
-    /// Notes a read of these blocks, of which some were missing or the first was marked, in a layer of `count`.
+    /// Notes a read of these blocks, of which some were missing or one was marked, in a layer of `count`.
     pub(crate) fn read(&mut self, blocks: &Range<u64>, count: u64) -> Advice {
         self.now += 1;
         // One that does not begin where a block does begins in the last block of the one before.

@@ -16,6 +16,7 @@ use crate::trace::Recording;
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -42,8 +43,9 @@ pub struct Chain {
     /// pin.
     pins: Vec<Digest>,
     numbers: HashMap<Digest, usize>,
-    /// What is to be fetched ahead, if that is known.
+    /// What is to be fetched ahead, if that is known, and whether somebody has begun to.
     trace: Option<TraceObject>,
+    is_followed: AtomicBool,
     common: Arc<Common>,
     /// The store did not answer, and the manifest is the one that was read last.
     last_known: Option<String>,
@@ -131,8 +133,17 @@ impl Chain {
         let known = layers.iter().map(|layer| (layer.described(), layer.head()));
         let pins: Vec<_> = if is_first { Vec::new() } else { pins(known).collect() };
         let numbers = pins.iter().enumerate().map(|(number, pin)| (*pin, number)).collect();
-        let (address, trace) = (address.clone(), manifest.trace);
-        Ok(Arc::new(Self { address, layers, index, pins, numbers, trace, common, last_known }))
+        Ok(Arc::new(Self {
+            address: address.clone(),
+            layers,
+            index,
+            pins,
+            numbers,
+            trace: manifest.trace,
+            is_followed: AtomicBool::new(false),
+            common,
+            last_known,
+        }))
     }
 
     /// All objects that are read in blocks: the layers from the base up, and the index.
@@ -150,15 +161,19 @@ impl Chain {
         recording
     }
 
-    /// Fetches ahead what the chain's trace has, if it has one, in its order while no read waits for the store, and at
-    /// most half of the cache. Returns the thread that does it, which nobody need wait for.
+    /// Fetches ahead what the chain's trace has, in its order and while nothing else waits to be fetched, as long as all
+    /// that is fetched ahead takes at most half of the cache. Returns the thread that does it, which nobody need wait
+    /// for; `None` if the chain has no trace, or this was called before.
     ///
     /// # Errors
     /// A thread cannot be started.
     pub fn follow_trace(&self) -> Result<Option<JoinHandle<()>>> {
         let Some(trace) = &self.trace else { return Ok(None) };
-        let objects = self.objects().map(Arc::clone).collect();
-        self.common.follow(trace.clone(), objects).map(Some)
+        if self.is_followed.swap(true, Ordering::Relaxed) {
+            return Ok(None);
+        }
+        let objects: Vec<_> = self.objects().map(Arc::clone).collect();
+        self.common.follow(trace.clone(), &objects).map(Some)
     }
 
     /// Where it is.

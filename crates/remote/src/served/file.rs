@@ -118,7 +118,7 @@ impl RemoteFile {
         let absent: Vec<u64> = range.clone().filter(missing).collect();
         // All at once, so that neighbours are fetched together.
         let mut flights = self.layer.want(&absent).into_iter().peekable();
-        if !absent.is_empty() || self.layer.is_marked(range.start) {
+        if !absent.is_empty() || self.layer.is_marked(&range) {
             self.layer.reads(&range);
         }
         let mut todo = std::mem::replace(&mut done, IoBuf::empty());
@@ -206,7 +206,10 @@ impl Storage for RemoteFile {
     async fn read_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         let (block, length) = (offset / BLOCK, buf.len() as u64);
         let ready = match self.local.get() {
-            Some(local) if offset % BLOCK + length <= BLOCK && !self.layer.is_marked(block) => {
+            Some(local)
+                if offset % BLOCK + length <= BLOCK
+                    && !self.layer.is_marked(&(block..block + 1)) =>
+            {
                 self.layer.has(offset, length).then_some(local)
             }
             _ => None,

@@ -205,11 +205,6 @@ fn where_the_second_request_fails_the_first_one_counts() {
         });
         assert_eq!(server.requests().len(), 3);
     }
-    // What is refused for good needs no other answer.
-    let store = usually_fast(&server);
-    server.fail([(0, Fault::Silence), (1, Fault::Status(403))]);
-    store.read("x", 0, 4).unwrap_err();
-    assert_eq!(server.requests().len(), 2);
 }
 
 #[test]

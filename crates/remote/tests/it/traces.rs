@@ -1,17 +1,26 @@
 //! What was read of a chain is recorded, and fetched ahead the next time.
 
+use crate::cache_disks::Small;
 use crate::chains::Chain;
+use crate::interrupted::each_death;
 use crate::round_trips::{gc, is_whole, send, verify};
 use crate::served::{BLOCK, Opened, Place, raw, read, reads};
+use crate::stores::{self, Aged, Watched};
 use isobath_remote::cache::Cache;
 use isobath_remote::store::Store;
-use isobath_remote::{Digest, Manifest, Progress, Replace, Result, Trace, TraceObject, set_trace};
+use isobath_remote::{
+    Digest, MAX_TRACE, Manifest, Progress, Replace, Result, Trace, TraceObject, set_trace,
+};
 use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
+fn set_in(store: &dyn Store, trace: Option<&Trace>, replace: Replace) -> Result<u64> {
+    set_trace(store, "vm", trace, replace, &Progress::default())
+}
+
 fn set(place: &Place, trace: Option<&Trace>) -> Result<u64> {
-    set_trace(&*place.store.directory, "vm", trace, Replace::Unchanged, &Progress::default())
+    set_in(&*place.store.directory, trace, Replace::Unchanged)
 }
 
 /// The chain as a server sees it whose cache is new.
@@ -23,7 +32,9 @@ fn anew(place: &Place, name: &str, bytes: u64) -> Opened {
 /// Records these reads of the base, of a byte each, with the number of their blocks.
 #[track_caller]
 fn recorded(place: &Place, blocks: impl IntoIterator<Item = u64>) -> Trace {
-    let opened = anew(place, "first", 1 << 30);
+    let cache = Cache::open(&place.directory.path().join("first"), 1 << 30).unwrap();
+    // What is read ahead may be requested later.
+    let opened = place.open_unnoted(&cache);
     let recording = opened.chain.record();
     let file = opened.file(0);
     for block in blocks {
@@ -32,10 +43,32 @@ fn recorded(place: &Place, blocks: impl IntoIterator<Item = u64>) -> Trace {
     recording.trace()
 }
 
+fn manifest_in(store: &dyn Store) -> Manifest {
+    let (bytes, _) = store.get("manifests/vm.json", 1 << 20).unwrap().unwrap();
+    Manifest::decode("vm", &bytes).unwrap()
+}
+
 /// What the manifest says of the trace.
 fn manifest(place: &Place) -> Option<TraceObject> {
-    let (bytes, _) = place.store.directory.get("manifests/vm.json", 1 << 20).unwrap().unwrap();
-    Manifest::decode("vm", &bytes).unwrap().trace
+    manifest_in(&*place.store.directory).trace
+}
+
+/// The first block and the number of blocks of each of these reads.
+fn places(requests: &[String]) -> Vec<(u64, u64)> {
+    let place = |request: &&String| {
+        let mut words = request.rsplit(' ').map(|word| word.parse::<u64>().unwrap());
+        let length = words.next().unwrap();
+        (words.next().unwrap() / BLOCK, length.div_ceil(BLOCK))
+    };
+    reads(requests).iter().map(place).collect()
+}
+
+/// The blocks that were read, in their order in the layer.
+fn fetched(requests: &[String]) -> Vec<u64> {
+    let blocks = |(first, count)| first..first + count;
+    let mut blocks: Vec<u64> = places(requests).into_iter().flat_map(blocks).collect();
+    blocks.sort_unstable();
+    blocks
 }
 
 fn object(place: &Place) -> PathBuf {
@@ -58,14 +91,7 @@ fn what_was_recorded_is_fetched_ahead_and_nothing_else() {
     follow(&opened);
     let mut requests = place.store.taken();
     assert_eq!(requests.remove(0), format!("GET traces/{}", manifest(&place).unwrap().digest));
-    let mut places: Vec<(u64, u64)> = reads(&requests)
-        .iter()
-        .map(|request| {
-            let mut words = request.rsplit(' ').map(|word| word.parse().unwrap());
-            let length: u64 = words.next().unwrap();
-            (words.next().unwrap() / BLOCK, length.div_ceil(BLOCK))
-        })
-        .collect();
+    let mut places = places(&requests);
     places.sort_unstable();
     assert_eq!(places, [(3, 2), (12, 1), (30, 1), (40, 1)]);
     let file = opened.file(0);
@@ -86,14 +112,102 @@ fn what_is_fetched_ahead_takes_at_most_half_of_the_cache() {
     let place = Place::new(raw(400));
     set(&place, Some(&recorded(&place, 0..400))).unwrap();
     let limit = 64 << 20;
-    let opened = anew(&place, "small", limit);
+    let cache = Cache::open(&place.directory.path().join("small"), limit).unwrap();
+    let opened = place.open_in(&cache, Some(Duration::from_mins(5))).unwrap();
     place.store.taken();
     follow(&opened);
-    let requests = place.store.taken();
-    let length = |request: &&String| request.rsplit(' ').next().unwrap().parse::<u64>().unwrap();
-    let bytes: u64 = reads(&requests).iter().map(length).sum();
+    let mut blocks = fetched(&place.store.taken());
+    let count = blocks.len() as u64;
     // Each of four threads may have begun one request more.
-    assert!((limit / 2..=limit / 2 + 4 * 8 * BLOCK).contains(&bytes), "{bytes}");
+    assert!((limit / 2 / BLOCK..=limit / 2 / BLOCK + 4 * 8).contains(&count), "{count}");
+    blocks.dedup();
+    assert_eq!(blocks.len() as u64, count, "each at most once");
+    // It is followed once, and the half is that of all chains.
+    assert!(opened.chain.follow_trace().unwrap().is_none());
+    let other = Place::new(raw(100));
+    set(&other, Some(&recorded(&other, 0..100))).unwrap();
+    other.store.taken();
+    let beside = other.open_in(&cache, Some(Duration::from_mins(5))).unwrap();
+    follow(&beside);
+    assert_eq!(fetched(&other.store.taken()), [0; 0]);
+}
+
+#[test]
+fn what_the_cache_does_not_keep_is_fetched_once_and_not_all_of_it() {
+    let place = Place::new(raw(400));
+    set(&place, Some(&recorded(&place, 0..400))).unwrap();
+    for is_full in [false, true] {
+        let small = Small::new("12m");
+        let cache = Cache::open(&small.path().join("cache"), 1 << 30).unwrap();
+        if is_full {
+            small.fill();
+        }
+        let opened = place.open_in(&cache, Some(Duration::from_mins(5))).unwrap();
+        place.store.taken();
+        follow(&opened);
+        let blocks = fetched(&place.store.taken());
+        if is_full {
+            assert_eq!(blocks, [0; 0], "the layer can have no file");
+            continue;
+        }
+        let mut once = blocks.clone();
+        once.dedup();
+        assert_eq!(once, blocks);
+        assert!((40..400).contains(&blocks.len()), "{}", blocks.len());
+    }
+}
+
+#[test]
+fn what_is_pushed_while_a_trace_is_set_stays() {
+    let mut place = Place::new(Chain::new());
+    let trace = recorded(&place, [0]);
+    place.chain.grow("more.qcow2");
+    for replace in [Replace::Unchanged, Replace::Any] {
+        let mut number = 0;
+        loop {
+            let (_directory, store) = stores::copy(&place.directory.path().join("store"));
+            let push = || send(&store, "vm", &place.chain).map(drop).unwrap();
+            let watched = Watched::meanwhile(&store, number, &push);
+            set_in(&watched, Some(&trace), replace).unwrap();
+            if watched.count() <= number {
+                break;
+            }
+            let manifest = manifest_in(&store);
+            assert_eq!((manifest.layers.len(), manifest.trace.is_some()), (4, true), "{number}");
+            is_whole(&store, "vm");
+            number += 1;
+        }
+        assert!(number > 5, "only {number} operations");
+    }
+}
+
+#[test]
+fn setting_a_trace_can_be_repeated_wherever_it_was_killed() {
+    let place = Place::new(Chain::new());
+    let trace = recorded(&place, [0]);
+    each_death(|death| {
+        let (_directory, store) = stores::copy(&place.directory.path().join("store"));
+        let dying = Watched::dying(&store, death);
+        let died = set_in(&dying, Some(&trace), Replace::Unchanged).is_err();
+        is_whole(&store, "vm");
+        gc(&Aged(&store), Duration::from_hours(24), false).unwrap();
+        is_whole(&store, "vm");
+        set_in(&store, Some(&trace), Replace::Unchanged).unwrap();
+        assert!(manifest_in(&store).trace.is_some());
+        is_whole(&store, "vm");
+        died
+    });
+}
+
+#[test]
+fn a_trace_of_an_impossible_length_is_none() {
+    let place = Place::new(raw(9));
+    set(&place, Some(&recorded(&place, [2]))).unwrap();
+    for length in [0, 15, MAX_TRACE + 1, u64::MAX] {
+        place.change_manifest(|manifest| manifest["trace"]["length"] = length.into());
+        assert!(place.opened().chain.follow_trace().unwrap().is_none());
+        is_whole(&*place.store.directory, "vm");
+    }
 }
 
 #[test]
