@@ -42,7 +42,7 @@ pub use collect::{Collected, Collection, collect, remove};
 pub use digest::{BLOCK, Digest};
 pub use error::{Error, Result};
 pub use heads::{Head, Heads, IndexHead, MAX_LAYERS};
-pub use list::{Listed, list};
+pub use list::{Listed, exists, list};
 pub use manifest::{Format, HeadsObject, IndexObject, Layer, MAX_MANIFEST, Manifest, TraceObject};
 pub use progress::Progress;
 pub use pull::{Names, Pulled, Target, pull};

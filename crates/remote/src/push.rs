@@ -255,7 +255,7 @@ impl Push<'_> {
         let (mut hasher, mut table, mut whole) = (Hasher::default(), Table::new(), Vec::new());
         let mut at = 0;
         while at < length {
-            progress.check()?;
+            progress.wait_for(PIECE.min(length - at))?;
             note.renew()?;
             let piece = read(local, at, PIECE.min(length - at))?;
             hasher.update(&piece);
@@ -306,7 +306,7 @@ impl Push<'_> {
         let done = work::each(count, PARTS_AT_ONCE, |number| {
             let at = number as u64 * size;
             let _taken = self.room.take(size.min(length - at));
-            self.progress.check()?;
+            self.progress.wait_for(size.min(length - at))?;
             note.renew()?;
             let bytes = read(local, at, size.min(length - at))?;
             if table.mismatch(at / BLOCK, &bytes).is_some() {

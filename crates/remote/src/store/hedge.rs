@@ -115,7 +115,7 @@ mod tests {
         answered(&hedge, [1]);
         assert!(hedge.may_ask_again());
         assert!(!hedge.may_ask_again());
-        answered(&hedge, [1; 10_000]);
+        answered(&hedge, std::iter::repeat_n(1, 10_000));
         let in_a_row = (0..100).take_while(|_| hedge.may_ask_again()).count();
         assert_eq!(in_a_row, 8);
     }
