@@ -119,7 +119,7 @@ fn images_in_use_are_surveyed_and_left_as_they_are() {
     // QEMU's lock on the image, held by another process.
     let server = qemu::nbd(&top, "qcow2", &directory.path().join("nbd"), &[]);
     one(&["fleet", "--bytes"]);
-    let _ = server.stop();
+    let _ = server.stop_qemu();
 }
 
 #[test]

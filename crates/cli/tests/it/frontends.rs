@@ -126,7 +126,7 @@ fn frontends_come_and_go_over_qmp() {
     for id in ["f", "v"] {
         // The guest has ended; the server may still be about to notice.
         until("the export without users", || {
-            match control.execute("block-export-del", &json!({"id": id})) {
+            match control.attempt("block-export-del", &json!({"id": id})) {
                 Err(error) if error.to_string().contains("still in use") => false,
                 done => {
                     done.unwrap();

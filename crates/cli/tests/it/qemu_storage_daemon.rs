@@ -85,7 +85,7 @@ fn exports_of_the_command_line_show_the_same() {
         let raw = world.at("raw");
         let _ = qemu::img(args!["convert", "-f", "raw", "-O", "raw", uri("b"), &raw]).ok();
         let written = fs::read(raw).unwrap();
-        let done = server.stop().ok();
+        let done = if ours { server.stop() } else { server.stop_qemu() }.ok();
         assert!(done.stderr.is_empty(), "{}", done.report());
         assert!(fs::read(world.at("fuse")).unwrap().is_empty(), "ours {ours}: still mounted");
         assert!(!world.at("pid").exists(), "ours {ours}");
@@ -125,7 +125,7 @@ fn a_node_with_limits_shows_the_same() {
         let _ = qemu::io(Path::new(&uri), "raw", &write).ok();
         let raw = world.at("raw");
         let _ = qemu::img(args!["convert", "-f", "raw", "-O", "raw", &uri, &raw]).ok();
-        let done = server.stop().ok();
+        let done = if ours { server.stop() } else { server.stop_qemu() }.ok();
         assert!(done.stderr.is_empty(), "{}", done.report());
         let _ = fs::remove_file(&socket);
         fs::read(raw).unwrap()

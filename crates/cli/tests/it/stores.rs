@@ -2,6 +2,7 @@
 
 use crate::programs::{isobath, qemu_img};
 use crate::serving::{ISOBATH, Served};
+use isobath_testkit::locks::until_unlocked;
 use isobath_testkit::{args, qemu};
 use serde_json::Value;
 use std::fs;
@@ -160,6 +161,7 @@ fn an_image_whose_server_was_killed_is_pushed_only_when_it_is_recovered() {
     }
     let _ = qemu::run(command.arg(served.uri(""))).ok();
     let _ = served.server.kill();
+    until_unlocked(&image);
     let refused = isobath(place.path(), args!["push", "vm.qcow2", place.vm()]).exits(1);
     assert!(refused.stderr.contains("isobath seal"), "{}", refused.stderr);
     let _ = isobath(place.path(), args!["seal", "vm.qcow2"]).ok();

@@ -43,7 +43,8 @@ impl Bucket {
 
     fn serve(&self, cache: &str, options: &[&str]) -> Server {
         let serve = ["serve", VM, "--nbd", "unix:n", "--cache-dir", cache];
-        Server::start(&mut self.command(&[&serve, options].concat()), Ready::Line("-blockdev"))
+        let mut command = self.command(&[&serve, options].concat());
+        Server::start_after_kill(&mut command, Ready::Line("-blockdev"))
     }
 
     /// What a server has written to its log.

@@ -41,6 +41,10 @@ const BEGIN: &str = "GUEST-BEGIN";
 /// The line that ends it, with the script's exit status.
 const EXIT: &str = "GUEST-EXIT ";
 
+/// How long a guest may take. Whoever runs the tests ends one that hangs two minutes later, without what the guest has
+/// said.
+const MOST_OF_A_GUEST: Duration = Duration::from_mins(18);
+
 /// A guest to boot.
 #[derive(Debug)]
 pub struct Guest {
@@ -116,7 +120,7 @@ impl Guest {
             processors: 1,
             shared_memory: false,
             root: false,
-            patience: Duration::from_mins(5),
+            patience: MOST_OF_A_GUEST,
             files,
         }
     }

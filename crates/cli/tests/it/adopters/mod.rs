@@ -195,7 +195,7 @@ impl Side {
         let (stdout, stderr) = (named(done.text()).into_bytes(), named(done.stderr));
         let done = Finished { stdout, stderr, ..done };
         if let Some(server) = server {
-            let _ = server.stop();
+            let _ = server.stop_qemu();
         }
         Left { done, exported, files }
     }

@@ -9,9 +9,11 @@ use isobath_testkit::ops::Shape;
 use isobath_testkit::process::run;
 use isobath_testkit::qemu;
 use isobath_testkit::seed::Seed;
+use isobath_testkit::until;
 use rand::RngExt;
 use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -79,10 +81,27 @@ impl Chain {
             fs::write(chain.path(layer), bytes).unwrap();
         }
         if flavour == Flavour::Indexed {
+            chain.until_settled();
             let _ = isobath(chain.directory(), ["index", "-q", TOP_NAME]).ok();
             assert!(chain.root().unwrap().tail.iter().all(|record| record.stamp.is_some()));
         }
         chain
+    }
+
+    /// Waits until the clock of file systems is so far past the last change that later ones differ from it.
+    fn until_settled(&self) {
+        let changed = |layer| {
+            let found = fs::metadata(self.path(layer)).unwrap();
+            found.ctime() * 1_000_000_000 + found.ctime_nsec()
+        };
+        let last = (0..LAYERS).map(changed).max().unwrap();
+        until("a tick of the clock", || {
+            let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+            // SAFETY: the kernel writes to `now`, which is live.
+            let read = unsafe { libc::clock_gettime(libc::CLOCK_REALTIME_COARSE, &raw mut now) };
+            assert_eq!(read, 0);
+            now.tv_sec * 1_000_000_000 + now.tv_nsec - last > 20_000_000
+        });
     }
 
     /// The directory.

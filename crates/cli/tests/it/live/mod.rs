@@ -93,10 +93,15 @@ impl Control {
         Self(Client::connect(&Address::Unix(socket.to_owned())).expect("connect"))
     }
 
+    /// Carries out a command that may be refused.
+    pub(crate) fn attempt(&mut self, command: &str, arguments: &Value) -> Gone<Value> {
+        self.0.execute(command, arguments.clone())
+    }
+
     /// Carries out a command.
     #[track_caller]
     pub(crate) fn execute(&mut self, command: &str, arguments: &Value) -> Gone<Value> {
-        let result = self.0.execute(command, arguments.clone());
+        let result = self.attempt(command, arguments);
         if let Err(ClientError::Refused { description, .. }) = &result {
             panic!("{command} {arguments}: {description}");
         }
