@@ -4,7 +4,9 @@ use crate::digest::{BLOCK, Digest, Hasher, Table, unique};
 use crate::error::{Error, Result, shown};
 use crate::heads::{Head, Heads, IndexHead, L1Room, MAX_LAYERS, MOST_INDEX, MOST_ROOT};
 use crate::keys;
-use crate::manifest::{Format, HeadsObject, IndexObject, Layer, MAX_MANIFEST, Manifest, fits};
+use crate::manifest::{
+    Format, HeadsObject, IndexObject, Layer, MAX_MANIFEST, Manifest, TraceObject, fits,
+};
 use crate::progress::Progress;
 use crate::recorded;
 use crate::store::{Outcome, Parts, Store, Version};
@@ -38,7 +40,7 @@ const IN_FLIGHT: u64 = 64 << 20;
 const RENEWAL: Duration = Duration::from_mins(10);
 
 /// How often a push begins again whose note was removed.
-const ROUNDS: usize = 3;
+pub(crate) const ROUNDS: usize = 3;
 
 /// A layer on this machine. Nobody changes it while it is pushed: its image lock is held.
 #[derive(Debug)]
@@ -136,15 +138,24 @@ pub fn push(
     let index = index.filter(fits);
     let push =
         Push { store, name, layers, index, replace, was, room: Room::new(IN_FLIGHT), progress };
+    noted(store, name, |note, done| push.round(note, &mut sent, done)).map(|()| sent)
+}
+
+/// Puts what a manifest is to name, and then the manifest, while a note tells that nothing may be collected.
+pub(crate) fn noted<'s>(
+    store: &'s dyn Store,
+    name: &str,
+    mut round: impl FnMut(&Note<'s>, &mut Manifests) -> Result<()>,
+) -> Result<()> {
     let mut done = Manifests::default();
     for _ in 0..ROUNDS {
         let note = Note::put(store).map_err(|error| done.told(name, error))?;
         // As long as the note is there after the manifest, nobody has collected what the manifest names.
-        let stays = push.round(&note, &mut sent, &mut done).and_then(|()| note.is_there());
+        let stays = round(&note, &mut done).and_then(|()| note.is_there());
         match stays {
             Ok(true) => {
                 note.remove();
-                return Ok(sent);
+                return Ok(());
             }
             Ok(false) => {}
             Err(error) => {
@@ -154,14 +165,14 @@ pub fn push(
         }
     }
     Err(Error::Conflict(format!(
-        "'isobath remote gc' has removed the note of this push {ROUNDS} times, as that of one that was killed: push \
+        "'isobath remote gc' has removed the note of this command {ROUNDS} times, as that of a push that was killed: try \
          again when no gc runs, and give that a longer --grace"
     )))
 }
 
 /// What became of the manifest in the rounds so far.
 #[derive(Default)]
-struct Manifests {
+pub(crate) struct Manifests {
     /// Its put has begun.
     begun: bool,
     /// It was put.
@@ -172,7 +183,7 @@ impl Manifests {
     /// An error that ends the push, which says so if the chain is perhaps no longer what it was.
     fn told(&self, name: &str, error: Error) -> Error {
         let how = format!(
-            "the manifest of '{name}' was being put, so that the chain there is the old one or the new one: push \
+            "the manifest of '{name}' was being put, so that the chain there is the old one or the new one: try \
              again, or see with 'isobath remote verify'"
         );
         match error {
@@ -180,6 +191,29 @@ impl Manifests {
             error if self.begun => error.and(how),
             error => error,
         }
+    }
+
+    /// Puts a manifest in the place of the one that was there, and notes what became of it.
+    pub(crate) fn put(
+        &mut self,
+        store: &dyn Store,
+        name: &str,
+        manifest: &[u8],
+        was: Option<&(Vec<u8>, Version)>,
+        replace: Replace,
+    ) -> Result<()> {
+        if self.done || was.is_some_and(|(bytes, _)| *bytes == manifest) {
+            return Ok(());
+        }
+        let begun_before = std::mem::replace(&mut self.begun, true);
+        let version = was.map(|(_, version)| version);
+        if let Err(error) = put_manifest(store, name, manifest, version, replace) {
+            let known = matches!(error, Error::Refused(_) | Error::Conflict(_) | Error::Store(_));
+            self.begun = begun_before || !known;
+            return Err(error);
+        }
+        self.done = true;
+        Ok(())
     }
 }
 
@@ -221,7 +255,7 @@ impl Push<'_> {
         let (mut hasher, mut table, mut whole) = (Hasher::default(), Table::new(), Vec::new());
         let mut at = 0;
         while at < length {
-            progress.check()?;
+            progress.wait_for(PIECE.min(length - at))?;
             note.renew()?;
             let piece = read(local, at, PIECE.min(length - at))?;
             hasher.update(&piece);
@@ -272,7 +306,7 @@ impl Push<'_> {
         let done = work::each(count, PARTS_AT_ONCE, |number| {
             let at = number as u64 * size;
             let _taken = self.room.take(size.min(length - at));
-            self.progress.check()?;
+            self.progress.wait_for(size.min(length - at))?;
             note.renew()?;
             let bytes = read(local, at, size.min(length - at))?;
             if table.mismatch(at / BLOCK, &bytes).is_some() {
@@ -306,51 +340,58 @@ impl Push<'_> {
         let heads = heads.encode();
         let digest = Digest::of(&heads);
         put_unless_there(self.store, &keys::heads(&digest), &heads)?;
-        let manifest =
-            Manifest::new(HeadsObject { digest, length: heads.len() as u64 }, index, layers)?
-                .encode()?;
+        let heads = HeadsObject { digest, length: heads.len() as u64 };
+        let trace = self.trace(&layers)?;
+        let manifest = Manifest::new(heads, index, trace, layers)?.encode()?;
         self.progress.check()?;
         self.store.settle()?;
-        if done.done || self.was.as_ref().is_some_and(|(bytes, _)| *bytes == manifest) {
-            return Ok(());
-        }
-        let begun_before = std::mem::replace(&mut done.begun, true);
-        if let Err(error) = self.put_manifest(&manifest) {
-            let known = matches!(error, Error::Refused(_) | Error::Conflict(_) | Error::Store(_));
-            done.begun = begun_before || !known;
-            return Err(error);
-        }
-        done.done = true;
-        Ok(())
+        let was = self.was.as_ref();
+        done.put(self.store, self.name, &manifest, was, self.replace)
     }
 
-    fn put_manifest(&self, manifest: &[u8]) -> Result<()> {
-        let Self { store, name, .. } = *self;
-        let key = keys::manifest(name);
-        if self.replace == Replace::Any {
-            return store.put(&key, manifest).map_err(|error| match error {
-                Error::Store(message) => Error::Unknown(message),
-                error => error,
-            });
-        }
-        match store.put_if(&key, manifest, self.was.as_ref().map(|(_, version)| version)) {
-            Ok(Outcome::Done) => Ok(()),
-            Ok(Outcome::Unsupported) => Err(Error::refused(format_args!(
-                "this store cannot replace an object only if it is unchanged, so that another push to '{name}' could \
-                 be lost: if there is none, use --overwrite"
+    /// The trace that stays: that of the manifest which is replaced, if the chains have their base in common.
+    fn trace(&self, layers: &[Layer]) -> Result<Option<TraceObject>> {
+        let was = self.was.as_ref().and_then(|(bytes, _)| Manifest::decode(self.name, bytes).ok());
+        let base = |layers: &[Layer]| layers.first().map(|base| base.digest);
+        let same = was.filter(|was| base(&was.layers) == base(layers));
+        let Some(trace) = same.and_then(|was| was.trace) else { return Ok(None) };
+        // Before this push was noted, somebody may have removed the chain and collected what it had.
+        let found = self.store.head(&keys::trace(&trace.digest))?;
+        Ok(found.is_some_and(|found| found.length == trace.length).then_some(trace))
+    }
+}
+
+fn put_manifest(
+    store: &dyn Store,
+    name: &str,
+    manifest: &[u8],
+    was: Option<&Version>,
+    replace: Replace,
+) -> Result<()> {
+    let key = keys::manifest(name);
+    if replace == Replace::Any {
+        return store.put(&key, manifest).map_err(|error| match error {
+            Error::Store(message) => Error::Unknown(message),
+            error => error,
+        });
+    }
+    match store.put_if(&key, manifest, was) {
+        Ok(Outcome::Done) => Ok(()),
+        Ok(Outcome::Unsupported) => Err(Error::refused(format_args!(
+            "this store cannot replace an object only if it is unchanged, so that another push to '{name}' could be \
+             lost: if there is none, use --overwrite"
+        ))),
+        // It was perhaps put, but is perhaps not durable.
+        Err(error @ Error::Local(_)) => Err(error),
+        // The put may have succeeded without our knowledge.
+        other => match (store.get(&key, MAX_MANIFEST), other) {
+            (Ok(Some((now, _))), _) if now == manifest => Ok(()),
+            (_, Err(error)) => Err(error),
+            (_, Ok(_)) => Err(Error::Conflict(format!(
+                "another program has pushed to '{name}' or removed it meanwhile: its manifest was left as it is; try \
+                 again to replace it"
             ))),
-            // It was perhaps put, but is perhaps not durable.
-            Err(error @ Error::Local(_)) => Err(error),
-            // The put may have succeeded without our knowledge.
-            other => match (store.get(&key, MAX_MANIFEST), other) {
-                (Ok(Some((now, _))), _) if now == manifest => Ok(()),
-                (_, Err(error)) => Err(error),
-                (_, Ok(_)) => Err(Error::Conflict(format!(
-                    "another program has pushed to '{name}' or removed it meanwhile: its manifest was left as it is; \
-                     push again to replace it"
-                ))),
-            },
-        }
+        },
     }
 }
 
@@ -377,7 +418,7 @@ fn heads_of(
 }
 
 /// Puts an object that is named by its digest, if it is not there.
-fn put_unless_there(store: &dyn Store, key: &str, bytes: &[u8]) -> Result<bool> {
+pub(crate) fn put_unless_there(store: &dyn Store, key: &str, bytes: &[u8]) -> Result<bool> {
     let found = store.head(key)?;
     if found.is_some_and(|found| found.length == bytes.len() as u64) {
         return Ok(false);
@@ -496,7 +537,7 @@ fn describe(local: &LocalLayer, length: u64, below: Option<Format>) -> Result<De
 }
 
 /// The note of a push: whoever collects objects sees that layers may be needed that no manifest names yet.
-struct Note<'s> {
+pub(crate) struct Note<'s> {
     store: &'s dyn Store,
     key: String,
     renewed: Mutex<Instant>,
@@ -520,7 +561,7 @@ impl<'s> Note<'s> {
         if collects {
             note.remove();
             return Err(Error::Conflict(
-                "'isobath remote gc' is at work in this store: push again when it has ended; if it was killed, run it \
+                "'isobath remote gc' is at work in this store: try again when it has ended; if it was killed, run it \
                  once more with --break-lock"
                     .to_owned(),
             ));

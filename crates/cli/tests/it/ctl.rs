@@ -1,5 +1,6 @@
 //! `isobath serve --qmp` and `isobath ctl`, as people and programs use them.
 
+use crate::programs::isobath;
 use crate::serving::{ISOBATH, QemuIo};
 use isobath_testkit::process::{Finished, PATIENCE, Ready, Server, run};
 use isobath_testkit::{args, qemu, tools, until, until_some};
@@ -380,9 +381,83 @@ fn nodes_and_exports_come_and_go() {
     fs::remove_file(served.path("gone")).unwrap();
     let lost = put_on("gone").exits(1);
     assert!(lost.stderr.contains("could not be opened again"), "{}", lost.report());
+    // One that a job has moved into another image is opened again as that.
+    let raw = r#"{"driver": "raw", "node-name": "moved", "file": {"driver": "file", "filename": "moved"}}"#;
+    fs::write(served.path("moved"), vec![0; SIZE as usize]).unwrap();
+    qemu::create(&served.path("to"), "qcow2", SIZE, "");
+    let _ = served.query(&["blockdev-add", raw]);
+    let _ = served.run(&["mirror", "moved", "to"]).ok();
+    let file = served.path("to").display().to_string();
+    let node_of = |served: &Controlled, file: &String| {
+        let nodes = served.query(&["query-named-block-nodes"]);
+        let node = nodes.as_array().unwrap().iter().find(|node| node["file"] == *file).cloned();
+        node.unwrap_or_else(|| panic!("{file}: {nodes}"))
+    };
+    let moved = node_of(&served, &file)["node-name"].as_str().unwrap().to_owned();
+    let refused = put_on(&moved).exits(1);
+    assert!(refused.stderr.contains("it names no backing file"), "{}", refused.report());
+    assert_eq!(node_of(&served, &file)["drv"], "qcow2");
+    // And one from below which a job has taken what was given, alone.
+    qemu::create_overlay(&served.path("flat"), &served.path("moved"), "raw", "");
+    let flat = r#"{"driver": "qcow2", "node-name": "flat", "file": {"driver": "file", "filename": "flat"},
+                   "backing": {"driver": "raw", "file": {"driver": "file", "filename": "moved"}}}"#;
+    let _ = served.query(&["blockdev-add", flat]);
+    let _ = served.run(&["stream", "flat"]).ok();
+    let refused = put_on("flat").exits(1);
+    assert!(refused.stderr.contains("it names no backing file"), "{}", refused.report());
+    let file = served.path("flat").display().to_string();
+    assert_eq!(node_of(&served, &file)["node-name"], "flat");
     let _ = put_on("over").ok();
     assert_eq!(served.chain(), ["over", "vm", "mid", "base"]);
     served.quit("over");
+}
+
+#[test]
+fn a_disk_in_use_is_pushed() {
+    let mut served = Controlled::start(&[]);
+    let uri = format!("nbd+unix:///vm?socket={}", served.path("nbd").display());
+    let remote = |store: &str| format!("file://{}/vm", served.path(store).display());
+    let before = served.chain();
+    // Nothing is done that could not succeed.
+    for (remote, said) in
+        [(&*remote("nowhere"), "nowhere"), ("s3://key:secret@bucket/vm", "s3://"), ("vm", "vm")]
+    {
+        let refused = served.run(&["push", "top", remote]).exits(1);
+        assert!(refused.stderr.contains(said), "{}", refused.report());
+        assert!(!served.path("top").exists());
+    }
+    assert_eq!(served.chain(), before);
+    fs::create_dir(served.path("store")).unwrap();
+    let said = served.ctl(&["push", "--disk", "vm", "--speed", "10G", "top", &remote("store")]);
+    let expected = format!("Pushed to {}: 3 layers, 3 of them sent", remote("store"));
+    assert!(said.starts_with(&expected), "{said}");
+    assert_eq!(served.chain(), ["top", "vm", "mid", "base"]);
+    let mut guest = QemuIo::open("raw", &uri);
+    guest.ok("write -P 9 9M 64k");
+    let again = served.ctl(&["push", "--output", "json", "next", &remote("store")]);
+    let again: Value = serde_json::from_str(&again).unwrap();
+    assert_eq!((&again["layers"], &again["layers-sent"]), (&4.into(), &1.into()));
+    guest.ok("write -P 1 9M 64k");
+    // If the store fails then, the disk goes on, and so can the push.
+    fs::create_dir(served.path("broken")).unwrap();
+    fs::write(served.path("broken/layers"), "").unwrap();
+    let failed = served.run(&["push", "last", &remote("broken")]).exits(1);
+    let way_out =
+        format!("'isobath push {} {}' goes on", served.path("next").display(), remote("broken"));
+    assert!(failed.stderr.contains(&way_out), "{}", failed.report());
+    assert_eq!(served.chain(), ["last", "next", "top", "vm", "mid", "base"]);
+    fs::remove_file(served.path("broken/layers")).unwrap();
+    let directory = served.directory.path();
+    let _ = isobath(directory, args!["push", "-q", served.path("next"), remote("broken")]).ok();
+    drop(guest);
+    fs::create_dir(served.path("out")).unwrap();
+    let _ = isobath(directory, args!["pull", "-q", remote("store"), "out"]).ok();
+    served.quit("last");
+    for (image, pulled) in [("top", "out/top"), ("base", "out/base")] {
+        assert!(fs::read(served.path(image)).unwrap() == fs::read(served.path(pulled)).unwrap());
+    }
+    let _ =
+        qemu::io(&served.path("out/top"), "qcow2", &["read -P 9 9M 64k", "read -P 1 0 4M"]).ok();
 }
 
 #[test]

@@ -23,7 +23,7 @@ const PAUSE: Duration = Duration::from_secs(1);
 
 /// Descriptors of a layer's files, and the part of those that the process may have which all layers may take.
 const FILES: u64 = 2;
-const PART: u64 = 4;
+pub(super) const PART: u64 = 4;
 
 /// The files of a layer that are in use, of which all but one are detached. Locked while they are opened.
 type Slot = Mutex<Vec<Weak<Pair>>>;
@@ -84,6 +84,13 @@ impl Upkeep {
         Arc::clone(slots.entry(*key).or_default())
     }
 
+    /// Whether the files of one more layer are within this part of the descriptors that the process may have.
+    pub(super) fn has_descriptors(&self, part: u64) -> bool {
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+        let layers = self.used().len() as u64 + 1;
+        limit.current.is_none_or(|most| layers * FILES <= most / part)
+    }
+
     /// The files of a layer, which are opened if this process does not use them, and created if there are none.
     ///
     /// # Errors
@@ -94,11 +101,10 @@ impl Upkeep {
         if let Some(pair) = in_use(&mut used) {
             return Ok(pair);
         }
-        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
-        let layers = self.used().len() as u64 + 1;
-        if limit.current.is_some_and(|most| layers * FILES > most / PART) {
+        if !self.has_descriptors(PART) {
             return Err(io::Error::other(format!(
-                "the files of {layers} layers are too many for this process's limit of open files (RLIMIT_NOFILE)"
+                "the files of {} layers are too many for this process's limit of open files (RLIMIT_NOFILE)",
+                self.used().len() + 1
             )));
         }
         let pair = Arc::new(Pair::open(&self.rooms.layers, key)?);

@@ -11,6 +11,7 @@ mod patience;
 mod queue;
 mod source;
 mod streams;
+mod traced;
 mod wanted;
 
 pub(crate) use fetcher::{Fetcher, object};

@@ -160,6 +160,53 @@ fn an_attempt_without_an_answer_ends_and_so_does_the_operation() {
     assert!(error.contains("given up") && error.contains("manifests/vm.json"), "{error}");
 }
 
+/// A store that is usually fast, of which no limit ends a request before the test's own time is over. So many reads are
+/// the first after which one may be asked for a second time.
+fn usually_fast(server: &Server) -> Bucket {
+    let day = Duration::from_hours(24);
+    let pause = Duration::from_millis(1);
+    let store = open(server, Limits { attempt: day, pause, ..Limits::of_reads(day) });
+    store.put("x", b"some bytes").unwrap();
+    for _ in 0..10 {
+        assert_eq!(store.read("x", 5, 5).unwrap(), b"bytes");
+        assert_eq!(store.get("x", 100).unwrap().unwrap().0, b"some bytes");
+    }
+    store
+}
+
+#[test]
+fn a_read_that_is_answered_far_later_than_others_is_asked_for_twice() {
+    let server = Server::start();
+    for fault in [Fault::Silence, Fault::Unanswered] {
+        let store = usually_fast(&server);
+        server.fail([(0, fault)]);
+        assert_eq!(store.read("x", 0, 4).unwrap(), b"some");
+        assert_eq!(server.requests().len(), 2);
+        let store = usually_fast(&server);
+        server.fail([(0, fault)]);
+        assert_eq!(store.get("x", 100).unwrap().unwrap().0, b"some bytes");
+        assert_eq!(server.requests().len(), 2);
+    }
+}
+
+#[test]
+fn where_the_second_request_fails_the_first_one_counts() {
+    let server = Server::start();
+    for fault in [Fault::Status(503), Fault::Reset] {
+        let store = usually_fast(&server);
+        server.fail([(0, Fault::Silence), (1, fault)]);
+        std::thread::scope(|scope| {
+            let read = scope.spawn(|| store.read("x", 0, 4));
+            isobath_testkit::until("it is asked for twice", || {
+                server.requests().len() == 2 && server.unanswered() == 1
+            });
+            server.hang_up();
+            assert_eq!(read.join().unwrap().unwrap(), b"some");
+        });
+        assert_eq!(server.requests().len(), 3);
+    }
+}
+
 #[test]
 fn a_store_that_answers_drop_by_drop_does_not_keep_anybody_busy_for_ever() {
     let server = Server::start();

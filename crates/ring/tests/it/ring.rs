@@ -16,8 +16,8 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::pin::pin;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
@@ -556,6 +556,26 @@ fn a_socket_file_left_over_is_replaced_and_other_files_are_not() {
     std::fs::write(&path, "precious").unwrap();
     assert!(Listener::bind_unix(&path).is_err());
     assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+}
+
+#[test]
+fn of_servers_that_start_at_once_where_a_socket_was_left_one_listens() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("socket");
+    for _ in 0..100 {
+        drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+        let start = Barrier::new(4);
+        let bound: Vec<_> = std::thread::scope(|scope| {
+            let bind = || {
+                start.wait();
+                Listener::bind_unix(&path)
+            };
+            let servers = [(); 4].map(|()| scope.spawn(bind));
+            servers.map(|server| server.join().unwrap()).into_iter().collect()
+        });
+        UnixStream::connect(&path).unwrap();
+        assert_eq!(bound.iter().filter(|bound| bound.is_ok()).count(), 1, "{bound:?}");
+    }
 }
 
 #[test]

@@ -1,12 +1,16 @@
 //! Commands on a disk, and commands that print what a server sends.
 
-use super::{Session, arguments, interrupted};
+use super::{ServedLayer, Session, arguments, interrupted};
+use crate::commands::push::Sending;
 use crate::failure::{Failure, Outcome};
 use crate::options::OutputFormat;
 use crate::size::{self, NewSize};
+use isobath_disk::{ImageFormat, OpenOptions};
 use isobath_qmp::client::ClientError;
+use isobath_remote::Address;
 use isobath_remote::served::Pinned;
 use serde_json::{Map, Value, json};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -49,6 +53,95 @@ impl Snapshot {
         ]);
         session.ask("blockdev-snapshot-sync", arguments)?;
         Ok(0)
+    }
+}
+
+/// Take a snapshot, and push what the disk had then to a directory or an object store
+///
+/// FILE is created and becomes the active image, as with 'snapshot'. The former active image and those below it, to
+/// which nobody writes any more, are pushed by this command while the disk is used: layers that the store has already
+/// are read, but not sent. The images must be on this machine, under the names that the server knows.
+#[derive(clap::Args)]
+pub(super) struct Push {
+    /// The disk's name [default: the only disk]
+    #[arg(long, value_name = "NAME")]
+    disk: Option<String>,
+    #[command(flatten)]
+    sending: Sending,
+    /// The new active image
+    file: PathBuf,
+    #[arg(help = crate::store::CHAIN)]
+    remote: String,
+}
+
+impl Push {
+    /// Takes the snapshot, unless the push could not succeed. What to do next needs no server.
+    pub(super) fn begin<'p>(&'p self, session: &mut Session<'_>) -> Result<Former<'p>, Failure> {
+        let address = Address::parse(&self.remote)?;
+        let device = session.device(self.disk.as_deref())?;
+        let layers = session.layers(&device)?;
+        let Some(active) = layers.first() else {
+            return Err(Failure::new(format_args!("the disk '{device}' has no image")));
+        };
+        for layer in &layers {
+            check(layer)?;
+        }
+        let (image, format) = (PathBuf::from(&active.file), ImageFormat::from_name(&active.format));
+        self.sending.check(&address)?;
+        let snapshot = Snapshot {
+            disk: Some(device),
+            existing: false,
+            node_name: None,
+            file: self.file.clone(),
+        };
+        snapshot.run(session)?;
+        Ok(Former { push: self, image, format, address })
+    }
+}
+
+/// Refuses a layer that cannot be pushed from here.
+fn check(layer: &ServedLayer) -> Result<(), Failure> {
+    let file = layer.file();
+    let refused = |why: &str| Err(Failure::new(format_args!("'{file}' cannot be pushed: {why}")));
+    if Pinned::parse(file).is_some() {
+        return refused(
+            "it is in a store already, and what is above it refers to it there; 'isobath ctl stream' makes the disk \
+             whole",
+        );
+    }
+    if !matches!(&*layer.format, "qcow2" | "raw") {
+        return refused(&format!(
+            "its format is {}, and only qcow2 and raw images can be",
+            layer.format
+        ));
+    }
+    match Path::new(file).metadata() {
+        Ok(found) if found.is_file() => Ok(()),
+        Ok(_) => refused("it is not a file"),
+        Err(error) => refused(&isobath_storage::cause(&error)),
+    }
+}
+
+/// An image that was the active one.
+pub(super) struct Former<'p> {
+    push: &'p Push,
+    image: PathBuf,
+    format: Option<ImageFormat>,
+    address: Address,
+}
+
+impl Former<'_> {
+    /// Pushes it, and what is below it.
+    pub(super) fn send(self, out: &mut dyn Write) -> Outcome {
+        let options = OpenOptions::new().format(self.format);
+        self.push.sending.send(&self.image, options, &self.address, out).map_err(|failure| {
+            failure.and(format_args!(
+                "the snapshot '{}' stays; 'isobath push {} {}' goes on",
+                isobath_storage::shown(&self.push.file),
+                isobath_storage::shown(&self.image),
+                self.push.remote
+            ))
+        })
     }
 }
 

@@ -12,7 +12,7 @@ mod stats;
 
 use crate::failure::{Failure, Outcome};
 use crate::{cores, json, options, screen, size};
-use disk::{Chain, Events, Query, Resize, Snapshot};
+use disk::{Chain, Events, Push, Query, Resize, Snapshot};
 use isobath_qmp::client::{Address, Client, ClientError};
 use isobath_tls::ClientCredentials;
 use job::{Verb, VerbOfJob};
@@ -56,6 +56,7 @@ struct TlsArgs {
 #[derive(clap::Subcommand)]
 enum Command {
     Snapshot(Snapshot),
+    Push(Push),
     Stream(Stream),
     Commit(Commit),
     Mirror(Mirror),
@@ -94,6 +95,12 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let mut session = Session::connect_by(&args.address, &args.tls, out)?;
     match &args.command {
         Command::Snapshot(args) => args.run(&mut session),
+        Command::Push(args) => {
+            let former = args.begin(&mut session)?;
+            // The connection ends: what the server says meanwhile would have to be read.
+            drop(session);
+            former.send(out)
+        }
         Command::Stream(args) => args.run(&mut session),
         Command::Commit(args) => args.run(&mut session),
         Command::Mirror(args) => args.run(&mut session),
