@@ -32,14 +32,6 @@ pub struct Chain {
     pub shared: u64,
 }
 
-/// Whether a store has a chain of this name.
-///
-/// # Errors
-/// Those of the store.
-pub fn exists(store: &dyn Store, name: &str) -> Result<bool> {
-    Ok(store.head(&keys::manifest(name))?.is_some())
-}
-
 /// All chains in a store, by name.
 ///
 /// # Errors

@@ -42,8 +42,9 @@ impl Progress {
         self.speed.store(speed, Ordering::Relaxed);
     }
 
-    /// Waits until so many more bytes may be read. Time that was not used is lost.
-    pub(crate) fn wait_for(&self, bytes: u64) -> Result<()> {
+    /// Waits until so many more bytes may be read, and does `meanwhile` again and again, at least once. Time that was
+    /// not used is lost.
+    pub(crate) fn wait_for(&self, bytes: u64, meanwhile: impl Fn() -> Result<()>) -> Result<()> {
         let speed = self.speed.load(Ordering::Relaxed);
         if speed > 0 {
             let begin = {
@@ -58,10 +59,12 @@ impl Progress {
                 if left.is_zero() || self.is_cancelled() {
                     break;
                 }
+                meanwhile()?;
                 thread::sleep(left.min(PIECE_OF_WAIT));
             }
         }
-        self.check()
+        self.check()?;
+        meanwhile()
     }
 
     pub(crate) fn check(&self) -> Result<()> {
@@ -84,17 +87,18 @@ mod tests {
     #[test]
     fn a_limited_operation_is_no_faster_and_can_be_ended_at_any_time() {
         let progress = Progress::default();
-        progress.wait_for(u64::MAX).unwrap();
+        let nothing = || Ok(());
+        progress.wait_for(u64::MAX, nothing).unwrap();
         progress.limit_to(1000);
         let begin = Instant::now();
         for _ in 0..3 {
-            progress.wait_for(50).unwrap();
+            progress.wait_for(50, nothing).unwrap();
         }
         // The last of them has only begun.
         assert!(begin.elapsed() >= Duration::from_millis(100));
         thread::scope(|scope| {
-            progress.wait_for(1 << 40).unwrap();
-            let waits = scope.spawn(|| progress.wait_for(1));
+            progress.wait_for(1 << 40, nothing).unwrap();
+            let waits = scope.spawn(|| progress.wait_for(1, nothing));
             progress.cancel();
             waits.join().unwrap().unwrap_err();
         });

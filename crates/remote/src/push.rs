@@ -108,28 +108,11 @@ pub fn push(
     replace: Replace,
     progress: &Progress,
 ) -> Result<Pushed> {
-    if layers.is_empty() || layers.len() > MAX_LAYERS {
-        return Err(Error::refused(format_args!(
-            "the chain has {} layers, and 1 to {MAX_LAYERS} can be pushed",
-            layers.len()
-        )));
+    check_layers(layers, TopIs::Closed)?;
+    for layer in layers {
+        progress.expect(length(layer)?);
     }
-    for (number, layer) in layers.iter().enumerate() {
-        let length = length(layer)?;
-        describe(layer, length, below(layers, number))?;
-        progress.expect(length);
-    }
-    let key = keys::manifest(name);
-    let was = store.get(&key, MAX_MANIFEST);
-    let was = match was {
-        Ok(was) => was,
-        Err(Error::Damaged(_)) if replace == Replace::Any => None,
-        Err(error) => return Err(error),
-    };
-    if let Some((bytes, _)) = was.as_ref().filter(|_| replace == Replace::Unchanged) {
-        let known = Manifest::decode(name, bytes);
-        known.map_err(|error| Error::damaged(format_args!("{error}; --overwrite replaces it")))?;
-    }
+    let was = replaceable(store, name, replace)?;
     let mut sent = Pushed { layers: layers.len(), ..Pushed::default() };
     let fits = |index: &&Index| {
         let (root, bytes) = (index.root.len(), index.bytes.len() as u64);
@@ -139,6 +122,71 @@ pub fn push(
     let push =
         Push { store, name, layers, index, replace, was, room: Room::new(IN_FLIGHT), progress };
     noted(store, name, |note, done| push.round(note, &mut sent, done)).map(|()| sent)
+}
+
+/// Whether the top of a chain is closed, or in use until it is pushed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TopIs {
+    /// Nobody writes to it.
+    Closed,
+    /// A server writes to it, and closes it before it is pushed.
+    InUse,
+}
+
+/// Fails if layers cannot be pushed, from the base to the top.
+///
+/// # Errors
+/// One of them is not as it must be, or cannot be read.
+pub fn check_layers(layers: &[LocalLayer], top: TopIs) -> Result<()> {
+    if layers.is_empty() || layers.len() > MAX_LAYERS {
+        return Err(Error::refused(format_args!(
+            "the chain has {} layers, and 1 to {MAX_LAYERS} can be pushed",
+            layers.len()
+        )));
+    }
+    for (number, layer) in layers.iter().enumerate() {
+        let is_open = top == TopIs::InUse && number + 1 == layers.len();
+        describe(layer, length(layer)?, below(layers, number), is_open)?;
+    }
+    Ok(())
+}
+
+/// Fails if a push to this name could not begin now.
+///
+/// # Errors
+/// What has the name is not to be replaced; somebody collects objects; those of the store.
+pub fn may_push(store: &dyn Store, name: &str, replace: Replace) -> Result<()> {
+    replaceable(store, name, replace)?;
+    nobody_collects(store)
+}
+
+/// The manifest that a push to this name replaces, if there is one.
+fn replaceable(
+    store: &dyn Store,
+    name: &str,
+    replace: Replace,
+) -> Result<Option<(Vec<u8>, Version)>> {
+    let was = match store.get(&keys::manifest(name), MAX_MANIFEST) {
+        Ok(was) => was,
+        Err(Error::Damaged(_)) if replace == Replace::Any => None,
+        Err(error) => return Err(error),
+    };
+    if let Some((bytes, _)) = was.as_ref().filter(|_| replace == Replace::Unchanged) {
+        let known = Manifest::decode(name, bytes);
+        known.map_err(|error| Error::damaged(format_args!("{error}; --overwrite replaces it")))?;
+    }
+    Ok(was)
+}
+
+fn nobody_collects(store: &dyn Store) -> Result<()> {
+    if store.head(keys::COLLECTOR)?.is_none() {
+        return Ok(());
+    }
+    Err(Error::Conflict(
+        "'isobath remote gc' is at work in this store: try again when it has ended; if it was killed, run it once more \
+         with --break-lock"
+            .to_owned(),
+    ))
 }
 
 /// Puts what a manifest is to name, and then the manifest, while a note tells that nothing may be collected.
@@ -255,8 +303,7 @@ impl Push<'_> {
         let (mut hasher, mut table, mut whole) = (Hasher::default(), Table::new(), Vec::new());
         let mut at = 0;
         while at < length {
-            progress.wait_for(PIECE.min(length - at))?;
-            note.renew()?;
+            progress.wait_for(PIECE.min(length - at), || note.renew())?;
             let piece = read(local, at, PIECE.min(length - at))?;
             hasher.update(&piece);
             table.extend(&piece);
@@ -267,7 +314,7 @@ impl Push<'_> {
         }
         let (digest, table_digest) = (hasher.finish(), Digest::of(table.bytes()));
         let Described { size, backing, backing_format, header, l1 } =
-            describe(local, length, below(self.layers, number))?;
+            describe(local, length, below(self.layers, number), false)?;
         let file = local.path.file_name().map(|name| name.to_string_lossy().into_owned());
         let file = file.unwrap_or_else(|| format!("layer-{number}"));
         let (format, table_of) = (local.format, table_digest);
@@ -306,8 +353,7 @@ impl Push<'_> {
         let done = work::each(count, PARTS_AT_ONCE, |number| {
             let at = number as u64 * size;
             let _taken = self.room.take(size.min(length - at));
-            self.progress.wait_for(size.min(length - at))?;
-            note.renew()?;
+            self.progress.wait_for(size.min(length - at), || note.renew())?;
             let bytes = read(local, at, size.min(length - at))?;
             if table.mismatch(at / BLOCK, &bytes).is_some() {
                 return Err(Error::Conflict("the file was changed while it was pushed".to_owned()));
@@ -472,11 +518,17 @@ fn below(layers: &[LocalLayer], number: usize) -> Option<Format> {
     number.checked_sub(1).and_then(|below| layers.get(below)).map(|below| below.format)
 }
 
-/// What is recorded of a layer of so many bytes, above one of the format `below`.
+/// What is recorded of a layer of so many bytes, above one of the format `below`. One that `is_open` may be as its server
+/// leaves it until it is closed.
 ///
 /// # Errors
 /// It cannot be pushed as it is.
-fn describe(local: &LocalLayer, length: u64, below: Option<Format>) -> Result<Described> {
+fn describe(
+    local: &LocalLayer,
+    length: u64,
+    below: Option<Format>,
+    is_open: bool,
+) -> Result<Described> {
     let path = shown(&local.path);
     if local.format == Format::Raw {
         if below.is_some() {
@@ -492,11 +544,11 @@ fn describe(local: &LocalLayer, length: u64, below: Option<Format>) -> Result<De
     let header = start.get(..cluster).unwrap_or(&start);
     let header = Header::parse(header).map_err(invalid)?;
     let features = header.incompatible;
-    let way_out = if features.contains(IncompatibleFeatures::JOURNAL) {
+    let way_out = if features.contains(IncompatibleFeatures::JOURNAL) && !is_open {
         Some(("was not closed and has a journal", "isobath seal"))
     } else if features.contains(IncompatibleFeatures::CORRUPT) {
         Some(("is marked as corrupt", "isobath check -r all"))
-    } else if features.contains(IncompatibleFeatures::DIRTY) {
+    } else if features.contains(IncompatibleFeatures::DIRTY) && !is_open {
         Some(("was not closed and is marked as dirty", "isobath check -r all"))
     } else if features.contains(IncompatibleFeatures::DATA_FILE) {
         Some(("has an external data file, which would not be pushed", "isobath convert -O qcow2"))
@@ -551,22 +603,13 @@ impl<'s> Note<'s> {
         let key = format!("{}{}", keys::PUSHES, unique()?);
         store.put(&key, NOTE)?;
         let note = Self { store, key, renewed: Mutex::new(Instant::now()) };
-        let collects = match store.head(keys::COLLECTOR) {
-            Ok(found) => found.is_some(),
+        match nobody_collects(store) {
+            Ok(()) => Ok(note),
             Err(error) => {
                 note.remove();
-                return Err(error);
+                Err(error)
             }
-        };
-        if collects {
-            note.remove();
-            return Err(Error::Conflict(
-                "'isobath remote gc' is at work in this store: try again when it has ended; if it was killed, run it \
-                 once more with --break-lock"
-                    .to_owned(),
-            ));
         }
-        Ok(note)
     }
 
     /// Puts it again if that was long ago.
@@ -610,7 +653,7 @@ mod tests {
         create.args(["create", "-q", "-f", "qcow2", "-o", "preallocation=full,cluster_size=2M"]);
         let _ = qemu::run(create.arg(&path).arg("4M")).ok();
         let local = LocalLayer { file: File::open(&path).unwrap(), path, format: Format::Qcow2 };
-        let described = describe(&local, length(&local).unwrap(), None).unwrap();
+        let described = describe(&local, length(&local).unwrap(), None, false).unwrap();
         assert!(!described.header.is_empty());
         assert!(described.header.capacity() <= MOST_HEADER, "{}", described.header.capacity());
         assert!(described.l1.is_some_and(|place| place.end - place.start == 8));

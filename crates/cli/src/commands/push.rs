@@ -6,8 +6,11 @@ use crate::store::{self, StoreOptions};
 use crate::trust::Trusting;
 use crate::{json, options, runtime, size};
 use isobath_disk::{Disk, ImageFormat, Layer, OpenOptions, Secrets};
-use isobath_remote::{Address, Format, Index, LocalLayer, Progress, Pushed, Replace, exists, push};
-use isobath_storage::{FileId, Storage};
+use isobath_remote::{
+    Address, Format, Index, LocalLayer, Progress, Pushed, Replace, TopIs, check_layers, may_push,
+    push,
+};
+use isobath_storage::{FileId, Host, Storage};
 use serde_json::json;
 use std::fs::File;
 use std::io::Write;
@@ -49,7 +52,7 @@ pub(crate) struct Sending {
     /// Print only errors
     #[arg(short, long)]
     quiet: bool,
-    /// Read at most so many bytes of the images a second, such as 100M
+    /// Read at most so many bytes of the images a second, such as 100M; 0 is no limit
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     speed: Option<u64>,
     #[command(flatten)]
@@ -59,28 +62,62 @@ pub(crate) struct Sending {
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let address = Address::parse(&args.remote)?;
     let options = OpenOptions::new().format(args.format).trust(args.trusting.trust()?);
-    args.sending.send(&args.image, options, &address, out)
+    args.sending.send(&args.image, options, None, &address, out)
 }
 
 impl Sending {
-    /// Fails unless the store can be reached.
-    pub(crate) fn check(&self, address: &Address) -> Result<(), Failure> {
+    /// Fails if what has these files, the top first, could not be pushed, although another program writes to the top.
+    pub(crate) fn check(
+        &self,
+        files: &[PathBuf],
+        format: Option<ImageFormat>,
+        address: &Address,
+    ) -> Result<(), Failure> {
+        let Some(image) = files.first() else {
+            return Err(Failure::new("a disk without an image cannot be pushed"));
+        };
+        let options = OpenOptions::new().format(format).heads(false);
+        let options = options.secrets(Secrets::unneeded()).locking(options::locking(true));
+        let replace = self.replace();
         let (place, name) = (address.place.clone(), address.name.clone());
-        let work = move |store: &dyn isobath_remote::Store, _: &_| exists(store, &name);
         runtime::block_on(async || {
-            self.store.run(&place, false, "nothing was done", work).await.map(drop)
+            let disk = Disk::open(images().clone(), image, &options).await?;
+            let layers = locals(&disk, Some(files), TopIs::InUse);
+            disk.close().await?;
+            check_layers(&layers?, TopIs::InUse)?;
+            let work =
+                move |store: &dyn isobath_remote::Store, _: &_| may_push(store, &name, replace);
+            self.store.run(&place, false, "nothing was done", work).await
         })
     }
 
-    /// Pushes an image and what is below it, and says so.
+    fn replace(&self) -> Replace {
+        if self.overwrite { Replace::Any } else { Replace::Unchanged }
+    }
+
+    /// The options, for a command line.
+    pub(crate) fn shown(&self) -> String {
+        let mut shown = String::new();
+        if self.overwrite {
+            shown.push_str(" --overwrite");
+        }
+        if let Some(speed) = self.speed {
+            shown.push_str(&format!(" --speed {speed}"));
+        }
+        shown
+    }
+
+    /// Pushes an image and what is below it, which must be these `files` if they are given, the top first, and reports
+    /// it.
     pub(crate) fn send(
         &self,
         image: &Path,
         options: OpenOptions,
+        files: Option<&[PathBuf]>,
         address: &Address,
         out: &mut dyn Write,
     ) -> Outcome {
-        let pushed = self.pushed(image, options, address)?;
+        let pushed = self.pushed(image, options, files, address)?;
         self.say(&pushed, address, out)
     }
 
@@ -88,17 +125,16 @@ impl Sending {
         &self,
         image: &Path,
         options: OpenOptions,
+        files: Option<&[PathBuf]>,
         address: &Address,
     ) -> Result<Pushed, Failure> {
         let options = options.heads(false).secrets(Secrets::unneeded());
-        let replace = if self.overwrite { Replace::Any } else { Replace::Unchanged };
+        let replace = self.replace();
         let speed = self.speed.unwrap_or(0);
         runtime::block_on(async || {
             // As long as the disk is open, no other program writes to any of its images.
             let disk = Disk::open(images().clone(), image, &options).await?;
-            let layers: Vec<_> = disk.layers().collect();
-            let layers = layers.into_iter().rev().map(|layer| local(layer));
-            let layers = layers.collect::<Result<Vec<_>, _>>()?;
+            let layers = locals(&disk, files, TopIs::Closed)?;
             let index = disk.whole_index().await?;
             let index = index.map(|index| Index { root: index.root.encode(), bytes: index.bytes });
             let (place, name) = (address.place.clone(), address.name.clone());
@@ -138,8 +174,34 @@ impl Sending {
     }
 }
 
+/// The layers of a disk as they are pushed, from the base to the top. If `files` are given, they must be those, the top
+/// first.
+fn locals<H: Host>(
+    disk: &Disk<H>,
+    files: Option<&[PathBuf]>,
+    top: TopIs,
+) -> Result<Vec<LocalLayer>, Failure> {
+    let layers: Vec<_> = disk.layers().collect();
+    if let Some(files) = files {
+        let is_it = |file: &PathBuf, layer: &Layer<H::File>| {
+            let found =
+                file.metadata().map(|found| FileId { device: found.dev(), inode: found.ino() });
+            found.is_ok_and(|id| id_of_file(id) == layer.storage().id())
+        };
+        let mut pairs = files.iter().zip(&layers);
+        if files.len() != layers.len() || !pairs.all(|(file, layer)| is_it(file, layer)) {
+            return Err(Failure::new(
+                "the headers of the images lead to other files than the server reads: they cannot be pushed as a chain",
+            ));
+        }
+    }
+    let is_open = |number: usize| top == TopIs::InUse && number == 0;
+    let locals = layers.into_iter().enumerate();
+    locals.rev().map(|(number, layer)| local(layer, is_open(number))).collect()
+}
+
 /// A layer as it is pushed: its file, opened once more, which must be the one that is locked.
-fn local<S: Storage>(layer: &Layer<S>) -> Result<LocalLayer, Failure> {
+fn local<S: Storage>(layer: &Layer<S>, is_open: bool) -> Result<LocalLayer, Failure> {
     let name = isobath_storage::shown(layer.name()).to_string();
     let refused = |why: &str| Failure::new(format_args!("'{name}' cannot be pushed: {why}"));
     if !is_file_name(layer.name()) {
@@ -155,7 +217,7 @@ fn local<S: Storage>(layer: &Layer<S>) -> Result<LocalLayer, Failure> {
             )));
         }
     };
-    if layer.shown_log() != isobath_image::layer::ShownLog::None {
+    if !is_open && layer.shown_log() != isobath_image::layer::ShownLog::None {
         return Err(refused(
             "its server was killed, and left changes; run 'isobath seal' on it first",
         ));

@@ -405,8 +405,7 @@ fn nodes_and_exports_come_and_go() {
     let _ = served.run(&["stream", "flat"]).ok();
     let refused = put_on("flat").exits(1);
     assert!(refused.stderr.contains("it names no backing file"), "{}", refused.report());
-    let file = served.path("flat").display().to_string();
-    assert_eq!(node_of(&served, &file)["node-name"], "flat");
+    assert_eq!(node_of(&served, &"flat".to_owned())["node-name"], "flat");
     let _ = put_on("over").ok();
     assert_eq!(served.chain(), ["over", "vm", "mid", "base"]);
     served.quit("over");
@@ -415,49 +414,94 @@ fn nodes_and_exports_come_and_go() {
 #[test]
 fn a_disk_in_use_is_pushed() {
     let mut served = Controlled::start(&[]);
+    let directory = served.directory.path().to_owned();
     let uri = format!("nbd+unix:///vm?socket={}", served.path("nbd").display());
-    let remote = |store: &str| format!("file://{}/vm", served.path(store).display());
-    let before = served.chain();
-    // Nothing is done that could not succeed.
-    for (remote, said) in
-        [(&*remote("nowhere"), "nowhere"), ("s3://key:secret@bucket/vm", "s3://"), ("vm", "vm")]
-    {
-        let refused = served.run(&["push", "top", remote]).exits(1);
-        assert!(refused.stderr.contains(said), "{}", refused.report());
-        assert!(!served.path("top").exists());
-    }
-    assert_eq!(served.chain(), before);
+    let remote = |store: &str| format!("file://{}/vm", directory.join(store).display());
+    let chain = ["top", "vm", "mid", "base"];
     fs::create_dir(served.path("store")).unwrap();
     let said = served.ctl(&["push", "--disk", "vm", "--speed", "10G", "top", &remote("store")]);
     let expected = format!("Pushed to {}: 3 layers, 3 of them sent", remote("store"));
     assert!(said.starts_with(&expected), "{said}");
-    assert_eq!(served.chain(), ["top", "vm", "mid", "base"]);
+    assert_eq!(served.chain(), chain);
     let mut guest = QemuIo::open("raw", &uri);
     guest.ok("write -P 9 9M 64k");
-    let again = served.ctl(&["push", "--output", "json", "next", &remote("store")]);
-    let again: Value = serde_json::from_str(&again).unwrap();
+    // From a directory where the server's names mean other files.
+    let elsewhere = served.path("elsewhere");
+    fs::create_dir(&elsewhere).unwrap();
+    for decoy in chain {
+        qemu::create(&elsewhere.join(decoy), "qcow2", SIZE, "");
+    }
+    let mut push = Command::new(ISOBATH);
+    push.current_dir(&elsewhere).args(["ctl", "../qmp", "push", "--output", "json", "next"]);
+    let again = run(push.arg(remote("store"))).ok().json();
     assert_eq!((&again["layers"], &again["layers-sent"]), (&4.into(), &1.into()));
     guest.ok("write -P 1 9M 64k");
-    // If the store fails then, the disk goes on, and so can the push.
-    fs::create_dir(served.path("broken")).unwrap();
-    fs::write(served.path("broken/layers"), "").unwrap();
-    let failed = served.run(&["push", "last", &remote("broken")]).exits(1);
-    let way_out =
-        format!("'isobath push {} {}' goes on", served.path("next").display(), remote("broken"));
-    assert!(failed.stderr.contains(&way_out), "{}", failed.report());
-    assert_eq!(served.chain(), ["last", "next", "top", "vm", "mid", "base"]);
-    fs::remove_file(served.path("broken/layers")).unwrap();
-    let directory = served.directory.path();
-    let _ = isobath(directory, args!["push", "-q", served.path("next"), remote("broken")]).ok();
     drop(guest);
     fs::create_dir(served.path("out")).unwrap();
-    let _ = isobath(directory, args!["pull", "-q", remote("store"), "out"]).ok();
-    served.quit("last");
-    for (image, pulled) in [("top", "out/top"), ("base", "out/base")] {
-        assert!(fs::read(served.path(image)).unwrap() == fs::read(served.path(pulled)).unwrap());
+    let pull = args!["pull", "-q", "--rebase-names", remote("store"), "out"];
+    let _ = isobath(&directory, pull).ok();
+    let _ = served.ctl(&["quit"]);
+    let _ = served.server.take().unwrap().wait().ok();
+    let pulled = served.path("out/top");
+    let _ = qemu::img(args!["compare", "-q", served.path("top"), &pulled]).ok();
+    let _ = qemu::io(&pulled, "qcow2", &["read -P 9 9M 64k", "read -P 1 0 4M"]).ok();
+}
+
+#[test]
+fn no_snapshot_is_taken_for_a_push_that_cannot_succeed() {
+    let mut served = Controlled::start(&[]);
+    let remote = |store: &str| format!("file://{}/vm", served.path(store).display());
+    let before = served.chain();
+    for store in ["damaged", "collected", "store"] {
+        fs::create_dir_all(served.path(store).join("manifests")).unwrap();
     }
-    let _ =
-        qemu::io(&served.path("out/top"), "qcow2", &["read -P 9 9M 64k", "read -P 1 0 4M"]).ok();
+    fs::write(served.path("damaged/manifests/vm.json"), "{}").unwrap();
+    fs::write(served.path("collected/gc.lock"), "").unwrap();
+    for (arguments, said) in [
+        (["top", &*remote("nowhere")], "nowhere"),
+        (["top", "s3://key:secret@bucket/vm"], "s3://"),
+        (["top", "vm"], "vm"),
+        (["top", &*remote("damaged")], "--overwrite replaces it"),
+        (["top", &*remote("collected")], "'isobath remote gc' is at work"),
+        (["vm", &*remote("store")], "is a disk"),
+    ] {
+        let refused = served.run(&[&["push"][..], &arguments].concat()).exits(1);
+        assert!(refused.stderr.contains(said), "{}", refused.report());
+        assert_eq!(served.chain(), before);
+    }
+    served.quit("vm");
+    // A layer that would not be pushed as it is.
+    let data = format!("data_file={},data_file_raw=on", served.path("data").display());
+    qemu::create(&served.path("outside"), "qcow2", SIZE, &data);
+    qemu::create_overlay(&served.path("above"), &served.path("outside"), "qcow2", "");
+    served.serve("above", &[]);
+    let refused = served.run(&["push", "top", &remote("store")]).exits(1);
+    assert!(refused.stderr.contains("has an external data file"), "{}", refused.report());
+    assert_eq!(served.chain(), ["above", "outside"]);
+    // One whose header leads to another chain than the server has.
+    let _ = served.ctl(&["quit"]);
+    let _ = served.server.take().unwrap().wait().ok();
+    served.serve("vm", &["--layers", "vm,base"]);
+    let refused = served.run(&["push", "top", &remote("store")]).exits(1);
+    assert!(refused.stderr.contains("lead to other files"), "{}", refused.report());
+    assert!(!served.path("top").exists());
+}
+
+#[test]
+fn a_push_that_fails_says_how_to_continue() {
+    let mut served = Controlled::start(&[]);
+    let remote = format!("file://{}/vm", served.path("store").display());
+    fs::create_dir(served.path("store")).unwrap();
+    fs::write(served.path("store/layers"), "").unwrap();
+    let failed = served.run(&["push", "--overwrite", "last", &remote]).exits(1);
+    let image = served.path("vm").display().to_string();
+    let way_out = format!("'isobath push -f qcow2 --overwrite {image} {remote}' continues");
+    assert!(failed.stderr.contains(&way_out), "{}", failed.report());
+    assert_eq!(served.chain(), ["last", "vm", "mid", "base"]);
+    fs::remove_file(served.path("store/layers")).unwrap();
+    let again = args!["push", "-q", "-f", "qcow2", "--overwrite", image, remote];
+    let _ = isobath(served.directory.path(), again).ok();
+    served.quit("last");
 }
 
 #[test]

@@ -103,7 +103,7 @@ impl Cache {
         self.upkeep.common.limit()
     }
 
-    /// Notes that so many bytes were fetched before anybody read them.
+    /// Notes that so many bytes were fetched since a trace has them.
     pub(crate) fn count_ahead(&self, bytes: u64) {
         self.ahead.fetch_add(bytes, Ordering::Relaxed);
     }

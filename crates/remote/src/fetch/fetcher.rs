@@ -121,6 +121,9 @@ impl Fetcher {
         if !queue.closed {
             ahead.for_each(|block| queue.read_ahead(layer, block));
         }
+        if queue.is_calm() {
+            self.shared.calm.notify_all();
+        }
         drop(queue);
         self.shared.queued.notify_all();
     }
@@ -273,6 +276,21 @@ impl Inner {
                 read => return read,
             }
         }
+    }
+
+    /// Waits until something holds, but no longer than this.
+    ///
+    /// # Errors
+    /// Nobody needs what is fetched any more.
+    pub(super) fn wait_until(&self, most: Duration, holds: impl Fn() -> bool) -> Result<()> {
+        let begin = Instant::now();
+        while !holds() && begin.elapsed() < most {
+            if self.progress.is_cancelled() {
+                return Err(Error::Interrupted);
+            }
+            thread::sleep(PIECE_OF_PAUSE);
+        }
+        Ok(())
     }
 
     /// Takes blocks of these that nobody fetches, once all others that are wanted or read ahead are being fetched. `None`

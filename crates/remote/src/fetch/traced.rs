@@ -16,12 +16,16 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread;
+use std::time::Duration;
 
 /// Requests at once.
 const AT_ONCE: usize = 4;
 
 /// Requests in a row whose blocks the cache does not keep, after which no more are made.
 const FRUITLESS: u64 = 16;
+
+/// How long to wait until the cache has counted its files for the first time: what is filled meanwhile may not be kept.
+const MOST_OF_A_COUNT: Duration = Duration::from_secs(10);
 
 /// A layer whose blocks may be in a trace. Who drops the chain ends what is done for it.
 pub(super) struct Followed {
@@ -41,7 +45,7 @@ pub(super) fn layers(layers: &[Arc<RemoteLayer>]) -> Layers {
     layers.iter().map(followed).collect()
 }
 
-/// Fetches the blocks of a trace in its order, as long as all that is fetched ahead takes at most half of the cache.
+/// Fetches the blocks of a trace in its order, as long as what is fetched of traces takes at most half of the cache.
 /// Blocks until that is done.
 ///
 /// # Errors
@@ -53,6 +57,7 @@ pub(super) fn follow(
     cache: &Arc<Cache>,
 ) -> Result<()> {
     let trace = trace(inner, object, cache)?;
+    inner.wait_until(MOST_OF_A_COUNT, || cache.rounds() > 0)?;
     let pieces = Mutex::new(pieces(&trace, layers));
     let follower =
         Follower { inner, cache, fetched: AtomicU64::new(0), fruitless: AtomicU64::new(0) };

@@ -161,8 +161,8 @@ impl Chain {
         recording
     }
 
-    /// Fetches ahead what the chain's trace has, in its order and while nothing else waits to be fetched, as long as all
-    /// that is fetched ahead takes at most half of the cache. Returns the thread that does it, which nobody need wait
+    /// Fetches ahead what the chain's trace has, in its order and while nothing else waits to be fetched, as long as
+    /// what is fetched of traces takes at most half of the cache. Returns the thread that does it, which nobody need wait
     /// for; `None` if the chain has no trace, or this was called before.
     ///
     /// # Errors

@@ -10,6 +10,7 @@ use isobath_qmp::client::ClientError;
 use isobath_remote::Address;
 use isobath_remote::served::Pinned;
 use serde_json::{Map, Value, json};
+use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -80,68 +81,99 @@ impl Push {
         let address = Address::parse(&self.remote)?;
         let device = session.device(self.disk.as_deref())?;
         let layers = session.layers(&device)?;
-        let Some(active) = layers.first() else {
-            return Err(Failure::new(format_args!("the disk '{device}' has no image")));
-        };
-        for layer in &layers {
-            check(layer)?;
-        }
-        let (image, format) = (PathBuf::from(&active.file), ImageFormat::from_name(&active.format));
-        self.sending.check(&address)?;
+        let format = layers.first().and_then(|active| ImageFormat::from_name(&active.format));
+        let files = files_of(session, &layers)?;
+        self.sending.check(&files, format, &address)?;
         let snapshot = Snapshot {
-            disk: Some(device),
+            disk: self.disk.clone(),
             existing: false,
             node_name: None,
             file: self.file.clone(),
         };
         snapshot.run(session)?;
-        Ok(Former { push: self, image, format, address })
+        // Another client may have changed the chain meanwhile: what the disk had is below the new image.
+        let layers = session.layers(&device)?;
+        let new = absolute(&self.file)?;
+        let place = layers.iter().position(|layer| new.as_str() == Some(layer.file()));
+        let below = place.and_then(|place| layers.get(place + 1..)).unwrap_or_default();
+        let Some(former) = below.first() else {
+            return Err(Failure::new(format_args!(
+                "'{}' is no longer a layer of the disk: another client has changed the chain, and nothing was pushed",
+                isobath_storage::shown(&self.file)
+            )));
+        };
+        let format = former.format.clone();
+        let files = files_of(session, below)?;
+        // By its header: the server's names may mean something else to this program.
+        let all: Vec<_> =
+            new.as_str().map(PathBuf::from).into_iter().chain(files.clone()).collect();
+        self.sending.check(&all, Some(ImageFormat::Qcow2), &address).map_err(|failure| {
+            let file = isobath_storage::shown(&self.file);
+            failure.and(format_args!("nothing was pushed, and the snapshot '{file}' stays"))
+        })?;
+        Ok(Former { push: self, files, format, address })
     }
 }
 
-/// Refuses a layer that cannot be pushed from here.
-fn check(layer: &ServedLayer) -> Result<(), Failure> {
-    let file = layer.file();
-    let refused = |why: &str| Err(Failure::new(format_args!("'{file}' cannot be pushed: {why}")));
-    if Pinned::parse(file).is_some() {
-        return refused(
-            "it is in a store already, and what is above it refers to it there; 'isobath ctl stream' makes the disk \
-             whole",
-        );
-    }
-    if !matches!(&*layer.format, "qcow2" | "raw") {
-        return refused(&format!(
-            "its format is {}, and only qcow2 and raw images can be",
-            layer.format
+/// The files of layers, which must be on this machine, the top first.
+fn files_of(session: &Session<'_>, layers: &[ServedLayer]) -> Result<Vec<PathBuf>, Failure> {
+    let Some(server) = session.server() else {
+        return Err(Failure::new(
+            "the images must be on this machine: connect to the server by its socket file",
         ));
-    }
-    match Path::new(file).metadata() {
-        Ok(found) if found.is_file() => Ok(()),
-        Ok(_) => refused("it is not a file"),
-        Err(error) => refused(&isobath_storage::cause(&error)),
-    }
+    };
+    let file = |layer: &ServedLayer| {
+        let file = layer.file();
+        let refused =
+            |why: &str| Err(Failure::new(format_args!("'{file}' cannot be pushed: {why}")));
+        if Pinned::parse(file).is_some() {
+            return refused(
+                "it is in a store already, and what is above it refers to it there; 'isobath ctl stream' makes the \
+                 disk whole",
+            );
+        }
+        if Path::new(file).is_absolute() {
+            return Ok(PathBuf::from(file));
+        }
+        // The server may run in another directory.
+        match fs::read_link(format!("/proc/{server}/cwd")) {
+            Ok(directory) => Ok(directory.join(file)),
+            Err(_) => refused(
+                "its name is relative to the server's directory, which is not known; start the server with absolute \
+                 names",
+            ),
+        }
+    };
+    layers.iter().map(file).collect()
 }
 
-/// An image that was the active one.
+/// An image that was the active one, and those below it.
 pub(super) struct Former<'p> {
     push: &'p Push,
-    image: PathBuf,
-    format: Option<ImageFormat>,
+    files: Vec<PathBuf>,
+    format: String,
     address: Address,
 }
 
 impl Former<'_> {
-    /// Pushes it, and what is below it.
+    /// Pushes them.
     pub(super) fn send(self, out: &mut dyn Write) -> Outcome {
-        let options = OpenOptions::new().format(self.format);
-        self.push.sending.send(&self.image, options, &self.address, out).map_err(|failure| {
+        let Self { push, files, format, address } = self;
+        let sending = &push.sending;
+        let failed = |failure: Failure, image: &Path| {
             failure.and(format_args!(
-                "the snapshot '{}' stays; 'isobath push {} {}' goes on",
-                isobath_storage::shown(&self.push.file),
-                isobath_storage::shown(&self.image),
-                self.push.remote
+                "the snapshot '{}' stays; 'isobath push -f {format}{} {} {}' continues",
+                isobath_storage::shown(&push.file),
+                sending.shown(),
+                isobath_storage::shown(image),
+                push.remote
             ))
-        })
+        };
+        let Some(image) = files.first() else { unreachable!("there is a layer below the new one") };
+        let options = OpenOptions::new().format(ImageFormat::from_name(&format));
+        sending
+            .send(image, options, Some(&files), &address, out)
+            .map_err(|failure| failed(failure, image))
     }
 }
 

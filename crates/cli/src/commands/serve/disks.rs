@@ -23,7 +23,6 @@ pub(super) async fn open<H: Host + Clone>(
     args: &Args,
     secrets: &Secrets,
     memory: Option<&Arc<MemoryLimit>>,
-    record: Option<&Record>,
 ) -> Result<Vec<Arc<LiveDisk<H>>>, Failure> {
     let mut disks = Vec::new();
     for (number, image) in args.images().iter().enumerate() {
@@ -32,9 +31,6 @@ pub(super) async fn open<H: Host + Clone>(
         if let Some(address) = stored::address(image)? {
             args.check_stored(number)?;
             let chain = args.stored.open(&address, memory).await?;
-            if let Some(record) = record {
-                record.begin(&chain);
-            }
             if let Some(overlay) = args.overlay_of(number) {
                 let options = options.index(false).format(ImageFormat::Qcow2);
                 let options = options.restart_log(restart_log);
@@ -131,10 +127,13 @@ pub(super) fn look_after<H: Host + Clone>(disks: &[Arc<LiveDisk<H>>]) {
     }
 }
 
-/// Fetches ahead what the traces of the chains in stores have.
-pub(super) fn follow_traces(args: &Args) {
+/// Fetches ahead what the traces of the chains in stores have, and records what is read from now on.
+pub(super) fn follow_traces(args: &Args, record: Option<&Record>) {
     let addresses = args.images().iter().filter_map(|image| stored::address(image).ok().flatten());
     for chain in addresses.filter_map(|address| remotes().chain(&address.to_string())) {
+        if let Some(record) = record {
+            record.begin(&chain);
+        }
         if let Err(error) = chain.follow_trace() {
             tracing::warn!("the trace of '{}' is not fetched ahead: {error}", chain.address());
         }

@@ -116,23 +116,21 @@ async fn run_on<H: Host + Clone>(
 ) -> Outcome {
     let (mut confined, record) = (order.confined.take(), order.record.take());
     let end = signals::Order::receive()?;
-    let opening =
-        disks::open(&host, order.args, &order.secrets, order.memory.as_ref(), record.as_ref());
+    let opening = disks::open(&host, order.args, &order.secrets, order.memory.as_ref());
     let disks = match end.unless_given(opening).await {
         Some(disks) => disks?,
         None => return Err(interrupted()),
     };
     let mut added = Closing::default();
-    let places = (out, daemon);
+    let places = (out, daemon, record.as_ref());
     let served = serve(host, order, confined.as_mut(), &disks, &end, &mut added, places).await;
     end.closes();
     let closed = disks::close(&disks).await;
     added.ended().await;
     drop(confined);
-    served?;
-    // What was served until now is recorded even if an image cannot be closed.
+    // What was served until now is recorded even if that ended by a failure.
     let recorded = record.map_or(Ok(()), Record::end);
-    closed.and(recorded).map(|()| 0)
+    served.and(closed).and(recorded).map(|()| 0)
 }
 
 /// Serves the disks until a signal arrives, or until clients can no longer reach them. Those that clients have added
@@ -144,7 +142,7 @@ async fn serve<H: Host + Clone>(
     disks: &[Arc<LiveDisk<H>>],
     end: &signals::Order,
     added: &mut Closing,
-    (out, daemon): (&mut dyn Write, Option<Daemon>),
+    (out, daemon, record): (&mut dyn Write, Option<Daemon>, Option<&Record>),
 ) -> Result<(), Failure> {
     let Order { args, names, tls, secrets, memory, keepers, confined: _, record: _, log } = order;
     let access = args.access();
@@ -202,7 +200,7 @@ async fn serve<H: Host + Clone>(
     control::serve_metrics(&control, scraped);
     let stopped = stop_when_asked(end.clone(), control.clone(), frontends.clone());
     disks::look_after(disks);
-    disks::follow_traces(args);
+    disks::follow_traces(args, record);
     let result = until_ended(monitor, frontends.serve(), stopped, is_controlled).await;
     control.stop();
     for ended in controlling {

@@ -64,6 +64,10 @@ impl Record {
         let Some(recording) = self.recording.get() else { return Ok(()) };
         let mut file = &self.claimed.file;
         let written = file.write_all(&recording.trace().encode()).and_then(|()| file.sync_all());
+        if written.is_err() {
+            // An empty one is in nobody's way.
+            let _ = file.set_len(0);
+        }
         self.is_written = true;
         written.map_err(|error| failed("write", self.claimed.path(), reason(&error)))
     }
