@@ -3,7 +3,7 @@
 
 use isobath_disk::BlockDevice;
 use isobath_export::vhost_user::{Options, Server};
-use isobath_ring::{Config, Executor, Worker, yield_now};
+use isobath_ring::{Config, Executor, Worker, block_on, yield_now};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -51,7 +51,6 @@ impl<D: BlockDevice> VhostServed<D> {
 
     /// Waits until every queue without requests waits for its kick in the kernel, if all queues run.
     pub fn wait_idle(&self) {
-        let executor = Executor::new(&Config::default()).unwrap();
         for worker in &self.workers {
             // A queue tries to read its kick's count in one turn of the thread and asks to be told of it in the next;
             // a turn's end gives the kernel what was asked for.
@@ -60,7 +59,7 @@ impl<D: BlockDevice> VhostServed<D> {
                     yield_now().await;
                 }
             });
-            executor.block_on(turns).unwrap();
+            block_on(turns).unwrap();
         }
     }
 

@@ -144,7 +144,7 @@ fn no_request_is_lost_or_answered_twice_however_often_its_server_is_killed() {
         driver.reap();
         thread::yield_now();
     }
-    // An answer is shown before the list has it.
+    // An answer is shown before its request leaves the list; a queue that has stopped has done both.
     assert_eq!(driver.raw.stop_queue(0), driver.seen);
     assert_eq!(driver.listed(), 0);
     let values = driver.values;

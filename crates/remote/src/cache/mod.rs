@@ -90,8 +90,8 @@ impl Cache {
         Ok(Arc::new(layer))
     }
 
-    /// How often its thread has counted the files. It does so first soon after the cache was opened: what is filled at
-    /// the same time may have to be fetched once more.
+    /// How often its thread has looked whether something is to be evicted, unless another process was at it. It does so
+    /// first soon after the cache was opened: what is filled at the same time may have to be fetched once more.
     pub fn rounds(&self) -> u64 {
         self.upkeep.rounds.load(Ordering::Relaxed)
     }

@@ -1,6 +1,6 @@
 //! Only a directory that was made for it is a cache, and only what a cache has written is ever removed.
 
-use crate::cache::{Layer, names, open, open_within};
+use crate::cache::{Layer, names, open, open_within, tidy};
 use isobath_remote::BLOCK;
 use isobath_remote::cache::{Cache, LEAST_LIMIT};
 use std::fs::{self, Permissions};
@@ -93,7 +93,7 @@ fn files_that_a_cache_has_not_named_are_left_alone() {
     let cache = open_within(directory.path(), LEAST_LIMIT);
     let of_store = Layer::new(1, BLOCK);
     of_store.open(&cache);
-    isobath_testkit::until("nobody else tidies up", || cache.tidy().unwrap());
+    tidy(&cache);
     for file in &of_others {
         assert_eq!(fs::metadata(directory.path().join(file)).unwrap().len(), 3 << 20, "{file}");
     }
