@@ -102,10 +102,11 @@ class Server:
         self.socket.unlink(missing_ok=True)
 
 
-def isobath(image, *options, log="warn", socket="isobath", patience=60, listen=None):
+def isobath(image, *options, log="warn", socket="isobath", patience=60, listen=None, environment=None):
     socket = tools.WORK / f"{socket}.sock"
     command = [tools.ISOBATH, "serve", image, *(listen or ["--nbd", f"unix:{socket}"]), *options]
-    return Server("isobath", command, socket, patience=patience, environment={"ISOBATH_LOG": log})
+    environment = {"ISOBATH_LOG": log} | (environment or {})
+    return Server("isobath", command, socket, patience=patience, environment=environment)
 
 
 def qemu_nbd(image, *options, name="qemu-nbd", program="qemu-nbd", patience=60, form="qcow2"):

@@ -93,7 +93,10 @@ fn valid(target: &str) -> Vec<Vec<u8>> {
             let first = b"\x02IHDS\0\0\0\x01\0\0\0\x02\0\0\0\0\0\0\0\x03\0\0\0\x08\0\0\0\0\0\0\0\x01QFI12345678x";
             let words = [2_u32, 1, 3, 16, 0, 3, 8, 16].map(u32::to_be_bytes).concat();
             let second = [b"\x01IHDS", &words[..], b"ALLchecksums of itQFI12345678checksums of it!"].concat();
-            vec![manifest.into_bytes(), first.to_vec(), second]
+            let numbers = [1_u32, 2, 1].map(u32::to_be_bytes).concat();
+            let run = [1_u32, 0, 7, 3].map(u32::to_be_bytes).concat();
+            let trace = [b"ITRC", &numbers[..], &[7; 64], &run].concat();
+            vec![manifest.into_bytes(), first.to_vec(), second, trace]
         }
         "tls_name" => vec![
             b"\x31\x0b\x30\x09\x06\x03\x55\x04\x06\x13\x02GB\x31\x0c\x30\x0a\x06\x03\x55\x04\x03\x0c\x03a,b"

@@ -46,6 +46,11 @@ impl Failure {
         Self { code, ..self }
     }
 
+    /// The same failure, which also says this.
+    pub(crate) fn and(self, more: impl fmt::Display) -> Self {
+        Self { message: self.message.map(|message| format!("{message}; {more}")), ..self }
+    }
+
     /// The same failure, its message prefixed with what was attempted.
     pub(crate) fn context(self, what: impl fmt::Display) -> Self {
         Self { message: self.message.map(|message| format!("{what}: {message}")), ..self }

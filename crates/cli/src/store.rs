@@ -18,13 +18,26 @@ pub(crate) const CHAIN: &str =
 pub(crate) const STORE: &str =
     "The store: file:///DIRECTORY, s3://BUCKET/PREFIX, gs://... or az://...";
 
+/// The default of `--remote-timeout`.
+const DEFAULT_TIMEOUT: u64 = 300;
+
 /// How a store is used.
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct StoreOptions {
     /// Time limit in seconds for a request to the store, with all attempts
-    #[arg(long, value_name = "SECONDS", default_value = "300")]
+    #[arg(long, value_name = "SECONDS", default_value_t = DEFAULT_TIMEOUT)]
     #[arg(value_parser = clap::value_parser!(u64).range(1..=1800))]
     remote_timeout: u64,
+}
+
+impl StoreOptions {
+    /// The options that are not the default, for a command line.
+    pub(crate) fn shown(&self) -> String {
+        match self.remote_timeout {
+            DEFAULT_TIMEOUT => String::new(),
+            seconds => format!(" --remote-timeout {seconds}"),
+        }
+    }
 }
 
 impl From<Error> for Failure {

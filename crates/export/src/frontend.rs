@@ -5,6 +5,7 @@
 
 use crate::keeper::Keeper;
 use crate::tls::Security;
+use isobath_disk::memory::{OutOfMemory, Reserved};
 use isobath_disk::{BlockDevice, MemoryLimit};
 use isobath_ring::Handle;
 use isobath_ring::net::Listener;
@@ -21,6 +22,27 @@ pub type FrontendError = Box<dyn Error + Send + Sync>;
 
 /// A future that serves clients and completes when serving ends. It stays on its thread.
 pub type Serving = Pin<Box<dyn Future<Output = io::Result<()>>>>;
+
+/// Each export has this part of a memory limit,
+const SHARE: usize = 16;
+/// but for all its queues together these requests, so that one that is held does not keep all others out.
+const LEAST_REQUESTS: usize = 4;
+
+/// How many requests each queue of an export may have in flight, at most `most`, and what all of them take of a memory
+/// limit. A queue with so many requests takes the bytes that `memory` says.
+pub(crate) fn requests_within(
+    limit: Option<&Arc<MemoryLimit>>,
+    export: &str,
+    queues: usize,
+    most: usize,
+    memory: impl Fn(usize) -> usize,
+) -> Result<(usize, Option<Reserved>), OutOfMemory> {
+    let Some(limit) = limit else { return Ok((most, None)) };
+    let share = usize::try_from(limit.bytes()).unwrap_or(usize::MAX) / SHARE;
+    let least = LEAST_REQUESTS.div_ceil(queues);
+    let requests = (share / queues / memory(1)).clamp(least, most);
+    Ok((requests, Some(limit.reserve(export, (queues * memory(requests)) as u64)?)))
+}
 
 /// The description of a protocol and its parameters.
 #[derive(Debug)]

@@ -45,8 +45,8 @@ struct Mirror<H: Host> {
 /// spawns it on this thread. Once completed, this disk uses the target's image.
 ///
 /// # Errors
-/// If the target is read-only, of another size, or part of this disk. If one of the two is above a chain in a store,
-/// and not everything is copied, also if the headers of the target lead to other layers than it has; with
+/// If the target is read-only, of another size, or part of this disk. If one of the two is an overlay above a chain in
+/// a store, and not everything is copied, also if the headers of the target lead to other layers than it has; with
 /// [`MirrorSync::Top`], if the other is not above the same layers.
 pub fn mirror<H: Host>(
     live: &Arc<LiveDisk<H>>,
@@ -79,12 +79,13 @@ fn check_fits<H: Host>(
     options: MirrorOptions,
 ) -> Result<()> {
     if target.size() == disk.size() {
-        if options.sync == MirrorSync::Top {
-            disk.check_same_below(target)?;
-        }
         return match options.sync {
-            MirrorSync::Top | MirrorSync::None => disk.check_leads_below(target, opened),
             MirrorSync::Full => Ok(()),
+            MirrorSync::None => disk.check_leads_below(target, opened),
+            MirrorSync::Top => {
+                disk.check_same_below(target)?;
+                disk.check_leads_below(target, opened)
+            }
         };
     }
     Err(target.refused(format!(

@@ -5,11 +5,12 @@ use crate::digest::{BLOCK, Digest, Hasher, Table};
 use crate::error::{Error, Result};
 use crate::heads::{Head, Heads};
 use crate::keys;
-use crate::manifest::{Layer, Manifest};
+use crate::manifest::{Layer, Manifest, TraceObject};
 use crate::progress::Progress;
 use crate::pull::{heads, manifest};
 use crate::recorded::{self, Comparison};
 use crate::store::Store;
+use crate::trace::Trace;
 use crate::work;
 use isobath_qcow2::index::WholeRoot;
 use std::collections::BTreeMap;
@@ -79,6 +80,7 @@ pub fn check(store: &dyn Store, name: &str, depth: Depth, progress: &Progress) -
             }
             Err(error) => return Err(error),
         };
+        problems.extend(check_trace(store, &manifest, progress)?);
         progress.add(manifest.heads.length);
         let wrong = work::each(manifest.layers.len(), AT_ONCE / 2, |number| {
             let Some(layer) = manifest.layers.get(number) else {
@@ -157,6 +159,26 @@ fn check_index(
         problems.push(format!("the heads have no root of '{key}': push the chain again"));
     }
     Ok(problems)
+}
+
+/// What is wrong with the trace of a chain.
+fn check_trace(
+    store: &dyn Store,
+    manifest: &Manifest,
+    progress: &Progress,
+) -> Result<Option<String>> {
+    let Some(TraceObject { digest, length }) = &manifest.trace else { return Ok(None) };
+    let key = keys::trace(digest);
+    progress.check()?;
+    let bytes = store.read(&key, 0, *length as usize)?;
+    progress.add(*length);
+    if Digest::of(&bytes) != *digest {
+        return Ok(Some(format!(
+            "'{key}' does not match its digest: 'isobath remote trace --remove CHAIN' removes the chain's reference to \
+             it"
+        )));
+    }
+    Ok(Trace::decode(&bytes).err().map(|error| format!("'{key}': {error}")))
 }
 
 /// What is wrong with a layer and its table, and whether the layer, if it is whole, differs from its head.

@@ -41,6 +41,11 @@ impl Digest {
         Some(Self(bytes))
     }
 
+    /// The digest with these bytes.
+    pub(crate) fn of_bytes(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+
     /// Its bytes.
     pub(crate) fn bytes(&self) -> &[u8; 32] {
         &self.0

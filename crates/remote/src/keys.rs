@@ -9,7 +9,7 @@ pub(crate) const PUSHES: &str = "pushes/";
 /// Whoever collects objects has this one.
 pub(crate) const COLLECTOR: &str = "gc.lock";
 /// Where objects are that are named by their digests.
-pub(crate) const KINDS: [&str; 4] = ["layers/", "tables/", "heads/", "indexes/"];
+pub(crate) const KINDS: [&str; 5] = ["layers/", "tables/", "heads/", "indexes/", "traces/"];
 
 const SUFFIX: &str = ".json";
 
@@ -38,6 +38,10 @@ pub(crate) fn heads(digest: &Digest) -> String {
 
 pub(crate) fn index(digest: &Digest) -> String {
     format!("{}{digest}", KINDS[3])
+}
+
+pub(crate) fn trace(digest: &Digest) -> String {
+    format!("{}{digest}", KINDS[4])
 }
 
 /// Whether an object may have this name, or a part of it: letters, digits, `.`, `_` and `-`, beginning with none of the

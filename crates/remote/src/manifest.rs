@@ -3,6 +3,7 @@
 use crate::digest::{Digest, Table};
 use crate::error::{Error, Result};
 use crate::heads::{Heads, MAX_LAYERS, MOST_INDEX};
+use crate::trace::{LEAST_TRACE, MAX_TRACE};
 use serde::{Deserialize, Serialize};
 
 /// Most bytes of a manifest.
@@ -31,6 +32,9 @@ pub struct Manifest {
     /// Where the index of all layers is, if there is one.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub index: Option<IndexObject>,
+    /// Where the trace is, which tells what to fetch ahead, if there is one.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub trace: Option<TraceObject>,
     /// From the base to the top. Each is the parent of the next.
     pub layers: Vec<Layer>,
 }
@@ -47,6 +51,15 @@ pub struct HeadsObject {
 /// The object with the pages of the index of all layers; its root and the checksums of its blocks are in the heads.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IndexObject {
+    /// Its digest.
+    pub digest: Digest,
+    /// Its length in bytes.
+    pub length: u64,
+}
+
+/// The object with what was read of the chain, and in which order.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TraceObject {
     /// Its digest.
     pub digest: Digest,
     /// Its length in bytes.
@@ -100,11 +113,12 @@ impl Manifest {
     pub(crate) fn new(
         heads: HeadsObject,
         index: Option<IndexObject>,
+        trace: Option<TraceObject>,
         layers: Vec<Layer>,
     ) -> Result<Self> {
         let size = layers.last().map_or(0, |top| top.size);
         let (format, version) = (FORMAT.to_owned(), VERSION);
-        let manifest = Self { format, version, size, heads, index, layers };
+        let manifest = Self { format, version, size, heads, index, trace, layers };
         manifest.check().map(|()| manifest)
     }
 
@@ -160,7 +174,9 @@ impl Manifest {
                 kind.version
             )));
         }
-        let manifest: Self = serde_json::from_slice(bytes).map_err(wrong)?;
+        let mut manifest: Self = serde_json::from_slice(bytes).map_err(wrong)?;
+        // One that this program cannot follow is none.
+        manifest.trace.take_if(|trace| !(LEAST_TRACE..=MAX_TRACE).contains(&trace.length));
         let checked = manifest.check();
         checked
             .map_err(|error| Error::damaged(format_args!("the manifest of '{name}': {error}")))?;
@@ -175,7 +191,12 @@ impl Manifest {
         });
         let index =
             self.index.iter().map(|index| (crate::keys::index(&index.digest), index.length));
-        layers.chain(index).chain([(crate::keys::heads(&self.heads.digest), self.heads.length)])
+        let trace =
+            self.trace.iter().map(|trace| (crate::keys::trace(&trace.digest), trace.length));
+        layers
+            .chain(index)
+            .chain(trace)
+            .chain([(crate::keys::heads(&self.heads.digest), self.heads.length)])
     }
 
     /// Whether everything that it says can be.

@@ -4,7 +4,9 @@ use crate::digest::{BLOCK, Digest, Hasher, Table, unique};
 use crate::error::{Error, Result, shown};
 use crate::heads::{Head, Heads, IndexHead, L1Room, MAX_LAYERS, MOST_INDEX, MOST_ROOT};
 use crate::keys;
-use crate::manifest::{Format, HeadsObject, IndexObject, Layer, MAX_MANIFEST, Manifest, fits};
+use crate::manifest::{
+    Format, HeadsObject, IndexObject, Layer, MAX_MANIFEST, Manifest, TraceObject, fits,
+};
 use crate::progress::Progress;
 use crate::recorded;
 use crate::store::{Outcome, Parts, Store, Version};
@@ -38,7 +40,7 @@ const IN_FLIGHT: u64 = 64 << 20;
 const RENEWAL: Duration = Duration::from_mins(10);
 
 /// How often a push begins again whose note was removed.
-const ROUNDS: usize = 3;
+pub(crate) const ROUNDS: usize = 3;
 
 /// A layer on this machine. Nobody changes it while it is pushed: its image lock is held.
 #[derive(Debug)]
@@ -106,28 +108,11 @@ pub fn push(
     replace: Replace,
     progress: &Progress,
 ) -> Result<Pushed> {
-    if layers.is_empty() || layers.len() > MAX_LAYERS {
-        return Err(Error::refused(format_args!(
-            "the chain has {} layers, and 1 to {MAX_LAYERS} can be pushed",
-            layers.len()
-        )));
+    check_layers(layers, TopIs::Closed)?;
+    for layer in layers {
+        progress.expect(length(layer)?);
     }
-    for (number, layer) in layers.iter().enumerate() {
-        let length = length(layer)?;
-        describe(layer, length, below(layers, number))?;
-        progress.expect(length);
-    }
-    let key = keys::manifest(name);
-    let was = store.get(&key, MAX_MANIFEST);
-    let was = match was {
-        Ok(was) => was,
-        Err(Error::Damaged(_)) if replace == Replace::Any => None,
-        Err(error) => return Err(error),
-    };
-    if let Some((bytes, _)) = was.as_ref().filter(|_| replace == Replace::Unchanged) {
-        let known = Manifest::decode(name, bytes);
-        known.map_err(|error| Error::damaged(format_args!("{error}; --overwrite replaces it")))?;
-    }
+    let was = replaceable(store, name, replace)?;
     let mut sent = Pushed { layers: layers.len(), ..Pushed::default() };
     let fits = |index: &&Index| {
         let (root, bytes) = (index.root.len(), index.bytes.len() as u64);
@@ -136,15 +121,106 @@ pub fn push(
     let index = index.filter(fits);
     let push =
         Push { store, name, layers, index, replace, was, room: Room::new(IN_FLIGHT), progress };
+    noted(store, name, |note, done| push.round(note, &mut sent, done)).map(|()| sent)
+}
+
+/// Whether the top of a chain is closed, or in use until it is pushed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TopIs {
+    /// Nobody writes to it.
+    Closed,
+    /// A server writes to it, and closes it before it is pushed.
+    InUse,
+}
+
+/// Fails if layers cannot be pushed, from the base to the top.
+///
+/// # Errors
+/// One of them is not as it must be, or cannot be read.
+pub fn check_layers(layers: &[LocalLayer], top: TopIs) -> Result<()> {
+    if layers.is_empty() || layers.len() > MAX_LAYERS {
+        return Err(Error::refused(format_args!(
+            "the chain has {} layers, and 1 to {MAX_LAYERS} can be pushed",
+            layers.len()
+        )));
+    }
+    for (number, layer) in layers.iter().enumerate() {
+        let is_open = top == TopIs::InUse && number + 1 == layers.len();
+        describe(layer, length(layer)?, below(layers, number), is_open)?;
+    }
+    Ok(())
+}
+
+/// Fails if a push to this name could not begin now. Leaves nothing in the store.
+///
+/// # Errors
+/// What has the name is not to be replaced; the store takes nothing, or cannot replace an object only if it is
+/// unchanged, where that is needed; somebody collects objects; those of the store.
+pub fn may_push(store: &dyn Store, name: &str, replace: Replace) -> Result<()> {
+    replaceable(store, name, replace)?;
+    let note = Note::put(store)?;
+    let takes_conditions = || {
+        let Some((_, version)) = store.get(&note.key, NOTE.len() as u64)? else { return Ok(true) };
+        let outcome = store.put_if(&note.key, NOTE, Some(&version))?;
+        Ok(outcome != Outcome::Unsupported)
+    };
+    let taken = if replace == Replace::Any { Ok(true) } else { takes_conditions() };
+    note.remove();
+    if taken? { Ok(()) } else { Err(unconditional(name)) }
+}
+
+/// The refusal to replace a manifest in a store without conditional puts.
+fn unconditional(name: &str) -> Error {
+    Error::refused(format_args!(
+        "this store cannot replace an object only if it is unchanged, so that another push to '{name}' could be lost: \
+         if there is none, use --overwrite"
+    ))
+}
+
+/// The manifest that a push to this name replaces, if there is one.
+fn replaceable(
+    store: &dyn Store,
+    name: &str,
+    replace: Replace,
+) -> Result<Option<(Vec<u8>, Version)>> {
+    let was = match store.get(&keys::manifest(name), MAX_MANIFEST) {
+        Ok(was) => was,
+        Err(Error::Damaged(_)) if replace == Replace::Any => None,
+        Err(error) => return Err(error),
+    };
+    if let Some((bytes, _)) = was.as_ref().filter(|_| replace == Replace::Unchanged) {
+        let known = Manifest::decode(name, bytes);
+        known.map_err(|error| Error::damaged(format_args!("{error}; --overwrite replaces it")))?;
+    }
+    Ok(was)
+}
+
+fn nobody_collects(store: &dyn Store) -> Result<()> {
+    if store.head(keys::COLLECTOR)?.is_none() {
+        return Ok(());
+    }
+    Err(Error::Conflict(
+        "'isobath remote gc' is at work in this store: try again when it has ended; if it was killed, run it once more \
+         with --break-lock"
+            .to_owned(),
+    ))
+}
+
+/// Puts what a manifest is to name, and then the manifest, while a note tells that nothing may be collected.
+pub(crate) fn noted<'s>(
+    store: &'s dyn Store,
+    name: &str,
+    mut round: impl FnMut(&Note<'s>, &mut Manifests) -> Result<()>,
+) -> Result<()> {
     let mut done = Manifests::default();
     for _ in 0..ROUNDS {
         let note = Note::put(store).map_err(|error| done.told(name, error))?;
         // As long as the note is there after the manifest, nobody has collected what the manifest names.
-        let stays = push.round(&note, &mut sent, &mut done).and_then(|()| note.is_there());
+        let stays = round(&note, &mut done).and_then(|()| note.is_there());
         match stays {
             Ok(true) => {
                 note.remove();
-                return Ok(sent);
+                return Ok(());
             }
             Ok(false) => {}
             Err(error) => {
@@ -154,25 +230,25 @@ pub fn push(
         }
     }
     Err(Error::Conflict(format!(
-        "'isobath remote gc' has removed the note of this push {ROUNDS} times, as that of one that was killed: push \
-         again when no gc runs, and give that a longer --grace"
+        "'isobath remote gc' has removed the note of this command {ROUNDS} times, as that of a push that was killed: \
+         try again when no gc runs, and give that a longer --grace"
     )))
 }
 
 /// What became of the manifest in the rounds so far.
 #[derive(Default)]
-struct Manifests {
-    /// Its put has begun.
+pub(crate) struct Manifests {
+    /// The put of one has begun.
     begun: bool,
-    /// It was put.
-    done: bool,
+    /// The one that was put last.
+    last: Option<Vec<u8>>,
 }
 
 impl Manifests {
     /// An error that ends the push, which says so if the chain is perhaps no longer what it was.
     fn told(&self, name: &str, error: Error) -> Error {
         let how = format!(
-            "the manifest of '{name}' was being put, so that the chain there is the old one or the new one: push \
+            "the manifest of '{name}' was being put, so that the chain there is the old one or the new one: try \
              again, or see with 'isobath remote verify'"
         );
         match error {
@@ -180,6 +256,34 @@ impl Manifests {
             error if self.begun => error.and(how),
             error => error,
         }
+    }
+
+    /// Whether this one was put last.
+    fn is_last(&self, manifest: &[u8]) -> bool {
+        self.last.as_deref() == Some(manifest)
+    }
+
+    /// Puts a manifest in the place of the one that was there, and notes what became of it.
+    pub(crate) fn put(
+        &mut self,
+        store: &dyn Store,
+        name: &str,
+        manifest: &[u8],
+        was: Option<&(Vec<u8>, Version)>,
+        replace: Replace,
+    ) -> Result<()> {
+        if was.is_some_and(|(bytes, _)| *bytes == manifest) {
+            return Ok(());
+        }
+        let begun_before = std::mem::replace(&mut self.begun, true);
+        let version = was.map(|(_, version)| version);
+        if let Err(error) = put_manifest(store, name, manifest, version, replace) {
+            let known = matches!(error, Error::Refused(_) | Error::Conflict(_) | Error::Store(_));
+            self.begun = begun_before || !known;
+            return Err(error);
+        }
+        self.last = Some(manifest.to_vec());
+        Ok(())
     }
 }
 
@@ -221,8 +325,7 @@ impl Push<'_> {
         let (mut hasher, mut table, mut whole) = (Hasher::default(), Table::new(), Vec::new());
         let mut at = 0;
         while at < length {
-            progress.check()?;
-            note.renew()?;
+            progress.wait_for(PIECE.min(length - at), || note.renew())?;
             let piece = read(local, at, PIECE.min(length - at))?;
             hasher.update(&piece);
             table.extend(&piece);
@@ -233,7 +336,7 @@ impl Push<'_> {
         }
         let (digest, table_digest) = (hasher.finish(), Digest::of(table.bytes()));
         let Described { size, backing, backing_format, header, l1 } =
-            describe(local, length, below(self.layers, number))?;
+            describe(local, length, below(self.layers, number), false)?;
         let file = local.path.file_name().map(|name| name.to_string_lossy().into_owned());
         let file = file.unwrap_or_else(|| format!("layer-{number}"));
         let (format, table_of) = (local.format, table_digest);
@@ -272,8 +375,7 @@ impl Push<'_> {
         let done = work::each(count, PARTS_AT_ONCE, |number| {
             let at = number as u64 * size;
             let _taken = self.room.take(size.min(length - at));
-            self.progress.check()?;
-            note.renew()?;
+            self.progress.wait_for(size.min(length - at), || note.renew())?;
             let bytes = read(local, at, size.min(length - at))?;
             if table.mismatch(at / BLOCK, &bytes).is_some() {
                 return Err(Error::Conflict("the file was changed while it was pushed".to_owned()));
@@ -306,51 +408,58 @@ impl Push<'_> {
         let heads = heads.encode();
         let digest = Digest::of(&heads);
         put_unless_there(self.store, &keys::heads(&digest), &heads)?;
-        let manifest =
-            Manifest::new(HeadsObject { digest, length: heads.len() as u64 }, index, layers)?
-                .encode()?;
+        let heads = HeadsObject { digest, length: heads.len() as u64 };
+        let trace = self.trace(&layers)?;
+        let manifest = Manifest::new(heads, index, trace, layers)?.encode()?;
         self.progress.check()?;
         self.store.settle()?;
-        if done.done || self.was.as_ref().is_some_and(|(bytes, _)| *bytes == manifest) {
+        if done.is_last(&manifest) {
             return Ok(());
         }
-        let begun_before = std::mem::replace(&mut done.begun, true);
-        if let Err(error) = self.put_manifest(&manifest) {
-            let known = matches!(error, Error::Refused(_) | Error::Conflict(_) | Error::Store(_));
-            done.begun = begun_before || !known;
-            return Err(error);
-        }
-        done.done = true;
-        Ok(())
+        let was = self.was.as_ref();
+        done.put(self.store, self.name, &manifest, was, self.replace)
     }
 
-    fn put_manifest(&self, manifest: &[u8]) -> Result<()> {
-        let Self { store, name, .. } = *self;
-        let key = keys::manifest(name);
-        if self.replace == Replace::Any {
-            return store.put(&key, manifest).map_err(|error| match error {
-                Error::Store(message) => Error::Unknown(message),
-                error => error,
-            });
-        }
-        match store.put_if(&key, manifest, self.was.as_ref().map(|(_, version)| version)) {
-            Ok(Outcome::Done) => Ok(()),
-            Ok(Outcome::Unsupported) => Err(Error::refused(format_args!(
-                "this store cannot replace an object only if it is unchanged, so that another push to '{name}' could \
-                 be lost: if there is none, use --overwrite"
+    /// The trace that stays: that of the manifest which is replaced, if the chains have their base in common.
+    fn trace(&self, layers: &[Layer]) -> Result<Option<TraceObject>> {
+        let was = self.was.as_ref().and_then(|(bytes, _)| Manifest::decode(self.name, bytes).ok());
+        let base = |layers: &[Layer]| layers.first().map(|base| base.digest);
+        let same = was.filter(|was| base(&was.layers) == base(layers));
+        let Some(trace) = same.and_then(|was| was.trace) else { return Ok(None) };
+        // Before this push was noted, somebody may have removed the chain and collected what it had.
+        let found = self.store.head(&keys::trace(&trace.digest))?;
+        Ok(found.is_some_and(|found| found.length == trace.length).then_some(trace))
+    }
+}
+
+fn put_manifest(
+    store: &dyn Store,
+    name: &str,
+    manifest: &[u8],
+    was: Option<&Version>,
+    replace: Replace,
+) -> Result<()> {
+    let key = keys::manifest(name);
+    if replace == Replace::Any {
+        return store.put(&key, manifest).map_err(|error| match error {
+            Error::Store(message) => Error::Unknown(message),
+            error => error,
+        });
+    }
+    match store.put_if(&key, manifest, was) {
+        Ok(Outcome::Done) => Ok(()),
+        Ok(Outcome::Unsupported) => Err(unconditional(name)),
+        // It was perhaps put, but is perhaps not durable.
+        Err(error @ Error::Local(_)) => Err(error),
+        // The put may have succeeded without our knowledge.
+        other => match (store.get(&key, MAX_MANIFEST), other) {
+            (Ok(Some((now, _))), _) if now == manifest => Ok(()),
+            (_, Err(error)) => Err(error),
+            (_, Ok(_)) => Err(Error::Conflict(format!(
+                "another program has pushed to '{name}' or removed it meanwhile: its manifest was left as it is; try \
+                 again to replace it"
             ))),
-            // It was perhaps put, but is perhaps not durable.
-            Err(error @ Error::Local(_)) => Err(error),
-            // The put may have succeeded without our knowledge.
-            other => match (store.get(&key, MAX_MANIFEST), other) {
-                (Ok(Some((now, _))), _) if now == manifest => Ok(()),
-                (_, Err(error)) => Err(error),
-                (_, Ok(_)) => Err(Error::Conflict(format!(
-                    "another program has pushed to '{name}' or removed it meanwhile: its manifest was left as it is; \
-                     push again to replace it"
-                ))),
-            },
-        }
+        },
     }
 }
 
@@ -377,7 +486,7 @@ fn heads_of(
 }
 
 /// Puts an object that is named by its digest, if it is not there.
-fn put_unless_there(store: &dyn Store, key: &str, bytes: &[u8]) -> Result<bool> {
+pub(crate) fn put_unless_there(store: &dyn Store, key: &str, bytes: &[u8]) -> Result<bool> {
     let found = store.head(key)?;
     if found.is_some_and(|found| found.length == bytes.len() as u64) {
         return Ok(false);
@@ -431,11 +540,17 @@ fn below(layers: &[LocalLayer], number: usize) -> Option<Format> {
     number.checked_sub(1).and_then(|below| layers.get(below)).map(|below| below.format)
 }
 
-/// What is recorded of a layer of so many bytes, above one of the format `below`.
+/// What is recorded of a layer of so many bytes, above one of the format `below`. One that `is_open` may be as its
+/// server leaves it until it is closed.
 ///
 /// # Errors
 /// It cannot be pushed as it is.
-fn describe(local: &LocalLayer, length: u64, below: Option<Format>) -> Result<Described> {
+fn describe(
+    local: &LocalLayer,
+    length: u64,
+    below: Option<Format>,
+    is_open: bool,
+) -> Result<Described> {
     let path = shown(&local.path);
     if local.format == Format::Raw {
         if below.is_some() {
@@ -451,11 +566,11 @@ fn describe(local: &LocalLayer, length: u64, below: Option<Format>) -> Result<De
     let header = start.get(..cluster).unwrap_or(&start);
     let header = Header::parse(header).map_err(invalid)?;
     let features = header.incompatible;
-    let way_out = if features.contains(IncompatibleFeatures::JOURNAL) {
+    let way_out = if features.contains(IncompatibleFeatures::JOURNAL) && !is_open {
         Some(("was not closed and has a journal", "isobath seal"))
     } else if features.contains(IncompatibleFeatures::CORRUPT) {
         Some(("is marked as corrupt", "isobath check -r all"))
-    } else if features.contains(IncompatibleFeatures::DIRTY) {
+    } else if features.contains(IncompatibleFeatures::DIRTY) && !is_open {
         Some(("was not closed and is marked as dirty", "isobath check -r all"))
     } else if features.contains(IncompatibleFeatures::DATA_FILE) {
         Some(("has an external data file, which would not be pushed", "isobath convert -O qcow2"))
@@ -496,7 +611,7 @@ fn describe(local: &LocalLayer, length: u64, below: Option<Format>) -> Result<De
 }
 
 /// The note of a push: whoever collects objects sees that layers may be needed that no manifest names yet.
-struct Note<'s> {
+pub(crate) struct Note<'s> {
     store: &'s dyn Store,
     key: String,
     renewed: Mutex<Instant>,
@@ -510,22 +625,13 @@ impl<'s> Note<'s> {
         let key = format!("{}{}", keys::PUSHES, unique()?);
         store.put(&key, NOTE)?;
         let note = Self { store, key, renewed: Mutex::new(Instant::now()) };
-        let collects = match store.head(keys::COLLECTOR) {
-            Ok(found) => found.is_some(),
+        match nobody_collects(store) {
+            Ok(()) => Ok(note),
             Err(error) => {
                 note.remove();
-                return Err(error);
+                Err(error)
             }
-        };
-        if collects {
-            note.remove();
-            return Err(Error::Conflict(
-                "'isobath remote gc' is at work in this store: push again when it has ended; if it was killed, run it \
-                 once more with --break-lock"
-                    .to_owned(),
-            ));
         }
-        Ok(note)
     }
 
     /// Puts it again if that was long ago.
@@ -569,7 +675,7 @@ mod tests {
         create.args(["create", "-q", "-f", "qcow2", "-o", "preallocation=full,cluster_size=2M"]);
         let _ = qemu::run(create.arg(&path).arg("4M")).ok();
         let local = LocalLayer { file: File::open(&path).unwrap(), path, format: Format::Qcow2 };
-        let described = describe(&local, length(&local).unwrap(), None).unwrap();
+        let described = describe(&local, length(&local).unwrap(), None, false).unwrap();
         assert!(!described.header.is_empty());
         assert!(described.header.capacity() <= MOST_HEADER, "{}", described.header.capacity());
         assert!(described.l1.is_some_and(|place| place.end - place.start == 8));

@@ -8,16 +8,20 @@ use rustix::fs::{AtFlags, FileType};
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long to wait before the next `accept` while descriptors or memory are short.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long to wait before the next attempt to connect to a socket file, where there is no ring that could wait.
 const CONNECT_PAUSE: Duration = Duration::from_millis(10);
+
+/// How long to wait for others that bind sockets in the same directory, which takes them microseconds, and how often it
+/// is looked whether they have.
+const MOST_OF_A_TURN: Duration = Duration::from_secs(2);
+const BIND_PAUSE: Duration = Duration::from_millis(2);
 
 /// Bytes that may be on their way to the peer of a Unix socket. The kernel counts twice as many, for its own needs.
 const SEND_BUFFER: usize = 1 << 20;
@@ -79,6 +83,8 @@ impl Listener {
     /// As [`bind_unix`](Self::bind_unix), and `EPERM` if the process may not give the file that group.
     pub fn bind_unix_for(path: &Path, access: Access) -> io::Result<Self> {
         let place = Place::of(path)?;
+        // To another server, a socket on which nobody listens yet would be a stale one.
+        let _turn = turn(&place, MOST_OF_A_TURN)?;
         let socket = match bind_private(path) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
                 let Some(stale) = stale(&place) else { return Err(error) };
@@ -299,13 +305,48 @@ const fn mode(bits: u32) -> rustix::fs::Mode {
     rustix::fs::Mode::from_bits_truncate(bits)
 }
 
+/// Keeps other servers of this network namespace from binding a socket at a place until it is dropped: an abstract
+/// socket, whose name only one can have, and which is gone with its process. Any user can have it: nobody is waited for
+/// longer than `most`, and what is bound then is as without.
+fn turn(place: &Place, most: Duration) -> io::Result<socket2::Socket> {
+    let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None)?;
+    let (device, inode) = place::identity(&place.directory()?);
+    let name = format!("\0isobath-bind-{device:x}-{inode:x}");
+    let address = socket2::SockAddr::unix(name)?;
+    let begin = Instant::now();
+    loop {
+        match socket.bind(&address) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+                if begin.elapsed() >= most {
+                    tracing::warn!(
+                        "another program takes long to bind a socket in the directory of '{}': not waiting for it",
+                        place.path().display()
+                    );
+                    return Ok(socket);
+                }
+                std::thread::sleep(BIND_PAUSE);
+            }
+            // Where there are no such sockets nobody is waited for.
+            _ => return Ok(socket),
+        }
+    }
+}
+
 /// The socket file at a place, if nothing listens on it.
 fn stale(place: &Place) -> Option<Identity> {
     let found = place.stat().ok()?;
-    let socket = FileType::from_raw_mode(found.st_mode) == FileType::Socket;
-    let refused = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
-    let is_stale = socket && UnixStream::connect(place.path()).is_err_and(refused);
-    is_stale.then(|| place::identity(&found))
+    let is_socket = FileType::from_raw_mode(found.st_mode) == FileType::Socket;
+    (is_socket && is_refused(place.path())).then(|| place::identity(&found))
+}
+
+/// Whether nobody listens on a socket file. Somebody does who accepts no more connections.
+fn is_refused(path: &Path) -> bool {
+    let connect = || {
+        let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None)?;
+        socket.set_nonblocking(true)?;
+        socket.connect(&socket2::SockAddr::unix(path)?)
+    };
+    connect().is_err_and(|error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused)
 }
 
 fn is_transient(error: &io::Error) -> bool {
@@ -717,5 +758,48 @@ impl Readiness {
     pub async fn ready(&self, events: i16) -> io::Result<i16> {
         let ready = poll(&self.file, u32::from(events as u16)).await;
         ready.map(|events| events as i16)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_keeps_the_turn_for_long_is_not_waited_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let place = Place::of(&directory.path().join("socket")).unwrap();
+        let has_turn = |socket: &socket2::Socket| !socket.local_addr().unwrap().is_unnamed();
+        let kept = turn(&place, MOST_OF_A_TURN).unwrap();
+        assert!(has_turn(&kept));
+        assert!(!has_turn(&turn(&place, BIND_PAUSE).unwrap()));
+        drop(kept);
+        assert!(has_turn(&turn(&place, MOST_OF_A_TURN).unwrap()));
+    }
+
+    #[test]
+    fn somebody_listens_who_accepts_no_more_connections() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("socket");
+        let address = socket2::SockAddr::unix(&path).unwrap();
+        let new = || socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::STREAM, None);
+        let listener = new().unwrap();
+        listener.bind(&address).unwrap();
+        listener.listen(0).unwrap();
+        let mut clients = Vec::new();
+        loop {
+            let client = new().unwrap();
+            client.set_nonblocking(true).unwrap();
+            match client.connect(&address) {
+                Ok(()) => clients.push(client),
+                Err(error) => {
+                    assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+                    break;
+                }
+            }
+        }
+        let error = Listener::bind_unix(&path).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+        assert!(path.exists());
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! `boot root RAW` makes the guest's disk; `boot nbd SOCKET` and `boot qcow2 IMAGE` boot from it by
 //! an NBD server, or with QEMU opening the image, read the large file there, and print the seconds
-//! from the start of QEMU to the guest's end as JSON.
+//! from the start of QEMU to the guest's end as JSON. With `boot nbd SOCKET MIB` the guest reads so
+//! much of the file.
 #![allow(clippy::expect_used, reason = "a measurement fails by a panic")]
 
 use isobath_testkit::fs;
@@ -14,15 +15,23 @@ use std::time::Instant;
 
 const DISK: u64 = 160 << 20;
 const FIELD: usize = 96 << 20;
+/// Reads all of it.
+const WHOLE: &str = "cat /data/field";
 
 fn main() {
     let arguments: Vec<_> = std::env::args().skip(1).collect();
     let words: Vec<_> = arguments.iter().map(String::as_str).collect();
     match words.as_slice() {
         ["root", raw] => make_root(Path::new(raw)),
-        ["nbd", socket] => boot(Guest::new().nbd(Path::new(socket), "")),
-        ["qcow2", image] => boot(Guest::new().drive(&format!("file={image},format=qcow2"))),
-        _ => panic!("usage: boot root RAW | boot nbd SOCKET | boot qcow2 IMAGE"),
+        ["nbd", socket] => boot(nbd(socket), WHOLE, FIELD),
+        ["nbd", socket, mib] => {
+            let mib: usize = mib.parse().expect("a number of MiB");
+            boot(nbd(socket), &format!("dd if=/data/field bs=1M count={mib}"), mib << 20);
+        }
+        ["qcow2", image] => {
+            boot(Guest::new().drive(&format!("file={image},format=qcow2")), WHOLE, FIELD);
+        }
+        _ => panic!("usage: boot root RAW | boot nbd SOCKET [MIB] | boot qcow2 IMAGE"),
     }
 }
 
@@ -32,10 +41,15 @@ fn make_root(raw: &Path) {
     fs::make_root(raw, DISK, &[("field", &field)]);
 }
 
-fn boot(guest: Guest) {
+fn nbd(socket: &str) -> Guest {
+    Guest::new().nbd(Path::new(socket), "")
+}
+
+/// Boots, and runs a command that reads so many bytes.
+fn boot(guest: Guest, command: &str, bytes: usize) {
     let began = Instant::now();
-    let done = guest.root().run("echo read=$(cat /data/field | wc -c)");
+    let done = guest.root().run(&format!("echo read=$({command} | wc -c)"));
     let seconds = began.elapsed().as_secs_f64();
-    assert_eq!(done.values("read"), [FIELD.to_string()], "{}", done.console);
+    assert_eq!(done.values("read"), [bytes.to_string()], "{}", done.console);
     println!("{}", serde_json::json!({ "seconds": seconds }));
 }

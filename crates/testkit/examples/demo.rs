@@ -1,11 +1,11 @@
 //! The main job, shown on the terminal: a chain of ten layers by QEMU and Isobath, served by
-//! `isobath serve`, with a Linux guest that boots from it. `make demo` runs it.
+//! `isobath serve`, with a Linux guest that boots from it, and then from a store. `make demo` runs it.
 
 #![allow(clippy::expect_used, reason = "the demo fails by a panic")]
 
 use isobath_testkit::chain::Commands;
 use isobath_testkit::guest::Guest;
-use isobath_testkit::process::{Ready, Server};
+use isobath_testkit::process::{Ready, Server, run};
 use isobath_testkit::scenario::RootChain;
 use isobath_testkit::seed::Seed;
 use std::path::PathBuf;
@@ -51,6 +51,31 @@ fn main() {
     for line in root.check(&done) {
         println!("  ok: {line}");
     }
+
+    step("The chain is pushed to a store, here a directory, and served from there with an overlay");
+    let store = directory.path().join("store");
+    std::fs::create_dir(&store).expect("a directory");
+    let chain = format!("file://{}/vm", store.display());
+    let mut push = Command::new(&isobath);
+    print!("{}", indented(&run(push.arg("push").arg(root.chain.active()).arg(&chain)).ok().text()));
+    let mut command = Command::new(&isobath);
+    command.args(["serve", &chain, "--nbd", &address, "--overlay"]);
+    command.arg(directory.path().join("overlay.qcow2"));
+    command.arg("--cache-dir").arg(directory.path().join("cache"));
+    let server = Server::start(&mut command, Ready::Line("nbd.sock"));
+    print!("{}", indented(&server.output()));
+
+    step("A guest boots from the store, and does the same once more");
+    let start = Instant::now();
+    let again = Guest::new().nbd(&socket, "").root().run(RootChain::workload());
+    print!("{}", indented(&again.output));
+    println!("  powered off after {:.1} s", start.elapsed().as_secs_f32());
+    let stopped = server.stop();
+    assert!(stopped.status.success(), "{}", stopped.report());
+    assert_eq!(again.values("field"), done.values("field"), "what the layers hold");
+    let mut verify = Command::new(&isobath);
+    let verified = run(verify.args(["remote", "verify", &chain])).ok().text();
+    println!("  ok: the guest read what the layers hold\n  ok: {}", verified.trim());
 }
 
 fn step(title: &str) {

@@ -40,7 +40,7 @@ macro_rules! commands {
         /// The subcommands of `isobath`. A command's help is the doc comment of its `Args`.
         #[derive(Subcommand)]
         pub(crate) enum Command {
-            $($(#[$attribute])* $name($module::Args),)*
+            $($(#[$attribute])* $name(Box<$module::Args>),)*
         }
 
         impl Command {

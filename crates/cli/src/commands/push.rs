@@ -6,24 +6,52 @@ use crate::store::{self, StoreOptions};
 use crate::trust::Trusting;
 use crate::{json, options, runtime, size};
 use isobath_disk::{Disk, ImageFormat, Layer, OpenOptions, Secrets};
-use isobath_remote::{Address, Format, Index, LocalLayer, Replace, push};
-use isobath_storage::{FileId, Storage};
+use isobath_remote::{
+    Address, Format, Index, LocalLayer, Progress, Pushed, Replace, TopIs, check_layers, may_push,
+    push,
+};
+use isobath_storage::{FileId, Host, Storage, StorageExt};
 use serde_json::json;
+use std::collections::HashSet;
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Copy a chain to a directory or an object store
 ///
 /// Every layer becomes an object that is named by its digest, so that only those are sent that are not there. The chain
-/// appears under its name when all of it is there. Nobody may write to the image meanwhile; to push a disk in use, take
-/// a snapshot, and push the image below.
+/// appears under its name when all of it is there. Nobody may write to the image meanwhile; 'isobath ctl push' pushes a
+/// disk in use.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The image's format [default: detected]
     #[arg(short, long, value_name = "FMT", value_parser = options::format)]
     format: Option<ImageFormat>,
+    #[command(flatten)]
+    sending: Sending,
+    #[command(flatten)]
+    trusting: Trusting,
+    /// The image, the top of the chain
+    image: PathBuf,
+    #[arg(help = store::CHAIN)]
+    remote: String,
+}
+
+/// The files of a disk that a server reads, the top first.
+pub(crate) struct ServedFiles {
+    /// Their names.
+    pub(crate) names: Vec<PathBuf>,
+    /// All files that the server has open, if that can be seen.
+    pub(crate) open: Option<HashSet<FileId>>,
+}
+
+/// How often an image in use is looked at before it counts as damaged: what a server is just writing may look so.
+const MOST_LOOKS: usize = 8;
+
+/// How a chain is sent.
+#[derive(clap::Args)]
+pub(crate) struct Sending {
     /// Replace whatever the store has under the name, even if another push changes it at the same time
     #[arg(long)]
     overwrite: bool,
@@ -36,67 +64,147 @@ pub(crate) struct Args {
     /// Print only errors
     #[arg(short, long)]
     quiet: bool,
+    /// Read at most so many bytes of the images a second, such as 100M; 0 is no limit
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    speed: Option<u64>,
     #[command(flatten)]
     store: StoreOptions,
-    #[command(flatten)]
-    trusting: Trusting,
-    /// The image, the top of the chain
-    image: PathBuf,
-    #[arg(help = store::CHAIN)]
-    remote: String,
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let address = Address::parse(&args.remote)?;
-    let options = OpenOptions::new()
-        .format(args.format)
-        .heads(false)
-        .secrets(Secrets::unneeded())
-        .trust(args.trusting.trust()?);
-    let replace = if args.overwrite { Replace::Any } else { Replace::Unchanged };
-    let pushed = runtime::block_on(async || {
-        // As long as the disk is open, no other program writes to any of its images.
-        let disk = Disk::open(images().clone(), &args.image, &options).await?;
-        let layers: Vec<_> = disk.layers().collect();
-        let layers = layers.into_iter().rev().map(|layer| local(layer));
-        let layers = layers.collect::<Result<Vec<_>, _>>()?;
-        let index = disk.whole_index().await?;
-        let index = index.map(|index| Index { root: index.root.encode(), bytes: index.bytes });
-        let (place, name) = (address.place.clone(), address.name.clone());
-        let work = move |store: &dyn isobath_remote::Store, progress: &_| {
-            push(store, &name, &layers, index.as_ref(), replace, progress)
+    let options = OpenOptions::new().format(args.format).trust(args.trusting.trust()?);
+    let pushed = args.sending.send(&args.image, options, None, &address)?;
+    args.sending.say(&pushed, &address, out)
+}
+
+impl Sending {
+    /// Fails if what has these files could not be pushed, although the server writes to the top.
+    pub(crate) fn check(
+        &self,
+        files: &ServedFiles,
+        format: Option<ImageFormat>,
+        address: &Address,
+    ) -> Result<(), Failure> {
+        let Some(image) = files.names.first() else {
+            return Err(Failure::new("a disk without an image cannot be pushed"));
         };
-        let interrupted =
-            "what was sent stays in the store for the next push, and the chain there is unchanged";
-        let shown = args.progress && !args.quiet;
-        let pushed = args.store.run(&place, shown, interrupted, work).await;
-        disk.close().await?;
-        pushed
-    })?;
-    match args.output {
-        options::OutputFormat::Json => {
-            let done = json!({
-                "remote": address.to_string(),
-                "layers": pushed.layers,
-                "layers-sent": pushed.sent,
-                "bytes-sent": pushed.bytes,
-            });
-            json::print(out, &done)?;
-        }
-        options::OutputFormat::Human if args.quiet => {}
-        options::OutputFormat::Human => writeln!(
-            out,
-            "Pushed to {address}: {} layers, {} of them sent ({}).",
-            pushed.layers,
-            pushed.sent,
-            size::human(pushed.bytes)
-        )?,
+        let options = OpenOptions::new().format(format).heads(false);
+        let options = options.secrets(Secrets::unneeded()).locking(options::locking(true));
+        let replace = self.replace();
+        let (place, name) = (address.place.clone(), address.name.clone());
+        runtime::block_on(async || {
+            let mut opened = Disk::open(images().clone(), image, &options).await;
+            for _ in 1..MOST_LOOKS {
+                if opened.is_ok() {
+                    break;
+                }
+                opened = Disk::open(images().clone(), image, &options).await;
+            }
+            let disk = opened?;
+            let layers = locals(&disk, Some(files), TopIs::InUse);
+            disk.close().await?;
+            check_layers(&layers?, TopIs::InUse)?;
+            let work =
+                move |store: &dyn isobath_remote::Store, _: &_| may_push(store, &name, replace);
+            self.store.run(&place, false, "nothing was done", work).await
+        })
     }
-    Ok(0)
+
+    fn replace(&self) -> Replace {
+        if self.overwrite { Replace::Any } else { Replace::Unchanged }
+    }
+
+    /// The options, for a command line.
+    pub(crate) fn shown(&self) -> String {
+        let overwrite = if self.overwrite { " --overwrite" } else { "" };
+        let speed = self.speed.map(|speed| format!(" --speed {speed}")).unwrap_or_default();
+        [overwrite, &speed, &self.store.shown()].concat()
+    }
+
+    /// Pushes an image and what is below it, which must be these `files` if they are given.
+    pub(crate) fn send(
+        &self,
+        image: &Path,
+        options: OpenOptions,
+        files: Option<&ServedFiles>,
+        address: &Address,
+    ) -> Result<Pushed, Failure> {
+        let options = options.heads(false).secrets(Secrets::unneeded());
+        let replace = self.replace();
+        let speed = self.speed.unwrap_or(0);
+        runtime::block_on(async || {
+            // As long as the disk is open, no other program writes to any of its images.
+            let disk = Disk::open(images().clone(), image, &options).await?;
+            let layers = locals(&disk, files, TopIs::Closed)?;
+            let index = disk.whole_index().await?;
+            let index = index.map(|index| Index { root: index.root.encode(), bytes: index.bytes });
+            let (place, name) = (address.place.clone(), address.name.clone());
+            let work = move |store: &dyn isobath_remote::Store, progress: &Progress| {
+                progress.limit_to(speed);
+                push(store, &name, &layers, index.as_ref(), replace, progress)
+            };
+            let interrupted = "what was sent stays in the store for the next push, and the chain there is unchanged";
+            let shown = self.progress && !self.quiet;
+            let pushed = self.store.run(&place, shown, interrupted, work).await;
+            disk.close().await?;
+            pushed
+        })
+    }
+
+    /// Reports what was pushed.
+    pub(crate) fn say(&self, pushed: &Pushed, address: &Address, out: &mut dyn Write) -> Outcome {
+        match self.output {
+            options::OutputFormat::Json => {
+                let done = json!({
+                    "remote": address.to_string(),
+                    "layers": pushed.layers,
+                    "layers-sent": pushed.sent,
+                    "bytes-sent": pushed.bytes,
+                });
+                json::print(out, &done)?;
+            }
+            options::OutputFormat::Human if self.quiet => {}
+            options::OutputFormat::Human => writeln!(
+                out,
+                "Pushed to {address}: {} layers, {} of them sent ({}).",
+                pushed.layers,
+                pushed.sent,
+                size::human(pushed.bytes)
+            )?,
+        }
+        Ok(0)
+    }
+}
+
+/// The layers of a disk as they are pushed, from the base to the top. If `files` are given, they must be those.
+fn locals<H: Host>(
+    disk: &Disk<H>,
+    files: Option<&ServedFiles>,
+    top: TopIs,
+) -> Result<Vec<LocalLayer>, Failure> {
+    let layers: Vec<_> = disk.layers().collect();
+    if let Some(files) = files {
+        let is_it = |file: &PathBuf, layer: &Layer<H::File>| {
+            let Ok(found) = file.metadata() else { return false };
+            let id = FileId { device: found.dev(), inode: found.ino() };
+            id_of_file(id) == layer.storage().id()
+                && files.open.as_ref().is_none_or(|open| open.contains(&id))
+        };
+        let mut pairs = files.names.iter().zip(&layers);
+        if files.names.len() != layers.len() || !pairs.all(|(file, layer)| is_it(file, layer)) {
+            return Err(Failure::new(
+                "the headers of the images lead to other files than the server reads: they cannot be pushed as a chain",
+            ));
+        }
+    }
+    let is_open = |number: usize| top == TopIs::InUse && number == 0;
+    let locals = layers.into_iter().enumerate();
+    locals.rev().map(|(number, layer)| local(layer, is_open(number))).collect()
 }
 
 /// A layer as it is pushed: its file, opened once more, which must be the one that is locked.
-fn local<S: Storage>(layer: &Layer<S>) -> Result<LocalLayer, Failure> {
+fn local<S: Storage>(layer: &Layer<S>, is_open: bool) -> Result<LocalLayer, Failure> {
     let name = isobath_storage::shown(layer.name()).to_string();
     let refused = |why: &str| Failure::new(format_args!("'{name}' cannot be pushed: {why}"));
     if !is_file_name(layer.name()) {
@@ -112,7 +220,7 @@ fn local<S: Storage>(layer: &Layer<S>) -> Result<LocalLayer, Failure> {
             )));
         }
     };
-    if layer.shown_log() != isobath_image::layer::ShownLog::None {
+    if !is_open && layer.shown_log() != isobath_image::layer::ShownLog::None {
         return Err(refused(
             "its server was killed, and left changes; run 'isobath seal' on it first",
         ));

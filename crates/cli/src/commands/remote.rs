@@ -5,11 +5,14 @@ use crate::store::{self, StoreOptions};
 use crate::{json, messages, options, runtime, size};
 use clap::Subcommand;
 use isobath_remote::{
-    Address, Checked, Collection, Depth, Listed, Place, Progress, Store, check, collect, list,
-    remove,
+    Address, BLOCK, Checked, Collection, Depth, Listed, MAX_TRACE, Place, Progress, Replace, Store,
+    Trace, check, collect, list, remove, set_trace,
 };
 use serde_json::{Value, json};
-use std::io::Write;
+use std::fmt::Display;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// List, verify and remove chains in a directory or an object store
@@ -23,6 +26,7 @@ pub(crate) struct Args {
 enum Command {
     Ls(ListArgs),
     Verify(VerifyArgs),
+    Trace(TraceArgs),
     Rm(RemoveArgs),
     Gc(CollectArgs),
 }
@@ -63,6 +67,32 @@ struct VerifyArgs {
     remote: String,
 }
 
+/// Have the servers of a chain fetch ahead what was recorded
+///
+/// 'isobath serve --record-trace' records what is read, such as by a machine that boots. Servers that start later fetch
+/// it in the same order while nothing else waits to be fetched. A chain has one trace; it stays when layers are pushed
+/// on top.
+#[derive(clap::Args)]
+struct TraceArgs {
+    /// Have them fetch nothing ahead
+    #[arg(long, conflicts_with = "trace")]
+    remove: bool,
+    /// Use a store that cannot replace an object only if it is unchanged: what is pushed to the chain at the same time
+    /// may be lost
+    #[arg(long)]
+    overwrite: bool,
+    /// Print only errors
+    #[arg(short, long)]
+    quiet: bool,
+    #[command(flatten)]
+    store: StoreOptions,
+    #[arg(help = store::CHAIN)]
+    remote: String,
+    /// The file that was recorded
+    #[arg(value_name = "FILE", required_unless_present = "remove")]
+    trace: Option<PathBuf>,
+}
+
 /// Remove a chain from a store
 ///
 /// Its layers stay until 'isobath remote gc' removes those that no other chain needs.
@@ -99,6 +129,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     match &args.command {
         Command::Ls(args) => ls(args, out),
         Command::Verify(args) => verify(args, out),
+        Command::Trace(args) => trace(args, out),
         Command::Rm(args) => rm(args),
         Command::Gc(args) => gc(args, out),
     }
@@ -208,6 +239,39 @@ fn verify(args: &VerifyArgs, out: &mut dyn Write) -> Outcome {
         }
     }
     Ok(if checked.problems.is_empty() { 0 } else { 2 })
+}
+
+fn trace(args: &TraceArgs, out: &mut dyn Write) -> Outcome {
+    let address = Address::parse(&args.remote)?;
+    let read = |path: &PathBuf| {
+        let failed = |error: &dyn Display| {
+            let what = format!("cannot use the trace '{}'", isobath_storage::shown(path));
+            Failure::new(error).context(what)
+        };
+        let mut bytes = Vec::new();
+        let read = File::open(path)
+            .and_then(|file| file.take(MAX_TRACE + 1).read_to_end(&mut bytes))
+            .map_err(|error| failed(&isobath_storage::cause(&error)));
+        read.and_then(|_| Trace::decode(&bytes).map_err(|error| failed(&error)))
+    };
+    let trace = args.trace.as_ref().map(read).transpose()?;
+    let replace = if args.overwrite { Replace::Any } else { Replace::Unchanged };
+    let name = address.name.clone();
+    let work = move |store: &dyn Store, progress: &Progress| {
+        set_trace(store, &name, trace.as_ref(), replace, progress)
+    };
+    let blocks = block(&args.store, &address.place, false, work)?;
+    if !args.quiet {
+        match blocks {
+            0 => writeln!(out, "Servers of '{address}' fetch nothing ahead.")?,
+            _ => writeln!(
+                out,
+                "Servers of '{address}' fetch {blocks} blocks ahead ({}).",
+                size::human(blocks.saturating_mul(BLOCK))
+            )?,
+        }
+    }
+    Ok(0)
 }
 
 fn rm(args: &RemoveArgs) -> Outcome {

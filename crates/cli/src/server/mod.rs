@@ -1,6 +1,7 @@
 //! Parts common to servers: addresses to listen on, threads for clients, signals, running in the background.
 
 pub(crate) mod add_fd;
+pub(crate) mod claimed;
 pub(crate) mod daemon;
 pub(crate) mod endpoint;
 pub(crate) mod group;

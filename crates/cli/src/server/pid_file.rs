@@ -1,10 +1,8 @@
 //! A file with the process ID, locked for as long as the process lives.
 
-use super::owned;
+use super::claimed::{Claimed, reason};
 use crate::failure::Failure;
-use isobath_ring::place::{Identity, Place, identity_of};
-use rustix::fs::OFlags;
-use std::fs::{File, Permissions, TryLockError};
+use std::fs::Permissions;
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -14,73 +12,36 @@ const MODE: u32 = 0o644;
 
 /// A PID file, removed on drop.
 #[derive(Debug)]
-pub(crate) struct PidFile {
-    place: Place,
-    id: Identity,
-    /// Holds the lock.
-    _file: File,
-}
+pub(crate) struct PidFile(Claimed);
 
 impl PidFile {
     /// Writes this process's ID. A stale file of a process that has ended is reused.
     ///
     /// # Errors
-    /// `EBUSY` while another process holds the lock; if something is there that is no file of [its
-    /// own](owned::check), which is left as it is; and errors of the file system.
+    /// As [`Claimed::claim`].
     pub(crate) fn create(path: &Path) -> io::Result<Self> {
-        let place = Place::of(path)?;
-        loop {
-            let found = match place.create_new(MODE) {
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                    place.open(OFlags::RDWR).map(|file| (file, false))
-                }
-                created => created.map(|file| (file, true)),
-            };
-            let (mut file, is_new) = match found {
-                Err(error)
-                    if error.kind() == io::ErrorKind::NotFound
-                        && place.directory()?.st_nlink > 0 =>
-                {
-                    continue;
-                }
-                found => found?,
-            };
-            file.try_lock().map_err(|error| match error {
-                TryLockError::WouldBlock => io::Error::from(io::ErrorKind::ResourceBusy),
-                TryLockError::Error(error) => error,
-            })?;
-            // The previous holder may have removed it between the open and the lock.
-            let id = identity_of(&file)?;
-            if !place.holds(id) {
-                continue;
-            }
-            // Before anything is written to it.
-            owned::check(&file.metadata()?, None)?;
-            if is_new {
-                file.set_permissions(Permissions::from_mode(MODE))?;
-            }
-            file.set_len(0)?;
-            writeln!(file, "{}", std::process::id())?;
-            return Ok(Self { place, id, _file: file });
+        let claimed = Claimed::claim(path, MODE, None)?;
+        let mut file = &claimed.file;
+        if claimed.is_new {
+            file.set_permissions(Permissions::from_mode(MODE))?;
         }
+        file.set_len(0)?;
+        writeln!(file, "{}", std::process::id())?;
+        Ok(Self(claimed))
     }
 }
 
 /// Creates the PID file that an option names.
 pub(crate) fn create(path: &Path) -> Result<PidFile, Failure> {
     PidFile::create(path).map_err(|error| {
-        let reason = if error.kind() == io::ErrorKind::ResourceBusy {
-            "another process has locked it".to_owned()
-        } else {
-            isobath_storage::cause(&error)
-        };
+        let reason = reason(&error);
         Failure::new(format_args!("cannot write the PID file '{}': {reason}", path.display()))
     })
 }
 
 impl Drop for PidFile {
     fn drop(&mut self) {
-        let _ = self.place.remove(self.id);
+        self.0.remove();
     }
 }
 

@@ -108,7 +108,8 @@ fn an_interrupted_chain_is_removed() {
     let directory = tempfile::tempdir().unwrap();
     let chain = directory.path().join("chain");
     let mut process = Command::new(ISOBATH)
-        .args(["chain", "generate", "--layers", "400", "--size", "1G", "--data", "pattern"])
+        // It would take minutes.
+        .args(["chain", "generate", "--layers", "10000", "--size", "1G", "--data", "pattern"])
         .arg(&chain)
         .stdout(Stdio::null())
         .stderr(Stdio::piped())

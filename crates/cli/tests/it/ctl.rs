@@ -1,5 +1,6 @@
 //! `isobath serve --qmp` and `isobath ctl`, as people and programs use them.
 
+use crate::programs::isobath;
 use crate::serving::{ISOBATH, QemuIo};
 use isobath_testkit::process::{Finished, PATIENCE, Ready, Server, run};
 use isobath_testkit::{args, qemu, tools, until, until_some};
@@ -380,9 +381,139 @@ fn nodes_and_exports_come_and_go() {
     fs::remove_file(served.path("gone")).unwrap();
     let lost = put_on("gone").exits(1);
     assert!(lost.stderr.contains("could not be opened again"), "{}", lost.report());
+    // One that a job has moved into another image is opened again as that.
+    let raw = r#"{"driver": "raw", "node-name": "moved", "file": {"driver": "file", "filename": "moved"}}"#;
+    fs::write(served.path("moved"), vec![0; SIZE as usize]).unwrap();
+    qemu::create(&served.path("to"), "qcow2", SIZE, "");
+    let _ = served.query(&["blockdev-add", raw]);
+    let _ = served.run(&["mirror", "moved", "to"]).ok();
+    let file = served.path("to").display().to_string();
+    let node_of = |served: &Controlled, file: &String| {
+        let nodes = served.query(&["query-named-block-nodes"]);
+        let node = nodes.as_array().unwrap().iter().find(|node| node["file"] == *file).cloned();
+        node.unwrap_or_else(|| panic!("{file}: {nodes}"))
+    };
+    let moved = node_of(&served, &file)["node-name"].as_str().unwrap().to_owned();
+    let refused = put_on(&moved).exits(1);
+    assert!(refused.stderr.contains("it names no backing file"), "{}", refused.report());
+    assert_eq!(node_of(&served, &file)["drv"], "qcow2");
+    // And one from below which a job has taken what was given, alone.
+    qemu::create_overlay(&served.path("flat"), &served.path("moved"), "raw", "");
+    let flat = r#"{"driver": "qcow2", "node-name": "flat", "file": {"driver": "file", "filename": "flat"},
+                   "backing": {"driver": "raw", "file": {"driver": "file", "filename": "moved"}}}"#;
+    let _ = served.query(&["blockdev-add", flat]);
+    let _ = served.run(&["stream", "flat"]).ok();
+    let refused = put_on("flat").exits(1);
+    assert!(refused.stderr.contains("it names no backing file"), "{}", refused.report());
+    assert_eq!(node_of(&served, &"flat".to_owned())["node-name"], "flat");
     let _ = put_on("over").ok();
     assert_eq!(served.chain(), ["over", "vm", "mid", "base"]);
     served.quit("over");
+}
+
+#[test]
+fn a_disk_in_use_is_pushed() {
+    let mut served = Controlled::start(&[]);
+    let directory = served.directory.path().to_owned();
+    let uri = format!("nbd+unix:///vm?socket={}", served.path("nbd").display());
+    let remote = |store: &str| format!("file://{}/vm", directory.join(store).display());
+    let chain = ["top", "vm", "mid", "base"];
+    fs::create_dir(served.path("store")).unwrap();
+    let said = served.ctl(&["push", "--disk", "vm", "--speed", "10G", "top", &remote("store")]);
+    let expected = format!("Pushed to {}: 3 layers, 3 of them sent", remote("store"));
+    assert!(said.starts_with(&expected), "{said}");
+    assert_eq!(served.chain(), chain);
+    let mut guest = QemuIo::open("raw", &uri);
+    guest.ok("write -P 9 9M 64k");
+    // From a directory where the server's names mean other files.
+    let elsewhere = served.path("elsewhere");
+    fs::create_dir(&elsewhere).unwrap();
+    for decoy in chain {
+        qemu::create(&elsewhere.join(decoy), "qcow2", SIZE, "");
+    }
+    let mut push = Command::new(ISOBATH);
+    push.current_dir(&elsewhere).args(["ctl", "../qmp", "push", "--output", "json", "next"]);
+    let again = run(push.arg(remote("store"))).ok().json();
+    assert_eq!((&again["layers"], &again["layers-sent"]), (&4.into(), &1.into()));
+    guest.ok("write -P 1 9M 64k");
+    drop(guest);
+    fs::create_dir(served.path("out")).unwrap();
+    let pull = args!["pull", "-q", "--rebase-names", remote("store"), "out"];
+    let _ = isobath(&directory, pull).ok();
+    let _ = served.ctl(&["quit"]);
+    let _ = served.server.take().unwrap().wait().ok();
+    let pulled = served.path("out/top");
+    let _ = qemu::img(args!["compare", "-q", served.path("top"), &pulled]).ok();
+    let _ = qemu::io(&pulled, "qcow2", &["read -P 9 9M 64k", "read -P 1 0 4M"]).ok();
+}
+
+#[test]
+fn no_snapshot_is_taken_for_a_push_that_cannot_succeed() {
+    let mut served = Controlled::start(&[]);
+    let directory = served.directory.path().to_owned();
+    let remote = |store: &str| format!("file://{}/vm", directory.join(store).display());
+    let before = served.chain();
+    for store in ["damaged", "collected", "store", "read-only"] {
+        fs::create_dir_all(served.path(store).join("manifests")).unwrap();
+    }
+    fs::write(served.path("damaged/manifests/vm.json"), "{}").unwrap();
+    fs::write(served.path("collected/gc.lock"), "").unwrap();
+    // Nothing can be created there.
+    fs::write(served.path("read-only/pushes"), "").unwrap();
+    for (arguments, said) in [
+        (["top", &*remote("nowhere")], "cannot open the directory"),
+        (["top", "s3://key:secret@bucket/vm"], "a store's name has no user and no password"),
+        (["top", "vm"], "this is not the name of a store"),
+        (["top", &*remote("read-only")], "pushes"),
+        (["top", &*remote("damaged")], "--overwrite replaces it"),
+        (["top", &*remote("collected")], "'isobath remote gc' is at work"),
+        (["vm", &*remote("store")], "is a disk"),
+    ] {
+        let refused = served.run(&[&["push"][..], &arguments].concat()).exits(1);
+        assert!(refused.stderr.contains(said), "{}", refused.report());
+        assert_eq!(served.chain(), before);
+    }
+    let left = fs::read_dir(served.path("store/pushes")).unwrap();
+    assert_eq!(left.count(), 0, "nothing is left of what was tried");
+    served.quit("vm");
+    // A layer that would not be pushed as it is.
+    let data = format!("data_file={},data_file_raw=on", served.path("data").display());
+    qemu::create(&served.path("outside"), "qcow2", SIZE, &data);
+    qemu::create_overlay(&served.path("above"), &served.path("outside"), "qcow2", "");
+    served.serve("above", &[]);
+    let refused = served.run(&["push", "top", &remote("store")]).exits(1);
+    assert!(refused.stderr.contains("has an external data file"), "{}", refused.report());
+    assert_eq!(served.chain(), ["above", "outside"]);
+    // One below which other images are by now than the server has: another base, or only another file.
+    let _ = served.ctl(&["quit"]);
+    let _ = served.server.take().unwrap().wait().ok();
+    served.serve("vm", &[]);
+    fs::rename(served.path("mid"), served.path("moved")).unwrap();
+    qemu::create(&served.path("other"), "qcow2", SIZE, "");
+    for base in ["other", "base"] {
+        let _ = fs::remove_file(served.path("mid"));
+        qemu::create_overlay(&served.path("mid"), &served.path(base), "qcow2", "");
+        let refused = served.run(&["push", "top", &remote("store")]).exits(1);
+        assert!(refused.stderr.contains("lead to other files"), "{}", refused.report());
+        assert!(!served.path("top").exists());
+    }
+}
+
+#[test]
+fn a_push_that_fails_says_how_to_continue() {
+    let mut served = Controlled::start(&[]);
+    let remote = format!("file://{}/vm", served.path("store").display());
+    fs::create_dir(served.path("store")).unwrap();
+    fs::write(served.path("store/layers"), "").unwrap();
+    let failed = served.run(&["push", "--overwrite", "last", &remote]).exits(1);
+    let image = served.path("vm").display().to_string();
+    let way_out = format!("'isobath push -f qcow2 --overwrite {image} {remote}' continues");
+    assert!(failed.stderr.contains(&way_out), "{}", failed.report());
+    assert_eq!(served.chain(), ["last", "vm", "mid", "base"]);
+    fs::remove_file(served.path("store/layers")).unwrap();
+    let again = args!["push", "-q", "-f", "qcow2", "--overwrite", image, remote];
+    let _ = isobath(served.directory.path(), again).ok();
+    served.quit("last");
 }
 
 #[test]

@@ -71,6 +71,7 @@ mod sockets;
 mod stores;
 mod sweep;
 mod tls;
+mod traces;
 mod two_programs;
 mod ublk;
 mod unheard;

@@ -806,8 +806,15 @@ fn a_mirror_goes_on_in_no_image_whose_header_leads_elsewhere() {
     }
     assert!(before == fs::read(path.join("decoy")).unwrap());
     assert_same_bytes(&uri(&place, "vm"), &copy);
+    // A copy of everything needs nothing below, but nothing is put above it.
+    let add = |name: &str| node(&place, name, Some(below.clone()));
+    let _ = qmp.ask("blockdev-add", add("decoy")).unwrap();
+    qmp.job("blockdev-mirror", json!({"device": "vm", "target": "decoy", "sync": "full"}));
+    assert_same_bytes(&uri(&place, "vm"), &copy);
+    let refused = json!({"device": "vm", "snapshot-file": path.join("refused")});
+    qmp.refuses("blockdev-snapshot-sync", refused, "does not name the backing file");
     // Where the header leads there, it is no harm that the file was given.
-    let _ = qmp.ask("blockdev-add", node(&place, "same", Some(below))).unwrap();
+    let _ = qmp.ask("blockdev-add", add("same")).unwrap();
     qmp.job("blockdev-mirror", json!({"device": "vm", "target": "same", "sync": "top"}));
     assert_same_bytes(&uri(&place, "vm"), &copy);
     snapshot(&mut qmp, "new");
@@ -852,9 +859,20 @@ fn a_client_opens_no_layer_of_the_store_by_a_name_that_pins_nothing() {
         }
     }
     assert_same_bytes(&uri(&place, "vm"), &copy);
+    // A file with such a name is one.
+    let named = format!("{vm}2");
+    let file = path.join(&named);
+    fs::create_dir_all(file.parent().unwrap()).unwrap();
+    naming(&place, file.to_str().unwrap(), &pinned, "qcow2");
+    let below = json!({"driver": "file", "filename": named});
+    let added = json!({"driver": "qcow2", "node-name": "n", "file": below});
+    let _ = qmp.ask("blockdev-add", added).unwrap();
+    let snapshot = json!({"device": "vm", "snapshot-file": format!("{vm}3")});
+    let _ = qmp.ask("blockdev-snapshot-sync", snapshot).unwrap();
+    assert!(path.join(format!("{vm}3")).is_file());
+    assert_same_bytes(&uri(&place, "vm"), &copy);
     drop(qmp);
     let _ = server.stop().ok();
-    assert!(!path.join("file:").exists());
 }
 
 /// Paths with different writing are compared as the headers have them.
@@ -1107,7 +1125,7 @@ fn an_overlay_is_read_without_being_written_to() {
 fn an_overlay_is_served_while_the_store_is_away() {
     let place = Place::new(3, "");
     let (path, copy) = (place.path(), copy_of(&place));
-    let server = serve(&place, "top.qcow2", &["--remote-timeout", "1"]);
+    let server = serve(&place, "top.qcow2", &[]);
     assert_same_bytes(&uri(&place, "vm"), &copy);
     fs::rename(path.join("store"), path.join("away")).unwrap();
     write_both(&place, "vm", &copy, &WRITES);
@@ -1134,7 +1152,7 @@ fn an_overlay_is_served_while_the_store_is_away() {
 fn what_was_overwritten_needs_no_store() {
     let place = place_with_decoys();
     let (path, copy) = (place.path(), copy_of(&place));
-    let server = serve(&place, "top.qcow2", &["--remote-timeout", "1"]);
+    let server = serve(&place, "top.qcow2", &[]);
     // Of the store it needs the tables.
     write_both(&place, "vm", &copy, &["write -P 61 0 8M"]);
     fs::rename(path.join("store"), path.join("away")).unwrap();

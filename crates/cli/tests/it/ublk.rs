@@ -478,7 +478,7 @@ fn a_device_is_served_on_where_nobody_can_tell_who_uses_it() {
             until_no_keeper
             begin
             kill -9 $(keepers)
-            says 'the keeper of /dev/ublkb0 has ended'
+            says 'who uses /dev/ublkb0, or remove it (the keeper of the device has ended'
             # It says so again.
             kill $pid
             while [ $(grep -c 'has ended' /tmp/err) != 2 ]; do sleep 0.1; done

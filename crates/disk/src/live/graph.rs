@@ -131,7 +131,10 @@ impl<H: Host> LiveDisk<H> {
         }
         let replaced = self.replace(&disk, Arc::clone(&other));
         self.or_stop(replaced)?;
-        self.options.store(Arc::new((*self.options()).clone().backing_files(given)));
+        let options = (*self.options()).clone();
+        // Above layers that are read over a network none is used.
+        let index = options.index && !other.is_above_kept();
+        self.options.store(Arc::new(options.backing_files(given).index(index)));
         if let Some(writer) = &other.writer {
             writer.own_readers().await;
         }
@@ -508,11 +511,12 @@ impl<H: Host> Disk<H> {
 mod tests {
     use super::*;
     use crate::ZeroFlags;
-    use crate::testing::{CLUSTER, SIZE, chain_of, disk, live, must_violate, open};
+    use crate::testing::{CLUSTER, SIZE, chain_of, disk, live, must_violate, open, open_as};
     use futures_executor::block_on;
     use futures_util::FutureExt;
     use isobath_chain::create::{NewDisk, create};
-    use isobath_image::options::BackingFile;
+    use isobath_image::layer::ImageFormat;
+    use isobath_image::options::{BackingFile, OpenOptions};
     use isobath_storage::IoBuf;
     use isobath_storage::memory::MemoryHost;
     use std::pin::Pin;
@@ -542,6 +546,27 @@ mod tests {
         shorten(&live, 0..2, true, |_, _| None).unwrap();
         assert_eq!(live.depth(), 1);
         assert!(live.current().writer().is_ok());
+    }
+
+    /// Of a raw image whose format was detected a guest must not make another one.
+    #[test]
+    fn an_image_is_opened_again_alone_and_as_what_it_is() {
+        let host = MemoryHost::new();
+        host.insert("raw", &vec![0; SIZE as usize]);
+        let raw = Some(ImageFormat::Raw);
+        for (format, detected) in [(None, true), (raw, false)] {
+            let options = OpenOptions::new().writable(true).format(format);
+            let live = live(open_as(&host, "raw", &options));
+            assert_eq!(live.options_alone().format, format);
+            assert_eq!(live.current().chain.active().is_detected_raw(), detected);
+        }
+        let live = live(chain_of(2));
+        let options = live.options_alone();
+        assert_eq!((options.format, options.backing), (Some(ImageFormat::Qcow2), false));
+        // What was given below it is so no longer.
+        let given = vec![Below::Nothing];
+        live.options.store(Arc::new((*live.options()).clone().backing_files(given)));
+        assert!(live.options_alone().backing_files.is_empty());
     }
 
     type Request<'a> = Pin<Box<dyn Future<Output = bool> + 'a>>;

@@ -200,6 +200,20 @@ impl<H: Host> LiveDisk<H> {
         self.options.load_full()
     }
 
+    /// How to open the active image once more, without what is below it. Jobs may have put another image in the place
+    /// of the one that was opened, and taken out what was below that.
+    pub fn options_alone(&self) -> OpenOptions {
+        let disk = self.current();
+        let layer = disk.chain.active();
+        let mut options = (*self.options()).clone();
+        if let Some(secret) = layer.secret() {
+            options.secrets.set(0, Arc::clone(secret));
+        }
+        let format = (!layer.is_detected_raw()).then(|| layer.format());
+        let data_file = layer.given_data_file().map(Path::to_owned);
+        options.format(format).data_file(data_file).backing(false).backing_files(Vec::new())
+    }
+
     /// From now on completed writes, including earlier ones, survive a kill of this process, as if the disk had been
     /// opened with [`OpenOptions::restart_log`].
     ///

@@ -6,6 +6,7 @@ use crate::command_line::{absolute, quoted};
 use crate::frontend::{
     CommandLineOption, Export, ExportControl, ExportedDisk, Frontend, FrontendError, Parameter,
     Place, Presence, Protocol, RemoveError, RemoveMode, Settings, Shown, Start, Takes,
+    requests_within,
 };
 use isobath_disk::memory::{OutOfMemory, Reserved};
 use isobath_disk::{BlockDevice, MemoryLimit};
@@ -58,11 +59,6 @@ pub const PROTOCOL: Protocol = Protocol {
     ],
 };
 
-/// Each export has this part of a memory limit,
-const SHARE: usize = 16;
-/// but for all its threads together these requests, so that one that is held does not keep all others out.
-const LEAST_REQUESTS: usize = 4;
-
 /// Exports disks as files.
 pub struct FuseFrontend {
     workers: Vec<Handle>,
@@ -76,12 +72,8 @@ impl FuseFrontend {
     }
 
     fn requests_on(&self, threads: usize) -> Result<(usize, Option<Reserved>), OutOfMemory> {
-        let Some(memory) = &self.memory else { return Ok((MOST_REQUESTS, None)) };
-        let share = usize::try_from(memory.bytes()).unwrap_or(usize::MAX) / SHARE;
-        let least = LEAST_REQUESTS.div_ceil(threads);
-        let requests = (share / threads / Options::memory(1)).clamp(least, MOST_REQUESTS);
-        let most = (threads * Options::memory(requests)) as u64;
-        Ok((requests, Some(memory.reserve("a FUSE export", most)?)))
+        let memory = self.memory.as_ref();
+        requests_within(memory, "a FUSE export", threads, MOST_REQUESTS, Options::memory)
     }
 }
 

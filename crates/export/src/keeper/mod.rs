@@ -177,7 +177,8 @@ fn next(stream: &mut UnixStream) -> io::Result<Report> {
     Report::receive(stream)?.ok_or_else(ended)
 }
 
-fn ended() -> io::Error {
+/// What is said of a keeper that has ended.
+pub(crate) fn ended() -> io::Error {
     io::Error::other("the keeper of the device has ended, which alone can remove it")
 }
 

@@ -7,8 +7,9 @@ use crate::command_line::quoted;
 use crate::frontend::{
     CommandLineOption, Export, ExportControl, ExportedDisk, Frontend, FrontendError, Parameter,
     Place, Presence, Protocol, RemoveError, RemoveMode, Serving, Settings, Shown, Start, Takes,
+    requests_within,
 };
-use crate::keeper::{Device, Keeper};
+use crate::keeper::{self, Device, Keeper};
 use crate::stop::Stop;
 use isobath_disk::memory::{OutOfMemory, Reserved};
 use isobath_disk::{BlockDevice, MemoryLimit};
@@ -44,10 +45,6 @@ pub const PROTOCOL: Protocol = Protocol {
 
 /// The most requests in flight of each queue.
 const MOST_REQUESTS: usize = 64;
-/// Each export has this part of a memory limit,
-const SHARE: usize = 16;
-/// but for all its queues together these requests.
-const LEAST_REQUESTS: usize = 4;
 /// The most queues that a device can have.
 const MOST_QUEUES: usize = 4096;
 
@@ -66,12 +63,7 @@ const fn memory(requests: usize) -> usize {
 impl UblkFrontend {
     /// How many requests each of `queues` may have in flight, and what they take of a memory limit.
     fn requests(&self, queues: usize) -> Result<(usize, Option<Reserved>), OutOfMemory> {
-        let Some(limit) = &self.memory else { return Ok((MOST_REQUESTS, None)) };
-        let share = usize::try_from(limit.bytes()).unwrap_or(usize::MAX) / SHARE;
-        let least = LEAST_REQUESTS.div_ceil(queues);
-        let requests = (share / queues / memory(1)).clamp(least, MOST_REQUESTS);
-        let most = (queues * memory(requests)) as u64;
-        Ok((requests, Some(limit.reserve("a ublk export", most)?)))
+        requests_within(self.memory.as_ref(), "a ublk export", queues, MOST_REQUESTS, memory)
     }
 }
 
@@ -218,7 +210,7 @@ async fn serve<D: BlockDevice>(
             if is_watched && let Poll::Ready(ended) = keeper_ended.as_mut().poll(cx) {
                 is_watched = false;
                 match ended {
-                    Ok(()) => is_without_keeper(served.number),
+                    Ok(()) => is_without_keeper(served.number, &keeper::ended()),
                     Err(error) => tracing::warn!(%error, "cannot watch the device's keeper"),
                 }
             }
@@ -247,9 +239,9 @@ async fn serve<D: BlockDevice>(
             stopping.as_mut().poll(cx)
         })
         .await;
-        match stopped {
+        match &stopped {
             // Somebody may have it mounted.
-            Err(Unstopped::Alone) if is_disk => is_without_keeper(served.number),
+            Err(Unstopped::Alone(why)) if is_disk => is_without_keeper(served.number, why),
             Err(_) => served.abandoned.request(),
             Ok(_) => {}
         }
@@ -307,8 +299,8 @@ async fn all<D: BlockDevice>(
 
 /// Why a disk was not stopped.
 enum Unstopped {
-    /// The keeper has ended.
-    Alone,
+    /// The keeper does not say whether it is used: it has ended, mostly.
+    Alone(io::Error),
     /// Nobody uses the disk.
     Failed(io::Error),
 }
@@ -316,8 +308,7 @@ enum Unstopped {
 impl From<Unstopped> for io::Error {
     fn from(why: Unstopped) -> Self {
         match why {
-            Unstopped::Alone => Self::other("the device has lost its keeper"),
-            Unstopped::Failed(error) => error,
+            Unstopped::Alone(error) | Unstopped::Failed(error) => error,
         }
     }
 }
@@ -334,7 +325,7 @@ async fn stop<D: BlockDevice>(
             tracing::warn!("waiting until /dev/ublkb{number} is no longer used: {users}");
         })
     });
-    released.await.map_err(|_| Unstopped::Alone)?;
+    released.await.map_err(Unstopped::Alone)?;
     end_waits();
     let stopping = keeper.clone();
     let stopped = unblock(move || {
@@ -345,10 +336,10 @@ async fn stop<D: BlockDevice>(
 }
 
 /// Nobody can tell any more whether a device is used, or remove it.
-fn is_without_keeper(number: u32) {
+fn is_without_keeper(number: u32, why: &io::Error) {
     tracing::error!(
-        "the keeper of /dev/ublkb{number} has ended, which alone can tell who uses the device, and remove it: it is \
-         served on; when nobody uses it, kill this server (SIGKILL)"
+        "nobody can tell any more who uses /dev/ublkb{number}, or remove it ({why}): it is served on; when nobody uses \
+         it, kill this server (SIGKILL)"
     );
 }
 

@@ -106,7 +106,7 @@ impl MemoryDisk {
         self
     }
 
-    /// From now on one request passes, and the next ones would wait for hours.
+    /// From now on one request passes, and the next ones would wait for a second for each of its bytes.
     pub fn limit(&self) {
         let mut limits = Limits::default();
         assert!(limits.set_by_name("bps-total", 1));

@@ -13,12 +13,12 @@ use isobath_export::frontend::{
 };
 use isobath_export::registry::PROTOCOLS;
 use isobath_ring::net::Listener;
-use isobath_ring::{JoinHandle, spawn};
+use isobath_ring::{JoinHandle, spawn, unblock};
 use isobath_storage::Host;
 use serde_json::{Value, json};
 use std::cell::{Cell, RefCell};
 use std::io;
-use std::path::Path;
+use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -305,7 +305,7 @@ impl<H: Host + Clone> Monitor<H> {
         if writable && frontend.protocol().clients_outlive {
             found.drive.disk().begin_restart_log().await.map_err(QmpError::new)?;
         }
-        let settings = settings(frontend.protocol(), arguments, client)?;
+        let settings = settings(frontend.protocol(), arguments, client).await?;
         self.open_export(frontend, id, &found.drive, node, writable, settings)
     }
 
@@ -333,19 +333,23 @@ impl<H: Host + Clone> Monitor<H> {
 
 /// The settings of a protocol's parameters, from the arguments of `block-export-add`. Sockets are bound last, once
 /// everything else is known to be valid.
-fn settings(protocol: &Protocol, arguments: &Arguments, client: &ClientFiles) -> Result<Settings> {
+async fn settings(
+    protocol: &Protocol,
+    arguments: &Arguments,
+    client: &ClientFiles,
+) -> Result<Settings> {
     let mut settings = Settings::default();
     let all = protocol.parameters.iter().chain([&protocol.location]);
     for parameter in all.filter(|parameter| parameter.qmp != Presence::Absent) {
         if let Some(value) = arguments.get(parameter.name) {
-            settings.set(parameter, setting(parameter, value, client)?);
+            settings.set(parameter, setting(parameter, value, client).await?);
         }
     }
     Ok(settings)
 }
 
 /// The value of a parameter, which has the type given by the schema.
-fn setting(parameter: &Parameter, value: &Value, client: &ClientFiles) -> Result<Setting> {
+async fn setting(parameter: &Parameter, value: &Value, client: &ClientFiles) -> Result<Setting> {
     let name = parameter.name;
     let unexpected = || QmpError::new(format_args!("Invalid parameter type for '{name}'"));
     let text = || value.as_str().ok_or_else(unexpected);
@@ -369,7 +373,9 @@ fn setting(parameter: &Parameter, value: &Value, client: &ClientFiles) -> Result
         }
         Takes::UnixSocket | Takes::Socket => {
             let path = value.get("path").and_then(Value::as_str).ok_or_else(unexpected)?;
-            let listener = Listener::bind_unix(Path::new(path));
+            let socket = PathBuf::from(path);
+            // Others that bind there are waited for.
+            let listener = unblock(move || Listener::bind_unix(&socket)).await;
             listener
                 .map(Setting::Listener)
                 .map_err(|error| QmpError::new(format_args!("cannot listen on '{path}': {error}")))

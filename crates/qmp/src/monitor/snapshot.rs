@@ -6,8 +6,9 @@ use super::{Drive, Monitor, Result};
 use crate::error::QmpError;
 use isobath_disk::{LiveDisk, OpenOptions, Overlay};
 use isobath_storage::Host;
+use isobath_storage::window::Part;
 use serde_json::Value;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 impl<H: Host + Clone> Monitor<H> {
@@ -33,9 +34,10 @@ impl<H: Host + Clone> Monitor<H> {
             )));
         }
         let file = text(arguments, "snapshot-file");
-        // One with a protocol is refused by what knows it, for a reason of its own.
-        let named = self.host.protocol_name(file);
-        let path = if named { PathBuf::from(file) } else { self.path_of_file(file) };
+        // One with a protocol is no file, as in QEMU: an export can be an overlay, and a layer in a store is refused.
+        let is_part = Part::of_name(Path::new(file)).is_some();
+        let is_named = !is_part && self.host.protocol_name(file);
+        let path = if is_named { PathBuf::from(file) } else { self.path_of_file(file) };
         let overlay = match optional_text(arguments, "mode") {
             Some("existing") => Overlay::Existing(path),
             _ => Overlay::Create(path),
@@ -74,9 +76,9 @@ impl<H: Host + Clone> Monitor<H> {
         let Some(path) = overlay.drive.active_image() else {
             return Err(QmpError::new("The overlay has no image"));
         };
-        let options = (*overlay.drive.disk().options()).clone();
         let Found { drive, layer, .. } = overlay;
         drop(layer);
+        let options = drive.disk().options_alone();
         // The node's own handle would keep the disk from opening the image.
         self.drives.borrow_mut().retain(|other| !Rc::ptr_eq(other, &drive));
         let closed = self.closing.close(&drive).await.map_err(QmpError::new);
@@ -96,12 +98,7 @@ impl<H: Host + Clone> Monitor<H> {
     }
 
     /// Reopens a node that could not become an overlay.
-    async fn bring_back(
-        &self,
-        path: &std::path::Path,
-        options: &OpenOptions,
-        name: &str,
-    ) -> Result<()> {
+    async fn bring_back(&self, path: &Path, options: &OpenOptions, name: &str) -> Result<()> {
         let disk = LiveDisk::open(self.host.clone(), path, options).await.map_err(QmpError::new)?;
         let drive = Drive::added(disk);
         self.attend(&drive);

@@ -31,9 +31,9 @@ use crate::store::Version;
 use directory::Directory;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use tidy::Rooms;
-use upkeep::Upkeep;
+use upkeep::{PART, Upkeep};
 
 /// The smallest limit in bytes.
 pub const LEAST_LIMIT: u64 = 64 * BLOCK;
@@ -42,6 +42,8 @@ pub const LEAST_LIMIT: u64 = 64 * BLOCK;
 #[derive(Debug)]
 pub struct Cache {
     upkeep: Arc<Upkeep>,
+    /// Bytes that were fetched before anybody read them, or are just fetched so.
+    ahead: AtomicU64,
 }
 
 impl Cache {
@@ -63,7 +65,7 @@ impl Cache {
         let upkeep = Upkeep::start(rooms, limit);
         let upkeep =
             upkeep.map_err(|error| Error::local("use the cache directory", directory, error))?;
-        Ok(Arc::new(Self { upkeep }))
+        Ok(Arc::new(Self { upkeep, ahead: AtomicU64::new(0) }))
     }
 
     /// A layer, whose table of checksums is given. Blocks. If it can have no files, because the disk is full or fails,
@@ -94,6 +96,24 @@ impl Cache {
     /// first soon after the cache was opened: what is filled at the same time may have to be fetched once more.
     pub fn rounds(&self) -> u64 {
         self.upkeep.rounds.load(Ordering::Relaxed)
+    }
+
+    /// Takes room for so many bytes that are to be fetched since a trace has them, unless all that is fetched so for
+    /// the chains of this process would be more than half of the cache.
+    pub(crate) fn take_ahead(&self, bytes: u64) -> bool {
+        let most = self.upkeep.common.limit() / 2;
+        let more = |taken: u64| taken.checked_add(bytes).filter(|all| *all <= most);
+        self.ahead.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
+    }
+
+    /// Gives back room for so many bytes that were not fetched.
+    pub(crate) fn give_ahead(&self, bytes: u64) {
+        self.ahead.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Whether more layers can have files, and would leave half of the descriptors for such to those that are read.
+    pub(crate) fn has_descriptors(&self) -> bool {
+        self.upkeep.has_descriptors(2 * PART)
     }
 
     /// An object that was kept, verified; `None` if it is to be fetched. Blocks.

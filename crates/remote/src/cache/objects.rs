@@ -19,6 +19,8 @@ pub enum ObjectKind {
     Heads,
     /// The checksums of a layer's blocks.
     Table,
+    /// What was read of a chain.
+    Trace,
 }
 
 impl ObjectKind {
@@ -27,6 +29,7 @@ impl ObjectKind {
             Self::Manifest => "manifest",
             Self::Heads => "heads",
             Self::Table => "table",
+            Self::Trace => "trace",
         }
     }
 
@@ -37,7 +40,7 @@ impl ObjectKind {
 
 /// Whether a name is that of an object's file.
 pub(super) fn is_object(name: &str) -> bool {
-    let kinds = [ObjectKind::Manifest, ObjectKind::Heads, ObjectKind::Table];
+    let kinds = [ObjectKind::Manifest, ObjectKind::Heads, ObjectKind::Table, ObjectKind::Trace];
     let digest = name.split_once('-').and_then(|(_, digest)| Digest::parse(digest));
     digest.is_some_and(|digest| kinds.iter().any(|kind| kind.file(&digest) == name))
 }

@@ -23,7 +23,7 @@ const PAUSE: Duration = Duration::from_secs(1);
 
 /// Descriptors of a layer's files, and the part of those that the process may have which all layers may take.
 const FILES: u64 = 2;
-const PART: u64 = 4;
+pub(super) const PART: u64 = 4;
 
 /// The files of a layer that are in use, of which all but one are detached. Locked while they are opened.
 type Slot = Mutex<Vec<Weak<Pair>>>;
@@ -84,6 +84,21 @@ impl Upkeep {
         Arc::clone(slots.entry(*key).or_default())
     }
 
+    /// Whether the files of one more layer are within this part of the descriptors that the process may have.
+    pub(super) fn has_descriptors(&self, part: u64) -> bool {
+        within_descriptors(self.files_open() + 1, part)
+    }
+
+    /// Of how many layers the files are open, or are just opened.
+    fn files_open(&self) -> u64 {
+        let slots = lock(&self.slots);
+        let open = slots.values().map(|slot| match slot.try_lock() {
+            Ok(used) => used.iter().filter(|pair| pair.strong_count() > 0).count(),
+            Err(_) => 1,
+        });
+        open.sum::<usize>() as u64
+    }
+
     /// The files of a layer, which are opened if this process does not use them, and created if there are none.
     ///
     /// # Errors
@@ -94,9 +109,9 @@ impl Upkeep {
         if let Some(pair) = in_use(&mut used) {
             return Ok(pair);
         }
-        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
-        let layers = self.used().len() as u64 + 1;
-        if limit.current.is_some_and(|most| layers * FILES > most / PART) {
+        // This slot, which is locked, counts already.
+        let layers = self.files_open();
+        if !within_descriptors(layers, PART) {
             return Err(io::Error::other(format!(
                 "the files of {layers} layers are too many for this process's limit of open files (RLIMIT_NOFILE)"
             )));
@@ -170,6 +185,12 @@ impl Upkeep {
 fn in_use(slot: &mut Vec<Weak<Pair>>) -> Option<Arc<Pair>> {
     slot.retain(|pair| pair.strong_count() > 0);
     slot.iter().filter_map(Weak::upgrade).find(|pair| !pair.is_lost())
+}
+
+/// Whether the files of so many layers are within this part of the descriptors that the process may have.
+fn within_descriptors(layers: u64, part: u64) -> bool {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    limit.current.is_none_or(|most| layers * FILES <= most / part)
 }
 
 fn is_used(slot: &Slot) -> bool {

@@ -11,7 +11,7 @@ use crate::progress::Progress;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 /// Threads that wait for the store, and how many of them may read ahead.
@@ -40,6 +40,8 @@ pub(super) struct Inner {
     queue: Mutex<Queue<Self>>,
     /// There is something to fetch.
     queued: Condvar,
+    /// Everything that is wanted or read ahead is being fetched.
+    calm: Condvar,
     looks: Mutex<(VecDeque<Look>, bool)>,
     looking: Condvar,
 }
@@ -60,24 +62,23 @@ impl Fetcher {
             progress,
             queue: Mutex::default(),
             queued: Condvar::new(),
+            calm: Condvar::new(),
             looks: Mutex::default(),
             looking: Condvar::new(),
         });
         let this = Self { shared: Arc::clone(&shared) };
-        let start = |name: &str, work: fn(&Arc<Inner>)| {
+        let begin = |name: &str, work: fn(&Arc<Inner>)| {
             let shared = Arc::clone(&shared);
-            let started = thread::Builder::new().name(name.to_owned()).spawn(move || work(&shared));
-            let started = started.map(drop);
-            started.map_err(|error| Error::Local(format!("cannot start a thread: {error}")))
+            start(name, move || work(&shared)).map(drop)
         };
         for _ in 0..THREADS {
-            start("fetch", Inner::fetch)?;
+            begin("fetch", Inner::fetch)?;
         }
         for _ in 0..LOOKING {
-            start("fetch-look", Inner::look)?;
+            begin("fetch-look", Inner::look)?;
         }
         if limit.is_some() {
-            start("fetch-time", |shared| shared.limits.keep())?;
+            begin("fetch-time", |shared| shared.limits.keep())?;
         }
         Ok(this)
     }
@@ -117,6 +118,9 @@ impl Fetcher {
         if !queue.closed {
             ahead.for_each(|block| queue.read_ahead(layer, block));
         }
+        if queue.is_calm() {
+            self.shared.calm.notify_all();
+        }
         drop(queue);
         self.shared.queued.notify_all();
     }
@@ -124,6 +128,7 @@ impl Fetcher {
     /// Gives up everything that is read ahead of a layer.
     pub(super) fn leave(&self, layer: u64) {
         lock(&self.shared.queue).leave(layer, 0..u64::MAX);
+        self.shared.calm.notify_all();
     }
 
     /// Does `work`, which may wait for a disk, on a thread.
@@ -134,6 +139,11 @@ impl Fetcher {
         }
         drop(looks);
         self.shared.looking.notify_one();
+    }
+
+    /// What its threads share.
+    pub(super) fn shared(&self) -> &Arc<Inner> {
+        &self.shared
     }
 
     /// Does other work that waits for the store. It is told if nobody does it any more.
@@ -148,6 +158,15 @@ impl Fetcher {
         drop(queue);
         self.shared.queued.notify_one();
     }
+}
+
+/// Does work on a thread of its own.
+///
+/// # Errors
+/// It cannot be started.
+pub(super) fn start(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+    let started = thread::Builder::new().name(name.to_owned()).spawn(work);
+    started.map_err(|error| Error::Local(format!("cannot start a thread: {error}")))
 }
 
 impl Drop for Fetcher {
@@ -165,6 +184,7 @@ impl Drop for Fetcher {
         lock(&shared.looks).1 = true;
         shared.limits.close();
         shared.queued.notify_all();
+        shared.calm.notify_all();
         shared.looking.notify_all();
     }
 }
@@ -179,7 +199,11 @@ impl Inner {
                     if queue.closed {
                         return;
                     }
-                    if let Some(next) = queue.next(READING_AHEAD) {
+                    let next = queue.next(READING_AHEAD);
+                    if queue.is_calm() {
+                        self.calm.notify_all();
+                    }
+                    if let Some(next) = next {
                         break next;
                     }
                     queue = self.queued.wait(queue).unwrap_or_else(PoisonError::into_inner);
@@ -239,8 +263,40 @@ impl Inner {
         }
     }
 
-    /// Fetches neighbouring blocks.
-    fn blocks(self: &Arc<Self>, run: &Run) {
+    /// Waits until something holds, but no longer than this.
+    ///
+    /// # Errors
+    /// Nobody needs what is fetched any more.
+    pub(super) fn wait_until(&self, most: Duration, holds: impl Fn() -> bool) -> Result<()> {
+        let begin = Instant::now();
+        while !holds() && begin.elapsed() < most {
+            if self.progress.is_cancelled() {
+                return Err(Error::Interrupted);
+            }
+            thread::sleep(PIECE_OF_PAUSE);
+        }
+        Ok(())
+    }
+
+    /// Takes blocks of these that nobody fetches, once all others that are wanted or read ahead are being fetched.
+    /// `None` if there are none.
+    pub(super) fn take_when_calm(
+        &self,
+        layer: &Arc<dyn Wanted>,
+        blocks: Range<u64>,
+    ) -> Result<Option<Run>> {
+        let mut queue = lock(&self.queue);
+        while !queue.is_calm() && !queue.closed {
+            queue = self.calm.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+        if queue.closed {
+            return Err(Error::Interrupted);
+        }
+        Ok(queue.take(layer, blocks))
+    }
+
+    /// Fetches neighbouring blocks. Each flight tells what became of it.
+    pub(super) fn blocks(self: &Arc<Self>, run: &Run) {
         let _pilots: Vec<_> = run.flights.iter().map(|flight| Pilot(flight)).collect();
         let (layer, key) = (&run.layer, run.layer.key());
         let done = |block: u64, flight: &Arc<Flight<Fetched>>, fetched: Fetched| {

@@ -48,6 +48,11 @@ impl<T: Clone> Flight<T> {
         true
     }
 
+    /// The outcome, once there is one.
+    pub(crate) fn ended(&self) -> Option<T> {
+        self.lock().outcome.clone()
+    }
+
     /// Whether it has ended.
     pub(crate) fn has_ended(&self) -> bool {
         self.lock().outcome.is_some()

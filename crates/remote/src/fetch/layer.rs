@@ -1,16 +1,17 @@
 //! A layer in a store, as it is read.
 
-use super::fetcher::Fetcher;
+use super::fetcher::{Fetcher, Inner};
 use super::flight::{Flight, Outcome, Pilot, lock};
 use super::patience::Patience;
 use super::streams::Streams;
 use super::wanted::{Awaited, Shared, Wanted, may_pass};
-use crate::cache::{Cache, CachedLayer, Filled, Held, LayerKey, Look, ObjectKind};
+use crate::cache::{Cache, CachedLayer, Filled, LayerKey, Look, ObjectKind};
 use crate::digest::{BLOCK, Digest, Table};
 use crate::error::{Error, Result};
 use crate::head::KnownHead;
 use crate::keys;
 use crate::manifest::Layer;
+use crate::trace::Recorded;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -35,6 +36,14 @@ impl Common {
     pub(crate) fn new(fetcher: Fetcher, cache: Arc<Cache>) -> Self {
         Self { fetcher, cache }
     }
+
+    pub(super) fn fetcher(&self) -> &Fetcher {
+        &self.fetcher
+    }
+
+    pub(super) fn cache(&self) -> &Arc<Cache> {
+        &self.cache
+    }
 }
 
 /// A layer of a chain in a store.
@@ -52,6 +61,8 @@ pub(crate) struct RemoteLayer {
     streams: Mutex<Streams>,
     /// A read of this block is one that goes on.
     mark: AtomicU64,
+    /// What notes its reads.
+    recorded: OnceLock<Recorded>,
 }
 
 /// What is needed to read a layer.
@@ -82,6 +93,20 @@ impl RemoteLayer {
             attaching: Mutex::default(),
             streams: Mutex::default(),
             mark: AtomicU64::new(NO_MARK),
+            recorded: OnceLock::new(),
+        }
+    }
+
+    /// Notes its reads from now on.
+    pub(crate) fn record(&self, recorded: Recorded) {
+        // One recording of a chain is enough.
+        let _ = self.recorded.set(recorded);
+    }
+
+    /// Notes a read of so many bytes, at least one, that its head does not have.
+    pub(crate) fn note(&self, offset: u64, length: u64) {
+        if let Some(recorded) = self.recorded.get() {
+            recorded.note(offset / BLOCK..(offset + length).div_ceil(BLOCK));
         }
     }
 
@@ -152,39 +177,51 @@ impl RemoteLayer {
 
     /// Finds the table, in the cache or in the store, and ends the flight when the layer can be read.
     fn begin_to_attach(self: &Arc<Self>, flight: &Arc<Flight<Tabled>>) {
-        let key = keys::table(&self.described.table);
         let (layer, flight) = (Arc::clone(self), Arc::clone(flight));
         self.common.fetcher.look_up(move || {
             let landing = Landing { layer, flight };
             let layer = &landing.layer;
-            if let Some(table) = &layer.table {
-                let attached = layer.attach_known(table);
-                landing.end(attached);
-            } else if let Some(table) = layer.cached_table() {
-                let attached = layer.attach(table.bytes());
-                landing.end(attached);
-            } else {
-                let common = Arc::clone(&layer.common);
-                common.fetcher.begin(Box::new(move |inner| {
-                    let Some(inner) = inner else {
-                        return landing.end(Err(Error::Interrupted));
-                    };
-                    let layer = &landing.layer;
-                    let Layer { table: digest, length, .. } = &layer.described;
-                    let fetched = inner.object(&key, Table::length(*length), digest);
-                    let kept = fetched.and_then(|bytes| {
-                        layer.common.cache.keep(ObjectKind::Table, digest, &bytes)
-                    });
-                    let attached = kept.and_then(|table| layer.attach(table.bytes()));
-                    landing.end(attached);
-                }));
+            if let Some(attached) = layer.attach_without_store() {
+                return landing.end(attached);
             }
+            let common = Arc::clone(&layer.common);
+            common.fetcher.begin(Box::new(move |inner| {
+                let attached = match inner {
+                    Some(inner) => landing.layer.attach_by_store(inner),
+                    None => Err(Error::Interrupted),
+                };
+                landing.end(attached);
+            }));
         });
     }
 
-    /// The table, if the cache has it.
-    fn cached_table(&self) -> Option<Held> {
-        self.common.cache.object(ObjectKind::Table, &self.described.table)
+    /// Takes the table into use that the heads or the cache have, if they have it.
+    fn attach_without_store(&self) -> Option<Result<()>> {
+        if let Some(table) = &self.table {
+            return Some(self.attach_known(table));
+        }
+        let table = self.common.cache.object(ObjectKind::Table, &self.described.table)?;
+        Some(self.attach(table.bytes()))
+    }
+
+    /// Fetches the table and takes it into use. Blocks.
+    fn attach_by_store(&self, inner: &Inner) -> Result<()> {
+        let Layer { table: digest, length, .. } = &self.described;
+        let bytes = inner.object(&keys::table(digest), Table::length(*length), digest)?;
+        let table = self.common.cache.keep(ObjectKind::Table, digest, &bytes)?;
+        self.attach(table.bytes())
+    }
+
+    /// Finds the table, unless it is known, and returns whether the cache keeps what is fetched of the layer. It does
+    /// not if the layer was not read yet and others took so many descriptors that it might miss them later. Blocks.
+    pub(super) fn attach_ahead(&self, inner: &Inner) -> Result<bool> {
+        if self.attached.get().is_none() {
+            if !self.common.cache.has_descriptors() {
+                return Ok(false);
+            }
+            self.attach_without_store().unwrap_or_else(|| self.attach_by_store(inner))?;
+        }
+        Ok(self.attached.get().is_some_and(|attached| attached.cached.is_attached()))
     }
 
     /// Takes the table that the heads have into use. What is in the cache is told by its digest, and other chains,
@@ -272,12 +309,12 @@ impl RemoteLayer {
         flight.outcome()
     }
 
-    /// Whether a read of this block is one that goes on, of which [`reads`](Self::reads) wants to know.
-    pub(crate) fn is_marked(&self, block: u64) -> bool {
-        self.mark.load(Ordering::Relaxed) == block
+    /// Whether a read of these blocks is one that goes on, of which [`reads`](Self::reads) wants to know.
+    pub(crate) fn is_marked(&self, blocks: &Range<u64>) -> bool {
+        blocks.contains(&self.mark.load(Ordering::Relaxed))
     }
 
-    /// Notes a read of these blocks, of which some are missing or the first was marked, and reads ahead.
+    /// Notes a read of these blocks, of which some are missing or one was marked, and reads ahead.
     pub(crate) fn reads(self: &Arc<Self>, blocks: &Range<u64>) {
         let Some(Attached { cached, .. }) = self.attached.get() else { return };
         if !cached.is_attached() {
@@ -287,7 +324,7 @@ impl RemoteLayer {
         let advice = {
             let mut streams = lock(&self.streams);
             let advice = streams.read(blocks, count);
-            if advice.mark.is_some() || self.is_marked(blocks.start) {
+            if advice.mark.is_some() || self.is_marked(blocks) {
                 self.mark.store(advice.mark.unwrap_or(NO_MARK), Ordering::Relaxed);
             }
             advice

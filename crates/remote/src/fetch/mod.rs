@@ -11,9 +11,11 @@ mod patience;
 mod queue;
 mod source;
 mod streams;
+mod traced;
 mod wanted;
 
 pub(crate) use fetcher::{Fetcher, object};
 pub(crate) use layer::{Common, RemoteLayer};
 pub(crate) use source::Source;
+pub(crate) use traced::follow;
 pub(crate) use wanted::{Awaited, may_pass};

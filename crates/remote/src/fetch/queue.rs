@@ -116,6 +116,29 @@ impl<S> Queue<S> {
         }
     }
 
+    /// Whether everything that is wanted or read ahead is being fetched.
+    pub(super) fn is_calm(&self) -> bool {
+        self.wanted.is_empty() && self.ahead.is_empty() && self.jobs.is_empty()
+    }
+
+    /// The first of these blocks that are neither here nor on their way, with its neighbours. Who calls it fetches
+    /// them.
+    pub(super) fn take(&mut self, layer: &Arc<dyn Wanted>, blocks: Range<u64>) -> Option<Run> {
+        let number = layer.number();
+        let is_free =
+            |block: &u64| !self.blocks.contains_key(&(number, *block)) && layer.is_absent(*block);
+        let first = blocks.clone().find(is_free)?;
+        let count = (first..blocks.end).take(MOST_AT_ONCE).take_while(is_free).count() as u64;
+        let mut take = |block| {
+            let (layer, flight) = (Arc::clone(layer), Arc::<Flight<Fetched>>::default());
+            let entry = Entry { layer, flight: Arc::clone(&flight), stage: Stage::Flying };
+            self.blocks.insert((number, block), entry);
+            flight
+        };
+        let flights = (first..first + count).map(&mut take).collect();
+        Some(Run { layer: Arc::clone(layer), first, flights, ahead: false })
+    }
+
     /// Gives up reading these blocks ahead, as far as nobody has begun.
     pub(super) fn leave(&mut self, layer: u64, blocks: Range<u64>) {
         let places: Vec<Place> = self
@@ -325,6 +348,28 @@ mod tests {
         assert_eq!(next(&mut queue), Some((1, 0..2, true)));
         queue.ended_ahead();
         assert_eq!(next(&mut queue), Some((1, 6..8, true)));
+    }
+
+    #[test]
+    fn what_is_taken_is_what_nobody_fetches() {
+        let (mut queue, layer) = (Queue::<()>::default(), layer(1));
+        (4..6).for_each(|block| queue.read_ahead(&layer, block));
+        let mut taken = |blocks: Range<u64>| {
+            let run = queue.take(&layer, blocks)?;
+            Some(run.first..run.first + run.flights.len() as u64)
+        };
+        assert_eq!(taken(2..20), Some(2..4));
+        assert_eq!(taken(2..20), Some(6..14));
+        assert_eq!(taken(2..20), Some(14..20));
+        assert_eq!(taken(2..20), None);
+        assert!(!queue.is_calm());
+        assert_eq!(next(&mut queue), Some((1, 4..6, true)));
+        queue.ended_ahead();
+        assert!(next(&mut queue).is_none() && queue.is_calm());
+        let joined = queue.want(&layer, 7).unwrap();
+        assert!(!joined.is_fresh && queue.is_calm(), "it is on its way");
+        let _wanted = queue.want(&layer, 30);
+        assert!(!queue.is_calm());
     }
 
     #[test]

@@ -40,11 +40,15 @@ pub(crate) struct Streams {
 }
 
 impl Streams {
-    /// Notes a read of these blocks, of which some were missing or the first was marked, in a layer of `count`.
+    /// Notes a read of these blocks, of which some were missing or one was marked, in a layer of `count`.
     pub(crate) fn read(&mut self, blocks: &Range<u64>, count: u64) -> Advice {
         self.now += 1;
+        // One that does not begin where a block does begins in the last block of the one before.
         let goes_on = |stream: &&mut Stream| {
-            stream.used > 0 && (stream.next..=stream.end.max(stream.next)).contains(&blocks.start)
+            let begin = stream.next.saturating_sub(1);
+            stream.used > 0
+                && (begin..=stream.end.max(stream.next)).contains(&blocks.start)
+                && blocks.end > stream.next
         };
         if let Some(stream) = self.streams.iter_mut().find(goes_on) {
             let window = (stream.window * 2).clamp(2, MOST_AHEAD);
@@ -83,6 +87,20 @@ mod tests {
             next = mark - 1;
         }
         assert_eq!(windows, [2, 4, 8, 16, 32, 32, 32, 32]);
+    }
+
+    #[test]
+    fn reads_that_do_not_begin_where_a_block_does_are_a_stream() {
+        let (mut streams, mut windows) = (Streams::default(), Vec::new());
+        for number in 0..6 {
+            // Of 1 MiB each, from the middle of a block on.
+            let advice = streams.read(&(number * 4..number * 4 + 5), 1 << 20);
+            windows.push(advice.ahead.end.saturating_sub(number * 4 + 5));
+            assert_eq!(advice.left, 0..0);
+        }
+        assert_eq!(windows, [0, 2, 4, 8, 16, 32]);
+        // One that ends before the stream has come is none of it.
+        assert_eq!(streams.read(&(20..21), 1 << 20).ahead, 0..0);
     }
 
     #[test]

@@ -5,16 +5,19 @@ use crate::address::Address;
 use crate::cache::{Cache, ObjectKind};
 use crate::digest::{BLOCK, Digest, Table};
 use crate::error::{Error, Result};
-use crate::fetch::{Common, Fetcher, RemoteLayer, Source, object};
+use crate::fetch::{Common, Fetcher, RemoteLayer, Source, follow, object};
 use crate::head::KnownHead;
 use crate::heads::{Heads, IndexHead};
 use crate::keys;
-use crate::manifest::{Format, IndexObject, Layer, MAX_MANIFEST, Manifest};
+use crate::manifest::{Format, IndexObject, Layer, MAX_MANIFEST, Manifest, TraceObject};
 use crate::progress::Progress;
 use crate::store::{Limits, Store};
+use crate::trace::Recording;
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// Bytes of memory for each block, and for each layer, at most.
@@ -40,6 +43,10 @@ pub struct Chain {
     /// pin.
     pins: Vec<Digest>,
     numbers: HashMap<Digest, usize>,
+    /// What is to be fetched ahead, if that is known, and whether somebody has begun to.
+    trace: Option<TraceObject>,
+    is_followed: AtomicBool,
+    common: Arc<Common>,
     /// The store did not answer, and the manifest is the one that was read last.
     last_known: Option<String>,
 }
@@ -126,8 +133,47 @@ impl Chain {
         let known = layers.iter().map(|layer| (layer.described(), layer.head()));
         let pins: Vec<_> = if is_first { Vec::new() } else { pins(known).collect() };
         let numbers = pins.iter().enumerate().map(|(number, pin)| (*pin, number)).collect();
-        let address = address.clone();
-        Ok(Arc::new(Self { address, layers, index, pins, numbers, last_known }))
+        Ok(Arc::new(Self {
+            address: address.clone(),
+            layers,
+            index,
+            pins,
+            numbers,
+            trace: manifest.trace,
+            is_followed: AtomicBool::new(false),
+            common,
+            last_known,
+        }))
+    }
+
+    /// All objects that are read in blocks: the layers from the base up, and the index.
+    fn objects(&self) -> impl Iterator<Item = &Arc<RemoteLayer>> {
+        self.layers.iter().chain(self.index.iter().map(|index| &index.object))
+    }
+
+    /// Records what is read of the chain from now on.
+    pub fn record(&self) -> Recording {
+        let digests = self.objects().map(|object| object.described().digest);
+        let recording = Recording::new(digests.collect());
+        for (number, object) in self.objects().enumerate() {
+            object.record(recording.of_layer(number, object.length().div_ceil(BLOCK)));
+        }
+        recording
+    }
+
+    /// Fetches ahead what the chain's trace has, in its order and while nothing else waits to be fetched, as long as
+    /// what is fetched of traces takes at most half of the cache. Returns the thread that does it, which nobody need
+    /// wait for; `None` if the chain has no trace, or this was called before.
+    ///
+    /// # Errors
+    /// A thread cannot be started.
+    pub fn follow_trace(&self) -> Result<Option<JoinHandle<()>>> {
+        let Some(trace) = &self.trace else { return Ok(None) };
+        if self.is_followed.swap(true, Ordering::Relaxed) {
+            return Ok(None);
+        }
+        let objects: Vec<_> = self.objects().map(Arc::clone).collect();
+        follow(&self.common, trace.clone(), &objects).map(Some)
     }
 
     /// Where it is.
@@ -149,7 +195,9 @@ impl Chain {
         };
         let of_index =
             self.index.iter().map(|index| index.root.len() as u64 + of_layer(&index.object));
-        self.layers.iter().map(of_layer).chain(of_index).sum()
+        // Its bytes, and what they say.
+        let of_trace = self.trace.iter().map(|trace| trace.length * 2);
+        self.layers.iter().map(of_layer).chain(of_index).chain(of_trace).sum()
     }
 
     /// The number of layers.

@@ -106,6 +106,7 @@ impl RemoteFile {
         if self.layer.head().read(offset, buf.get_mut(..inside).unwrap_or_default()) {
             return Ok(buf);
         }
+        self.layer.note(offset, inside as u64);
         let failed = |error: &Arc<Error>| self.failed(offset, length, error);
         let mut patience = self.layer.patience();
         let cached = self.layer.cached(&mut patience).await.map_err(|error| failed(&error))?;
@@ -117,7 +118,7 @@ impl RemoteFile {
         let absent: Vec<u64> = range.clone().filter(missing).collect();
         // All at once, so that neighbours are fetched together.
         let mut flights = self.layer.want(&absent).into_iter().peekable();
-        if !absent.is_empty() || self.layer.is_marked(range.start) {
+        if !absent.is_empty() || self.layer.is_marked(&range) {
             self.layer.reads(&range);
         }
         let mut todo = std::mem::replace(&mut done, IoBuf::empty());
@@ -205,7 +206,10 @@ impl Storage for RemoteFile {
     async fn read_at(&self, offset: u64, buf: IoBuf) -> Result<IoBuf> {
         let (block, length) = (offset / BLOCK, buf.len() as u64);
         let ready = match self.local.get() {
-            Some(local) if offset % BLOCK + length <= BLOCK && !self.layer.is_marked(block) => {
+            Some(local)
+                if offset % BLOCK + length <= BLOCK
+                    && !self.layer.is_marked(&(block..block + 1)) =>
+            {
                 self.layer.has(offset, length).then_some(local)
             }
             _ => None,
@@ -214,6 +218,7 @@ impl Storage for RemoteFile {
         let Some((Local { cached, file }, Look::Verified(stamp))) = look else {
             return Box::pin(self.read(offset, buf)).await;
         };
+        self.layer.note(offset, length);
         let size = buf.len();
         match self.read_cached(file, cached, offset, buf).await {
             Some(buf) if cached.still(block, stamp) => Ok(buf),

@@ -7,6 +7,7 @@
 //! put is settled by reading the object.
 
 use super::answers::{Connector, InPieces};
+use super::hedge::Hedge;
 use super::profile::Profile;
 use super::{Entry, Found, Limits, Outcome, Parts, Store, Version};
 use crate::error::{Error, Result};
@@ -71,6 +72,7 @@ pub struct Bucket {
     prefix: String,
     limits: Limits,
     progress: Arc<Progress>,
+    hedge: Hedge,
     runtime: Runtime,
 }
 
@@ -147,7 +149,8 @@ impl Bucket {
             client()?
         };
         let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
-        Ok(Self { client, prefix, limits, progress: Arc::clone(progress), runtime })
+        let (progress, hedge) = (Arc::clone(progress), Hedge::default());
+        Ok(Self { client, prefix, limits, progress, hedge, runtime })
     }
 
     fn path(&self, key: &str) -> Path {
@@ -225,6 +228,34 @@ impl Bucket {
         }
     }
 
+    /// The beginning of a store's answer to a read of this range, or of all of an object.
+    async fn asked(
+        &self,
+        path: &Path,
+        range: Option<&GetRange>,
+    ) -> std::result::Result<GetResult, Failed> {
+        let ask = || {
+            let (range, extensions) = (range.cloned(), in_pieces());
+            let options = GetOptions { range, extensions, ..GetOptions::default() };
+            self.client.get_opts(path, options)
+        };
+        let late = if self.limits.hedged { self.hedge.late() } else { None };
+        let begin = Instant::now();
+        let mut first = ask();
+        let answered = match late {
+            None => first.await,
+            Some(late) => match timeout(late, &mut first).await {
+                Ok(answered) => answered,
+                Err(_) if self.hedge.may_ask_again() => either(first, ask()).await,
+                Err(_) => first.await,
+            },
+        };
+        if answered.is_ok() {
+            self.hedge.began(begin.elapsed());
+        }
+        answered
+    }
+
     fn pace(&self) -> Pace {
         Pace::new(self.limits.attempt, Instant::now())
     }
@@ -255,9 +286,7 @@ impl Bucket {
         let path = self.path(key);
         let path = &path;
         let read = |silence| async move {
-            let options = GetOptions { extensions: in_pieces(), ..GetOptions::default() };
-            let found = self.client.get_opts(path, options);
-            let found = within(silence, found).await?;
+            let found = within(silence, self.asked(path, None)).await?;
             let meta = found.meta.clone();
             if meta.size > most {
                 return Ok(None);
@@ -302,6 +331,20 @@ fn sending(bytes: u64) -> Duration {
 /// The time that a store may take besides to join parts of so many bytes in all.
 fn joining(bytes: u64) -> Duration {
     Duration::from_secs(bytes / JOINED)
+}
+
+/// What comes first of two answers to the same question. A failure of the second is none: one machine of a store may
+/// refuse what another is about to answer. One of the first that may be over by now leaves the second.
+async fn either<T>(
+    first: impl Future<Output = std::result::Result<T, Failed>>,
+    second: impl Future<Output = std::result::Result<T, Failed>>,
+) -> std::result::Result<T, Failed> {
+    tokio::pin!(first, second);
+    match select(first, second).await {
+        Either::Left((Err(error), second)) if !is_final(&error) => second.await,
+        Either::Right((Err(_), first)) => first.await,
+        Either::Left((answer, _)) | Either::Right((answer, _)) => answer,
+    }
 }
 
 /// The result of an operation, which is a failure that may be repeated if it takes longer.
@@ -569,11 +612,9 @@ impl Store for Bucket {
         let path = self.path(key);
         let path = &path;
         let end = offset + length as u64;
+        let range = &GetRange::Bounded(offset..end);
         let read = |silence| async move {
-            let range = GetRange::Bounded(offset..end);
-            let extensions = in_pieces();
-            let options = GetOptions { range: Some(range), extensions, ..GetOptions::default() };
-            let found = within(silence, self.client.get_opts(path, options)).await?;
+            let found = within(silence, self.asked(path, Some(range))).await?;
             if found.meta.size < end {
                 return Ok(None);
             }
@@ -801,6 +842,33 @@ impl Parts for Upload<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::future::{pending, ready};
+
+    #[test]
+    fn a_request_that_fails_leaves_the_other_one_unless_the_first_was_refused() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(first_answers());
+    }
+
+    async fn first_answers() {
+        let failed = |status: u32| {
+            let source = format!("status code: {status}").into();
+            Err::<u8, _>(Failed::Generic { store: "store", source })
+        };
+        let status = |failed: std::result::Result<u8, Failed>| super::status(&failed.unwrap_err());
+        assert_eq!(either(pending(), ready(Ok(2))).await.unwrap(), 2);
+        assert_eq!(either(ready(Ok(1)), pending()).await.unwrap(), 1);
+        assert_eq!(status(either(ready(failed(403)), pending()).await), Some(403));
+        assert_eq!(either(ready(failed(503)), ready(Ok(2))).await.unwrap(), 2);
+        for refused in [403, 503] {
+            let first = async {
+                tokio::task::yield_now().await;
+                Ok(1)
+            };
+            assert_eq!(either(first, ready(failed(refused))).await.unwrap(), 1);
+        }
+        assert_eq!(status(either(ready(failed(503)), ready(failed(500))).await), Some(500));
+    }
 
     #[test]
     fn the_environment_counts_more_than_a_profile_and_keys_are_of_one_of_them() {

@@ -6,6 +6,8 @@ mod answers;
 mod bucket;
 mod directory;
 #[cfg(feature = "buckets")]
+mod hedge;
+#[cfg(feature = "buckets")]
 mod profile;
 
 #[cfg(feature = "buckets")]
@@ -136,6 +138,8 @@ pub struct Limits {
     pub pause: Duration,
     /// For what must still be done or found out after an interruption.
     pub hurried: Duration,
+    /// Whether a read whose answer begins far later than is usual is asked for a second time.
+    pub hedged: bool,
 }
 
 impl Default for Limits {
@@ -153,14 +157,15 @@ impl Limits {
             attempt,
             pause: Duration::from_millis(200),
             hurried: overall.min(Duration::from_secs(5)),
+            hedged: false,
         }
     }
 
     /// Those of short reads that somebody waits for: one that the store does not answer is tried again, at least twice
-    /// within the overall limit.
+    /// within the overall limit, and one that it answers late is asked for twice.
     pub fn of_reads(overall: Duration) -> Self {
         let attempt = (overall / 3).min(Duration::from_secs(10));
-        Self { attempt, ..Self::within(overall) }
+        Self { attempt, hedged: true, ..Self::within(overall) }
     }
 }
 

@@ -4,7 +4,10 @@ use crate::chains::Chain;
 use crate::round_trips::{fetch, gc, is_whole, send};
 use crate::s3::{Fault, Server};
 use isobath_remote::store::{Bucket, Limits, Outcome, Store};
-use isobath_remote::{Collection, Error, Progress, Replace, collect, list, push, remove};
+use isobath_remote::{
+    Collection, Error, Manifest, Progress, Replace, Trace, collect, list, may_push, push, remove,
+    set_trace,
+};
 use object_store::aws::AmazonS3Builder;
 use reqwest::ClientBuilder;
 use std::collections::BTreeMap;
@@ -160,6 +163,53 @@ fn an_attempt_without_an_answer_ends_and_so_does_the_operation() {
     assert!(error.contains("given up") && error.contains("manifests/vm.json"), "{error}");
 }
 
+/// A store that is usually fast, of which no limit ends a request before the test's own time is over. So many reads are
+/// the first after which one may be asked for a second time.
+fn usually_fast(server: &Server) -> Bucket {
+    let day = Duration::from_hours(24);
+    let pause = Duration::from_millis(1);
+    let store = open(server, Limits { attempt: day, pause, ..Limits::of_reads(day) });
+    store.put("x", b"some bytes").unwrap();
+    for _ in 0..10 {
+        assert_eq!(store.read("x", 5, 5).unwrap(), b"bytes");
+        assert_eq!(store.get("x", 100).unwrap().unwrap().0, b"some bytes");
+    }
+    store
+}
+
+#[test]
+fn a_read_that_is_answered_far_later_than_others_is_asked_for_twice() {
+    let server = Server::start();
+    for fault in [Fault::Silence, Fault::Unanswered] {
+        let store = usually_fast(&server);
+        server.fail([(0, fault)]);
+        assert_eq!(store.read("x", 0, 4).unwrap(), b"some");
+        assert_eq!(server.requests().len(), 2);
+        let store = usually_fast(&server);
+        server.fail([(0, fault)]);
+        assert_eq!(store.get("x", 100).unwrap().unwrap().0, b"some bytes");
+        assert_eq!(server.requests().len(), 2);
+    }
+}
+
+#[test]
+fn where_the_second_request_fails_the_first_one_counts() {
+    let server = Server::start();
+    for fault in [Fault::Status(503), Fault::Reset] {
+        let store = usually_fast(&server);
+        server.fail([(0, Fault::Silence), (1, fault)]);
+        std::thread::scope(|scope| {
+            let read = scope.spawn(|| store.read("x", 0, 4));
+            isobath_testkit::until("it is asked for twice", || {
+                server.requests().len() == 2 && server.unanswered() == 1
+            });
+            server.hang_up();
+            assert_eq!(read.join().unwrap().unwrap(), b"some");
+        });
+        assert_eq!(server.requests().len(), 3);
+    }
+}
+
 #[test]
 fn a_store_that_answers_drop_by_drop_does_not_keep_anybody_busy_for_ever() {
     let server = Server::start();
@@ -228,15 +278,37 @@ fn a_conditional_put_is_settled_whatever_is_answered() {
 fn a_store_without_conditional_puts_needs_the_word_of_the_user() {
     let (server, chain) = (Server::start(), Chain::small("disk.qcow2", 1));
     let store = open(&server, patient());
+    may_push(&store, "vm", Replace::Unchanged).unwrap();
     server.refuse_conditions();
     let error = send(&store, "vm", &chain).unwrap_err().to_string();
     assert!(error.contains("--overwrite"), "{error}");
     assert!(!server.objects().contains_key("some/prefix/manifests/vm.json"));
+    let before = server.objects();
+    let same = may_push(&store, "vm", Replace::Unchanged).unwrap_err().to_string();
+    assert_eq!(same, error);
+    may_push(&store, "vm", Replace::Any).unwrap();
+    assert!(server.objects() == before, "nothing is left of what was tried");
     push(&store, "vm", &chain.layers(), Some(&chain.index()), Replace::Any, &Progress::default())
         .unwrap();
     is_whole(&store, "vm");
     let error = gc(&store, Duration::ZERO, false).unwrap_err().to_string();
     assert!(error.contains("--break-lock"), "{error}");
+    // A trace of the first block of the base.
+    let manifest = || {
+        let bytes = server.objects()["some/prefix/manifests/vm.json"].clone();
+        Manifest::decode("vm", &bytes).unwrap()
+    };
+    let mut trace = [&b"ITRC"[..], &[0, 0, 0, 1], &[0, 0, 0, 1], &[0, 0, 0, 1]].concat();
+    let digest = manifest().layers[0].digest.to_string();
+    trace.extend((0..64).step_by(2).map(|at| u8::from_str_radix(&digest[at..at + 2], 16).unwrap()));
+    trace.extend_from_slice(&[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]);
+    let trace = Trace::decode(&trace).unwrap();
+    let set = |replace| set_trace(&store, "vm", Some(&trace), replace, &Progress::default());
+    let error = set(Replace::Unchanged).unwrap_err().to_string();
+    assert!(error.contains("--overwrite") && manifest().trace.is_none(), "{error}");
+    assert_eq!(set(Replace::Any).unwrap(), 1);
+    assert!(manifest().trace.is_some());
+    is_whole(&store, "vm");
 }
 
 #[test]

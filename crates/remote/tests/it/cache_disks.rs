@@ -13,10 +13,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// A file system of this size, until it is dropped.
-struct Small(tempfile::TempDir);
+pub(crate) struct Small(tempfile::TempDir);
 
 impl Small {
-    fn new(size: &str) -> Self {
+    pub(crate) fn new(size: &str) -> Self {
         let options = format!("size={size},mode=700");
         Self::mounted(&["-t", "tmpfs", "-o", &options], Path::new("none"))
     }
@@ -29,12 +29,12 @@ impl Small {
         Self(directory)
     }
 
-    fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         self.0.path()
     }
 
     /// Takes all the space.
-    fn fill(&self) {
+    pub(crate) fn fill(&self) {
         let mut file = File::create(self.path().join("filler")).unwrap();
         while file.write(&[1; 4096]).is_ok_and(|count| count > 0) {}
     }

@@ -12,7 +12,7 @@ use std::time::Duration;
 const DAY: Duration = Duration::from_hours(24);
 
 /// Calls `test` for a death at each operation, until it returns that nobody died.
-fn each_death(test: impl Fn(Death) -> bool) {
+pub(crate) fn each_death(test: impl Fn(Death) -> bool) {
     for kind in [Death::Before, Death::After] {
         let mut number = 0;
         while test(kind(number)) {

@@ -18,3 +18,4 @@ mod round_trips;
 mod s3;
 mod served;
 mod stores;
+mod traces;

@@ -16,8 +16,8 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::pin::pin;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
@@ -324,14 +324,18 @@ fn signals_arrive() {
         assert_eq!(Signals::new(&[libc::SIGHUP]).err().unwrap().raw_os_error(), Some(libc::EBUSY));
         let waiting = timeout(Duration::from_millis(1), signals.recv()).await;
         assert!(waiting.is_err());
-        let task =
-            spawn(async move { [signals.recv().await.unwrap(), signals.recv().await.unwrap()] });
-        yield_now().await;
-        for signal in [libc::SIGUSR2, libc::SIGUSR1] {
-            // SAFETY: both signals are caught.
+        let send = |signal| {
+            // SAFETY: the signal is caught.
             assert_eq!(unsafe { libc::kill(libc::getpid(), signal) }, 0);
-            sleep(Duration::from_millis(1)).await;
-        }
+        };
+        let task = spawn(async move {
+            let first = signals.recv().await.unwrap();
+            // The kernel may deliver two that are pending in another order.
+            send(libc::SIGUSR1);
+            [first, signals.recv().await.unwrap()]
+        });
+        yield_now().await;
+        send(libc::SIGUSR2);
         assert_eq!(task.await.unwrap(), [libc::SIGUSR2, libc::SIGUSR1]);
         assert!(Signals::new(&[libc::SIGKILL]).is_err());
         drop(Signals::new(&[libc::SIGUSR1]).unwrap());
@@ -556,6 +560,26 @@ fn a_socket_file_left_over_is_replaced_and_other_files_are_not() {
     std::fs::write(&path, "precious").unwrap();
     assert!(Listener::bind_unix(&path).is_err());
     assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+}
+
+#[test]
+fn of_servers_that_start_at_once_where_a_socket_was_left_one_listens() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("socket");
+    for _ in 0..100 {
+        drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+        let start = Barrier::new(4);
+        let bound: Vec<_> = std::thread::scope(|scope| {
+            let bind = || {
+                start.wait();
+                Listener::bind_unix(&path)
+            };
+            let servers = [(); 4].map(|()| scope.spawn(bind));
+            servers.map(|server| server.join().unwrap()).into_iter().collect()
+        });
+        UnixStream::connect(&path).unwrap();
+        assert_eq!(bound.iter().filter(|bound| bound.is_ok()).count(), 1, "{bound:?}");
+    }
 }
 
 #[test]

@@ -232,7 +232,9 @@ fn more_connect_than_a_listener_has_room_for_and_all_are_served() {
 #[test]
 fn a_connection_that_is_refused_is_an_error() {
     executor().block_on(async {
-        let address = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        // As long as it is held, no other program gets the port at another of this host's addresses by chance.
+        let held = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = ([127, 0, 0, 2], held.local_addr().unwrap().port()).into();
         let error = Stream::connect_tcp(address).await.unwrap_err();
         assert_eq!(error.kind(), std::io::ErrorKind::ConnectionRefused);
     });

@@ -3,7 +3,7 @@
 use isobath_ring::block_on;
 use isobath_storage::restart_memory::{Mark, RESTART_MEMORY_BYTES, RestartMemory};
 use isobath_storage::{Host, Locking, MemoryUse, OpenMode, Storage, StorageExt};
-use isobath_storage_file::FileHost;
+use isobath_storage_file::{FileHost, RestartDirectories};
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -25,6 +25,8 @@ fn leave(memory: &dyn RestartMemory, number: u64) {
 struct Own {
     directory: tempfile::TempDir,
     memory: PathBuf,
+    /// Another process would remove the directory of the memory while that is empty.
+    _kept: RestartDirectories,
 }
 
 impl Own {
@@ -40,7 +42,7 @@ impl Own {
         for number in 0..9 {
             let _ = fs::remove_file(memory.with_added_extension(format!("aside-{number}")));
         }
-        Self { directory, memory }
+        Self { directory, memory, _kept: RestartDirectories::keep().unwrap() }
     }
 }
 
@@ -107,7 +109,6 @@ fn who_looks_for_it_waits_for_a_process_that_is_ending() {
 fn plant(memory: &Path, length: usize, mode: u32) {
     let mut bytes: Vec<u8> = MARK.iter().flat_map(|word| word.to_ne_bytes()).collect();
     bytes.resize(length, 0);
-    fs::create_dir_all(memory.parent().unwrap()).unwrap();
     fs::write(memory, bytes).unwrap();
     fs::set_permissions(memory, Permissions::from_mode(mode)).unwrap();
 }

@@ -1,12 +1,20 @@
 //! Commands on a disk, and commands that print what a server sends.
 
-use super::{Session, arguments, interrupted};
+use super::{ServedLayer, Session, arguments, interrupted};
+use crate::commands::push::{Sending, ServedFiles};
 use crate::failure::{Failure, Outcome};
 use crate::options::OutputFormat;
 use crate::size::{self, NewSize};
+use isobath_disk::{ImageFormat, OpenOptions};
 use isobath_qmp::client::ClientError;
+use isobath_remote::Address;
 use isobath_remote::served::Pinned;
+use isobath_storage::FileId;
 use serde_json::{Map, Value, json};
+use std::collections::HashSet;
+use std::fs;
+use std::io::{self, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -49,6 +57,172 @@ impl Snapshot {
         ]);
         session.ask("blockdev-snapshot-sync", arguments)?;
         Ok(0)
+    }
+}
+
+/// Take a snapshot, and push what the disk had then to a directory or an object store
+///
+/// FILE is created and becomes the active image, as with 'snapshot'. The former active image and those below it, to
+/// which nobody writes any more, are pushed by this command while the disk is used: layers that the store has already
+/// are read, but not sent. The images must be on this machine, under the names that the server knows.
+#[derive(clap::Args)]
+pub(super) struct Push {
+    /// The disk's name [default: the only disk]
+    #[arg(long, value_name = "NAME")]
+    disk: Option<String>,
+    #[command(flatten)]
+    sending: Sending,
+    /// The new active image
+    file: PathBuf,
+    #[arg(help = crate::store::CHAIN)]
+    remote: String,
+}
+
+impl Push {
+    /// Takes the snapshot, unless the push could not succeed. What to do next needs no server.
+    pub(super) fn begin<'p>(&'p self, session: &mut Session<'_>) -> Result<Former<'p>, Failure> {
+        let address = Address::parse(&self.remote)?;
+        let device = session.device(self.disk.as_deref())?;
+        let layers = session.layers(&device)?;
+        let format = layers.first().and_then(|active| ImageFormat::from_name(&active.format));
+        let files = files_of(session, &layers)?;
+        self.sending.check(&files, format, &address)?;
+        let Some(active) = files.names.first() else {
+            unreachable!("a disk without an image is refused")
+        };
+        let snapshot = Snapshot {
+            disk: self.disk.clone(),
+            existing: false,
+            node_name: None,
+            file: self.file.clone(),
+        };
+        snapshot.run(session)?;
+        let format = format.map_or("qcow2", ImageFormat::name);
+        self.former(session, &device, address)
+            .map_err(|failure| failure.and(self.how_to_continue(format, active)))
+    }
+
+    /// What was the active image until the snapshot, and what is below it.
+    fn former(
+        &self,
+        session: &mut Session<'_>,
+        device: &str,
+        address: Address,
+    ) -> Result<Former<'_>, Failure> {
+        // Another client may have changed the chain meanwhile: what the disk had is below the new image.
+        let layers = session.layers(device)?;
+        let new = absolute(&self.file)?;
+        let place = layers.iter().position(|layer| new.as_str() == Some(layer.file()));
+        let below = place.and_then(|place| layers.get(place + 1..)).unwrap_or_default();
+        let Some(former) = below.first() else {
+            return Err(Failure::new(format_args!(
+                "'{}' is no longer a layer of the disk: another client has changed the chain, and nothing was pushed",
+                isobath_storage::shown(&self.file)
+            )));
+        };
+        let format = former.format.clone();
+        let mut files = files_of(session, below)?;
+        // By its header: the server's names may mean something else to this program.
+        files.names.splice(0..0, new.as_str().map(PathBuf::from));
+        self.sending.check(&files, Some(ImageFormat::Qcow2), &address)?;
+        files.names.remove(0);
+        Ok(Former { push: self, files, format, address })
+    }
+
+    /// What to say after an error that follows the snapshot of an image of this format.
+    fn how_to_continue(&self, format: &str, image: &Path) -> String {
+        format!(
+            "the snapshot '{}' stays; 'isobath push -f {format}{} {} {}' continues",
+            isobath_storage::shown(&self.file),
+            self.sending.shown(),
+            isobath_storage::shown(image),
+            self.remote
+        )
+    }
+}
+
+/// The files of layers, which must be on this machine and open in the server.
+///
+/// This command may read files that the server may not: a server that was taken over must not choose what is pushed.
+fn files_of(session: &Session<'_>, layers: &[ServedLayer]) -> Result<ServedFiles, Failure> {
+    let Some(server) = session.server() else {
+        return Err(Failure::new(
+            "the images must be on this machine: connect to the server by its socket file",
+        ));
+    };
+    let Some(process) = server.process else {
+        return Err(Failure::new(
+            "the server's process cannot be seen from this PID namespace: run the command where it can be",
+        ));
+    };
+    let open = match open_files(process) {
+        Ok(open) => Some(open),
+        // What this user may read, the server may read as well.
+        Err(_) if server.user == rustix::process::geteuid().as_raw() => None,
+        Err(error) => {
+            return Err(Failure::new(format_args!(
+                "which files the server has open cannot be seen: {}; run the command as root, or as the server's user",
+                isobath_storage::cause(&error)
+            )));
+        }
+    };
+    let file = |layer: &ServedLayer| {
+        let file = layer.file();
+        let refused =
+            |why: &str| Err(Failure::new(format_args!("'{file}' cannot be pushed: {why}")));
+        if Pinned::parse(file).is_some() {
+            return refused(
+                "it is in a store already, and what is above it refers to it there; 'isobath ctl stream' makes the \
+                 disk whole",
+            );
+        }
+        if Path::new(file).is_absolute() {
+            return Ok(PathBuf::from(file));
+        }
+        // The server may run in another directory.
+        match fs::read_link(format!("/proc/{process}/cwd")) {
+            Ok(directory) => Ok(directory.join(file)),
+            Err(_) => refused(
+                "its name is relative to the server's directory, which only root can see; start the server with \
+                 absolute names",
+            ),
+        }
+    };
+    let names = layers.iter().map(file).collect::<Result<_, _>>()?;
+    Ok(ServedFiles { names, open })
+}
+
+/// The files that a process has open.
+fn open_files(process: u32) -> io::Result<HashSet<FileId>> {
+    let mut open = HashSet::new();
+    for entry in fs::read_dir(format!("/proc/{process}/fd"))? {
+        // It may be closed meanwhile.
+        if let Ok(file) = fs::metadata(entry?.path()) {
+            open.insert(FileId { device: file.dev(), inode: file.ino() });
+        }
+    }
+    Ok(open)
+}
+
+/// An image that was the active one, and those below it.
+pub(super) struct Former<'p> {
+    push: &'p Push,
+    files: ServedFiles,
+    format: String,
+    address: Address,
+}
+
+impl Former<'_> {
+    /// Pushes them.
+    pub(super) fn send(self, out: &mut dyn Write) -> Outcome {
+        let Self { push, files, format, address } = self;
+        let Some(image) = files.names.first() else {
+            unreachable!("there is a layer below the new one")
+        };
+        let options = OpenOptions::new().format(ImageFormat::from_name(&format));
+        let pushed = push.sending.send(image, options, Some(&files), &address);
+        let pushed = pushed.map_err(|failure| failure.and(push.how_to_continue(&format, image)))?;
+        push.sending.say(&pushed, &address, out)
     }
 }
 

@@ -12,8 +12,8 @@ mod stats;
 
 use crate::failure::{Failure, Outcome};
 use crate::{cores, json, options, screen, size};
-use disk::{Chain, Events, Query, Resize, Snapshot};
-use isobath_qmp::client::{Address, Client, ClientError};
+use disk::{Chain, Events, Push, Query, Resize, Snapshot};
+use isobath_qmp::client::{Address, Client, ClientError, Server};
 use isobath_tls::ClientCredentials;
 use job::{Verb, VerbOfJob};
 use list::Jobs;
@@ -56,6 +56,7 @@ struct TlsArgs {
 #[derive(clap::Subcommand)]
 enum Command {
     Snapshot(Snapshot),
+    Push(Push),
     Stream(Stream),
     Commit(Commit),
     Mirror(Mirror),
@@ -94,6 +95,12 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let mut session = Session::connect_by(&args.address, &args.tls, out)?;
     match &args.command {
         Command::Snapshot(args) => args.run(&mut session),
+        Command::Push(args) => {
+            let former = args.begin(&mut session)?;
+            // The connection ends: what the server says meanwhile would have to be read.
+            drop(session);
+            former.send(out)
+        }
         Command::Stream(args) => args.run(&mut session),
         Command::Commit(args) => args.run(&mut session),
         Command::Mirror(args) => args.run(&mut session),
@@ -172,8 +179,8 @@ impl<'a> Session<'a> {
 }
 
 impl Session<'_> {
-    /// The server's process ID, if it is on this machine.
-    pub(super) fn server(&self) -> Option<u32> {
+    /// The server's process; `None` if the connection is not by a socket file.
+    pub(super) fn server(&self) -> Option<Server> {
         self.client.server()
     }
 

@@ -162,6 +162,10 @@ pub(crate) struct Args {
     /// image in order; an empty value leaves the chain read-only
     #[arg(long, value_name = "FILE")]
     overlay: Vec<OsString>,
+    /// Record what is read of the chain in a store, and in which order, in this file, which is new or empty and is
+    /// written when the server ends; 'isobath remote trace' has servers fetch that ahead
+    #[arg(long, value_name = "FILE")]
+    pub(super) record_trace: Option<PathBuf>,
     #[command(flatten)]
     layers: Layers,
     /// The image and what is below it, once --layers or --checkpoint was looked at.

@@ -1,9 +1,10 @@
 //! The served disks: opening, upkeep, closing.
 
 use super::args::Args;
+use super::record::Record;
 use crate::cache::Cache;
 use crate::failure::Failure;
-use crate::host::is_stored;
+use crate::host::{is_stored, remotes};
 use crate::stored;
 use crate::{layers, overlays};
 use isobath_disk::encryption::Secrets;
@@ -123,6 +124,19 @@ pub(super) fn look_after<H: Host + Clone>(disks: &[Arc<LiveDisk<H>>]) {
                 tracing::warn!(%error, "background upkeep ended");
             }
         });
+    }
+}
+
+/// Fetches ahead what the traces of the chains in stores have, and records what is read from now on.
+pub(super) fn follow_traces(args: &Args, record: Option<&Record>) {
+    let addresses = args.images().iter().filter_map(|image| stored::address(image).ok().flatten());
+    for chain in addresses.filter_map(|address| remotes().chain(&address.to_string())) {
+        if let Some(record) = record {
+            record.begin(&chain);
+        }
+        if let Err(error) = chain.follow_trace() {
+            tracing::warn!("the trace of '{}' is not fetched ahead: {error}", chain.address());
+        }
     }
 }
 

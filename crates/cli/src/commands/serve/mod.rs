@@ -7,6 +7,7 @@ mod control;
 mod disks;
 mod frontends;
 mod pausing;
+mod record;
 #[cfg(feature = "slow-disk")]
 mod slow;
 mod throttle;
@@ -33,6 +34,7 @@ use isobath_ring::{Handle, JoinHandle, spawn};
 use isobath_storage::Host;
 #[cfg(feature = "slow-disk")]
 use isobath_storage_test::slow::SlowHost;
+use record::Record;
 use std::fs::File;
 use std::future;
 use std::io::{self, Write};
@@ -53,6 +55,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     args.tls.check(args.frontends.addresses().chain(&args.qmp))?;
     let log =
         args.log.as_deref().map(|log| log_file::open(log, args.sandbox.becomes())).transpose()?;
+    let record = Record::create(args)?;
     let secrets = args.secret_file.secrets()?;
     let tls = args.tls.read()?;
     let confines = args.sandbox.is_on(args.frontends.mounts())?;
@@ -71,7 +74,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     let confined =
         if confines { Some(confine::enter(args, &secrets, memory.as_ref())?) } else { None };
     messages::detach();
-    let order = Order { args, names, tls, secrets, memory, keepers, confined, log };
+    let order = Order { args, names, tls, secrets, memory, keepers, confined, record, log };
     runtime::block_on(async || {
         if let Some(why) = runtime::why_no_ring() {
             messages::complain(format_args!("{why}; threads do its work, more slowly"));
@@ -98,6 +101,8 @@ struct Order<'a> {
     /// Those that add block devices and remove them.
     keepers: Keepers,
     confined: Option<Confined>,
+    /// What notes the reads of a chain in a store.
+    record: Option<Record>,
     /// Where messages go from the time that clients can connect.
     log: Option<File>,
 }
@@ -109,7 +114,7 @@ async fn run_on<H: Host + Clone>(
     out: &mut dyn Write,
     daemon: Option<Daemon>,
 ) -> Outcome {
-    let mut confined = order.confined.take();
+    let (mut confined, record) = (order.confined.take(), order.record.take());
     let end = signals::Order::receive()?;
     let opening = disks::open(&host, order.args, &order.secrets, order.memory.as_ref());
     let disks = match end.unless_given(opening).await {
@@ -117,13 +122,15 @@ async fn run_on<H: Host + Clone>(
         None => return Err(interrupted()),
     };
     let mut added = Closing::default();
-    let places = (out, daemon);
+    let places = (out, daemon, record.as_ref());
     let served = serve(host, order, confined.as_mut(), &disks, &end, &mut added, places).await;
     end.closes();
     let closed = disks::close(&disks).await;
     added.ended().await;
     drop(confined);
-    served.and(closed).map(|()| 0)
+    // What was served until now is recorded even if that ended by a failure.
+    let recorded = record.map_or(Ok(()), Record::end);
+    served.and(closed).and(recorded).map(|()| 0)
 }
 
 /// Serves the disks until a signal arrives, or until clients can no longer reach them. Those that clients have added
@@ -135,9 +142,9 @@ async fn serve<H: Host + Clone>(
     disks: &[Arc<LiveDisk<H>>],
     end: &signals::Order,
     added: &mut Closing,
-    (out, daemon): (&mut dyn Write, Option<Daemon>),
+    (out, daemon, record): (&mut dyn Write, Option<Daemon>, Option<&Record>),
 ) -> Result<(), Failure> {
-    let Order { args, names, tls, secrets, memory, keepers, confined: _, log } = order;
+    let Order { args, names, tls, secrets, memory, keepers, confined: _, record: _, log } = order;
     let access = args.access();
     let listeners = args.frontends.listen(access, &tls)?;
     let controls = tls.listen(&args.qmp, "--qmp", access)?;
@@ -193,6 +200,7 @@ async fn serve<H: Host + Clone>(
     control::serve_metrics(&control, scraped);
     let stopped = stop_when_asked(end.clone(), control.clone(), frontends.clone());
     disks::look_after(disks);
+    disks::follow_traces(args, record);
     let result = until_ended(monitor, frontends.serve(), stopped, is_controlled).await;
     control.stop();
     for ended in controlling {

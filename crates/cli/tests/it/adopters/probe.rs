@@ -52,12 +52,27 @@ pub(super) fn serve(mut command: Command, uri: &str, side: &Side) -> (Finished, 
     });
     let daemons = daemons(&side.directory);
     // Another server ends when its client has left: a signal would race with that.
-    if has_word(&shown, &["-t", "--persistent", "qemu-storage-daemon"]) || exported.is_none() {
+    let is_ended =
+        has_word(&shown, &["-t", "--persistent", "qemu-storage-daemon"]) || exported.is_none();
+    if is_ended {
         end(&mut child, &daemons);
     }
-    let status = until_some("the server has ended", || child.try_wait().unwrap());
+    // QEMU notices a signal that comes just before it waits when something else happens, such as a connection.
+    let wake = || is_ended.then(|| export(uri));
+    let status = until_some("the server has ended", || {
+        child.try_wait().unwrap().or_else(|| {
+            wake();
+            None
+        })
+    });
     for process in daemons {
-        until("the daemon has ended", || !Path::new(&format!("/proc/{process}")).exists());
+        until("the daemon has ended", || {
+            let is_there = Path::new(&format!("/proc/{process}")).exists();
+            if is_there {
+                wake();
+            }
+            !is_there
+        });
     }
     let stderr = fs::read_to_string(&log).unwrap();
     (Finished { command: shown, status, stdout: Vec::new(), stderr }, exported)

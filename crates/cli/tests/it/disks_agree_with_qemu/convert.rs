@@ -184,11 +184,11 @@ fn an_interrupted_copy_leaves_nothing() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path();
     let _ = qemu_img(path, ["create", "-q", "-f", "raw", "source", "1G"]).ok();
-    // Not a hole anywhere, so that it takes a while.
     let _ = qemu::io(&path.join("source"), "raw", &["write -P 1 0 256M"]).ok();
     let mut child = Command::new(env!("CARGO_BIN_EXE_isobath"))
         .current_dir(path)
-        .args(["convert", "-c", "-m", "1", "-O", "qcow2", "source", "copy"])
+        // It would take half a minute.
+        .args(["convert", "-c", "-m", "1", "-r", "8M", "-O", "qcow2", "source", "copy"])
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();

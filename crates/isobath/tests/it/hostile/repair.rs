@@ -134,6 +134,8 @@ impl Dirty {
         let mut bytes = vec![0; 8 << 20];
         let length = self.file.read_at(&mut bytes, 0).unwrap();
         bytes.truncate(length);
+        // Until it is written back, space may be counted that the file does not take in the end.
+        self.file.sync_all().unwrap();
         (bytes, self.file.metadata().unwrap().blocks())
     }
 
