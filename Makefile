@@ -7,6 +7,7 @@
 SOAK_SECONDS ?= 3600
 SOAK_OPERATIONS ?= 10000000
 KILLS ?= 2000
+REMOTE_KILLS ?= 10000
 FUZZ_SECONDS ?= 60
 TSAN_SECONDS ?= 60
 CRASH_STATES ?= 1000000
@@ -29,8 +30,8 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 TOOLS := target/tools/bin/cargo-deny target/tools/bin/cargo-nextest target/tools/bin/ruff
 
 # Each run of these adds a line of what it did to this file.
-CAMPAIGNS := soak kills crash crash-small crash-files damage defects histories calls index-cases fuzz interleavings \
-	miri tsan
+CAMPAIGNS := soak kills remote-kills crash crash-small crash-files damage defects histories calls index-cases fuzz \
+	interleavings miri tsan
 $(CAMPAIGNS): export ISOBATH_EVIDENCE := $(CURDIR)/docs/results/campaigns.jsonl
 
 .PHONY: setup build program install install-links uninstall paths style test tested s3-server advisories demo \
@@ -169,6 +170,13 @@ kills: setup
 	$(if $(KILLS_SEED),ISOBATH_SEED=$(KILLS_SEED)) ISOBATH_KILLS=$(KILLS) ISOBATH_KILLS_STATE=$(CURDIR)/target/kills.json \
 		scripts/evidence run kills -- \
 		cargo test --locked --release -p isobath-cli --test it what_was_promised_is_there_after_a_kill -- --nocapture
+
+# Processes killed at any system call while they push to a store, pull from it, collect what no chain has there, set
+# traces, or read through a cache, until there were REMOTE_KILLS; KILLS_SEED begins with a seed of its own.
+remote-kills: setup
+	$(if $(KILLS_SEED),ISOBATH_SEED=$(KILLS_SEED)) ISOBATH_REMOTE_KILLS=$(REMOTE_KILLS) \
+		scripts/evidence run remote-kills -- \
+		cargo test --locked --release -p isobath-remote --test it whoever_is_killed_at_a_store -- --nocapture
 
 # The crash simulator, in every mode: random histories of a disk and of a server with jobs, until CRASH_STATES
 # states of each have passed. It continues where it ended; `rm -r target/crash` starts over.

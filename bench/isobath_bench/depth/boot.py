@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from functools import cache
 
 from .. import plot, servers, tools
 from ..rounds import Samples, rotated
@@ -11,27 +12,34 @@ from . import chains
 DEPTHS = [1, 50, 500, 1000]
 
 
+@cache
+def program():
+    """The example `boot` of the test support, built."""
+    command = ["cargo", "build", "--quiet", "--release", "--package=isobath-testkit", "--example=boot"]
+    tools.run(*command, cwd=tools.ROOT)
+    return tools.TARGET / "release" / "examples" / "boot"
+
+
 def example(*arguments, qemu=""):
-    """Runs the example `boot` of the test support."""
+    """Runs it."""
     environment = os.environ | {"RUST_BACKTRACE": "0"} | ({"ISOBATH_QEMU_DIR": qemu} if qemu else {})
-    command = ["cargo", "run", "--quiet", "--release", "--package=isobath-testkit", "--example=boot", "--"]
     try:
-        return tools.run(*command, *arguments, cwd=tools.ROOT, env=environment)
+        return tools.run(program(), *arguments, cwd=tools.ROOT, env=environment)
     except tools.Failed as error:
         if "SIGSEGV" in str(error):
             raise servers.Crashed(str(error)) from error
         raise
 
 
-def make(layers):
-    """The guest's disk, spread over the layers."""
-    name = f"boot-{layers}-layers"
+def make(layers, mib=160):
+    """The guest's disk of so many MiB, spread over the layers."""
+    name = f"boot-{layers}-layers-{mib}M"
     directory, done = tools.WORK / name, tools.WORK / f"{name}.done"
     active = directory / f"layer-{layers - 1:05}.qcow2"
     if not done.exists():
-        raw = tools.WORK / "boot.raw"
+        raw = tools.WORK / f"boot-{mib}M.raw"
         if not raw.exists():
-            example("root", raw)
+            example("root", raw, mib)
         shutil.rmtree(directory, ignore_errors=True)
         tools.run(tools.ISOBATH, "chain", "generate", "--layers", layers, "--data", f"raw:{raw}", directory)
         done.touch()

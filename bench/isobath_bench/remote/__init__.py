@@ -72,12 +72,17 @@ class Store:
         self.process.stdout.close()
 
 
-def pushed(active, directory=KEPT):
+def manifest_of(name, directory=KEPT):
+    """The file of a chain's manifest."""
+    return directory / BUCKET / "manifests" / f"{name}.json"
+
+
+def pushed(active, directory=KEPT, suffix=""):
     """The name in the store of a chain that is kept for later runs; pushed unless it is there as it is now."""
-    name = active.parent.name
+    name = active.parent.name + suffix
     address = f"s3://{BUCKET}/{name}"
     # The manifest comes last, and so does the active layer of a chain that is built again.
-    manifest = directory / BUCKET / "manifests" / f"{name}.json"
+    manifest = manifest_of(name, directory)
     if not manifest.exists() or manifest.stat().st_mtime <= active.stat().st_mtime:
         with Store(directory, near=True) as store:
             store.run("push", "-q", active, address)

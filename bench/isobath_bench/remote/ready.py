@@ -3,7 +3,7 @@
 import resource
 import time
 
-from .. import report, servers, tools
+from .. import plot, report, servers, tools
 from ..depth import chains
 from ..rounds import Samples, rotated
 from . import Store, emptied, link, pushed
@@ -33,10 +33,10 @@ def deepest():
 
 def run(rounds, seconds):
     del seconds
-    depths = [1, 1000] if tools.QUICK else [1, 1000, deepest()]
+    depths = [1, 1000] if tools.QUICK else [1, 30, 1000, deepest()]
     actives = {layers: chains.make(layers, size=SIZE, data="zero") for layers in depths}
     addresses = {layers: pushed(active) for layers, active in actives.items()}
-    pulled = [1] if tools.QUICK else [1, 1000]
+    pulled = [1] if tools.QUICK else [1, 30, 1000]
     keys = [(SERVE, layers) for layers in depths] + [(PULL, layers) for layers in pulled]
     samples = Samples()
     # What is cold is the cache, not the program.
@@ -80,4 +80,12 @@ def run(rounds, seconds):
         "columns": ["", "layers", "s", "requests", "MiB fetched"],
         "rows": rows,
     }
-    return {"samples": samples.raw(), "tables": [table], "goals": goals, "figures": [], "notes": []}
+    curves = {
+        way: [(layers, samples.median((way, layers), "seconds")) for layers in depths if (way, layers) in keys]
+        for way in (SERVE, PULL)
+    }
+    figure = plot.lines(
+        "remote-ready.svg", "Ready to serve a chain in a store, with an empty cache", "layers", "seconds", curves,
+        log_x=True, log_y=True, x_ticks=depths,
+    )  # fmt: skip
+    return {"samples": samples.raw(), "tables": [table], "goals": goals, "figures": [figure], "notes": []}

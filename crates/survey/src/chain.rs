@@ -23,7 +23,7 @@ pub enum Advice {
     Merge,
     /// Write a direct-access index: merging is not worth it, or not possible.
     Index,
-    /// Leave it unchanged.
+    /// Leave it unchanged: none of these, or its lower layers are in an object store.
     Leave,
 }
 
@@ -58,6 +58,7 @@ pub(crate) struct Sums {
     tables: f32,
     unit_bits: u8,
     cut: bool,
+    stored: bool,
 }
 
 /// The sums of every image.
@@ -69,7 +70,7 @@ pub(crate) fn sums(fleet: &Fleet, links: &Links, counted: Option<&Counted>) -> V
         let Some(parent) = below(fleet, number) else { continue };
         let base = if image.flags.has(Flags::RAW_BACKING) {
             // It is read as raw: its tables are not looked up, and its own chain does not count.
-            Sums { tables: 0.0, unit_bits: u8::MAX, cut: false, ..own(parent) }
+            Sums { tables: 0.0, unit_bits: u8::MAX, cut: false, stored: false, ..own(parent) }
         } else {
             sums.get(parent as usize).copied().unwrap_or_default()
         };
@@ -80,6 +81,7 @@ pub(crate) fn sums(fleet: &Fleet, links: &Links, counted: Option<&Counted>) -> V
             sum.tables += base.tables;
             sum.unit_bits = sum.unit_bits.min(base.unit_bits);
             sum.cut |= base.cut;
+            sum.stored |= base.stored;
         }
     }
     sums
@@ -104,6 +106,7 @@ fn own_sums(image: &Image, number: u32, counted: Option<&Counted>) -> Sums {
         tables: share as f32,
         unit_bits: if qcow2 { image.cluster_bits - if extended { 5 } else { 0 } } else { u8::MAX },
         cut: image.flags.has(Flags::CUT),
+        stored: image.flags.has(Flags::STORED),
     }
 }
 
@@ -114,7 +117,7 @@ pub struct ChainRow {
     pub image: String,
     /// The number of files from the active image to the base.
     pub length: u32,
-    /// Whether the chain is complete; an incomplete one may be longer.
+    /// Whether the chain is complete; an incomplete one, or one whose lower layers are in a store, may be longer.
     pub whole: bool,
     /// The disk's size in bytes.
     pub disk_bytes: u64,
@@ -220,14 +223,19 @@ impl Survey {
 
     /// Whether a chain is complete.
     pub(crate) fn is_whole(&self, active: u32) -> bool {
-        !self.sums_of(active).cut
+        let Sums { cut, stored, .. } = self.sums_of(active);
+        !cut && !stored
     }
 
     /// What to do about a chain, and its length after following the advice.
     pub(crate) fn advice(&self, active: u32) -> (Advice, u32) {
         let length = self.length_of(active);
-        if !self.is_whole(active) {
+        let Sums { cut, stored, .. } = self.sums_of(active);
+        if cut {
             return (Advice::Repair, length);
+        }
+        if stored {
+            return (Advice::Leave, length);
         }
         let own = self.own(active);
         let gain = own.hidden >= MERGE_GAIN.max(own.held_below / 4);
@@ -270,7 +278,7 @@ impl Survey {
         ChainRow {
             image: exact(&self.fleet.path_bytes(active)),
             length,
-            whole: !sums.cut,
+            whole: self.is_whole(active),
             disk_bytes: image.disk,
             held_bytes: sums.held,
             own_files: own.files,

@@ -43,6 +43,8 @@ impl Flags {
     pub(crate) const NO_BIRTH: Self = Self(1 << 11);
     /// It begins like an image in a format that is not supported.
     pub(crate) const FOREIGN: Self = Self(1 << 12);
+    /// What is below it is in an object store.
+    pub(crate) const STORED: Self = Self(1 << 13);
 
     pub(crate) fn has(self, other: Self) -> bool {
         self.0 & other.0 != 0
@@ -99,6 +101,8 @@ pub(crate) struct Seen {
     pub(crate) backing: Option<Id>,
     /// Its backing file cannot be followed.
     pub(crate) cut: bool,
+    /// What is below it is in an object store.
+    pub(crate) stored: bool,
     pub(crate) outside: bool,
 }
 
@@ -112,6 +116,7 @@ impl Fleet {
         let mut flags = Flags::default();
         flags.set(Flags::OUTSIDE, seen.outside);
         flags.set(Flags::CUT, seen.cut);
+        flags.set(Flags::STORED, seen.stored);
         let (mut disk, mut cluster_bits) = (seen.facts.length, 16);
         match &seen.kind {
             Kind::Other(format) => {
@@ -275,6 +280,7 @@ mod tests {
                 kind: Kind::Other(None),
                 backing: Some(Id { device: 8, inode: 1 }),
                 cut: false,
+                stored: false,
                 outside: false,
             };
             let number = fleet.add(&seen, true).unwrap();

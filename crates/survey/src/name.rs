@@ -11,6 +11,8 @@ pub(crate) enum Refused {
     Json,
     /// It has a protocol prefix, such as `nbd:`.
     Protocol,
+    /// It is that of the lower layers of a chain in an object store.
+    Stored,
     /// It contains a NUL byte, or is empty.
     NoFileName,
 }
@@ -21,6 +23,9 @@ pub(crate) fn resolve(referrer: &Path, name: &str) -> Result<PathBuf, Refused> {
     if name.contains('\0') {
         return Err(Refused::NoFileName);
     }
+    if is_stored(name) {
+        return Err(Refused::Stored);
+    }
     let plain = name.strip_prefix("file:").unwrap_or(name);
     match plain.split('/').next().and_then(|first| first.split_once(':')) {
         Some(("json", _)) => Err(Refused::Json),
@@ -30,6 +35,22 @@ pub(crate) fn resolve(referrer: &Path, name: &str) -> Result<PathBuf, Refused> {
             .parent()
             .map_or_else(|| PathBuf::from(plain), |directory| directory.join(plain))),
     }
+}
+
+/// Whether a name has the form of layers in an object store that an image above them has in its header, as
+/// `docs/format.md` specifies it.
+fn is_stored(name: &str) -> bool {
+    let Some((place, digest)) = name.rsplit_once("@sha256:") else { return false };
+    let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+    let bucket = ["s3://", "gs://", "az://"].iter().find_map(|scheme| place.strip_prefix(scheme));
+    let is_chain = match (bucket, place.strip_prefix("file:///")) {
+        (Some(path), _) => {
+            path.split('/').count() > 1 && path.split('/').all(|part| !part.is_empty())
+        }
+        (None, Some(path)) => !path.is_empty() && !path.ends_with('/'),
+        (None, None) => false,
+    };
+    is_chain && digest.len() == 64 && digest.bytes().all(is_digit)
 }
 
 /// A file name for programs: only bytes that are not UTF-8 (`\xff`) and backslashes (`\\`) are escaped, so that it can
@@ -70,7 +91,7 @@ mod tests {
 
     #[test]
     fn only_plain_names_are_followed() {
-        let resolve = |name| resolve(Path::new("/pool/vm/a.qcow2"), name);
+        let resolve = |name: &str| resolve(Path::new("/pool/vm/a.qcow2"), name);
         for (name, path) in [
             ("base.raw", "/pool/vm/base.raw"),
             ("/a/b:c", "/a/b:c"),
@@ -83,6 +104,15 @@ mod tests {
         assert_eq!(resolve("json:{\"driver\":\"file\"}"), Err(Refused::Json));
         for name in ["nbd:localhost:1", "http://x/y", "fat:/etc", "file:nbd:x"] {
             assert_eq!(resolve(name), Err(Refused::Protocol), "{name}");
+        }
+        let digest = "0123456789abcdef".repeat(4);
+        for place in ["s3://bucket/a/vm", "gs://bucket/vm", "az://bucket/vm", "file:///pool/vm"] {
+            assert_eq!(resolve(&format!("{place}@sha256:{digest}")), Err(Refused::Stored));
+        }
+        assert_eq!(resolve(&format!("s3://b/vm@sha256:{}", &digest[1..])), Err(Refused::Protocol));
+        for place in ["vm", "s3://bucket", "s3://", "s3:///vm", "s3://bucket/", "http://host/vm"] {
+            let name = format!("{place}@sha256:{digest}");
+            assert_eq!(resolve(&name), Err(Refused::Protocol), "{name}");
         }
         for name in ["", "a\0b", "file:"] {
             assert_eq!(resolve(name), Err(Refused::NoFileName), "{name:?}");

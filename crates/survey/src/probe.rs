@@ -224,6 +224,7 @@ pub(crate) fn find(referrer: &Path, backing: &Backing) -> Result<(PathBuf, Id), 
     let path = name::resolve(referrer, &backing.name).map_err(|why| match why {
         Refused::Json => Trouble::Json,
         Refused::Protocol => Trouble::Protocol,
+        Refused::Stored => Trouble::Stored,
         Refused::NoFileName => Trouble::NoFileName,
     })?;
     let data = fs::metadata(&path).map_err(|error| Trouble::of_backing(&error))?;

@@ -48,6 +48,8 @@ troubles! {
     Json = "json", "its backing file's name is a 'json:' description, which is not followed";
     /// The name has a protocol prefix.
     Protocol = "protocol", "its backing file's name has a protocol prefix, which is not followed";
+    /// The name is that of layers in an object store.
+    Stored = "stored", "its lower layers are in an object store, which is not surveyed";
     /// The name contains a NUL byte or is empty.
     NoFileName = "no-file-name", "its backing file's name is not a file name";
     /// The header says that the backing file is qcow2, but it is not.

@@ -167,7 +167,7 @@ impl Survey {
         let mut advice = Advice::ALL.map(|one| (one, 0));
         let (mut files_merged, mut qemu_memory, mut our_memory) = (0, 0_u64, 0_u64);
         for row in self.chains() {
-            counts.incomplete += u64::from(!row.whole);
+            counts.incomplete += u64::from(row.advice == Advice::Repair);
             for (one, count) in &mut advice {
                 *count += u64::from(*one == row.advice);
             }

@@ -256,6 +256,7 @@ pub(crate) fn look(
             })
         }
     };
-    let cut = trouble.is_some();
-    Ok((Seen { path, facts, kind, backing, cut, outside }, trouble))
+    let stored = matches!(trouble, Some((Trouble::Stored, _)));
+    let cut = trouble.is_some() && !stored;
+    Ok((Seen { path, facts, kind, backing, cut, stored, outside }, trouble))
 }

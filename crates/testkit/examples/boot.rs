@@ -1,9 +1,9 @@
 //! A guest for measurements: `bench/run --part boot chain_depth` runs it.
 //!
-//! `boot root RAW` makes the guest's disk; `boot nbd SOCKET` and `boot qcow2 IMAGE` boot from it by
-//! an NBD server, or with QEMU opening the image, read the large file there, and print the seconds
-//! from the start of QEMU to the guest's end as JSON. With `boot nbd SOCKET MIB` the guest reads so
-//! much of the file.
+//! `boot root RAW MIB` makes the guest's disk, of so many MiB; `boot nbd SOCKET` and `boot qcow2 IMAGE`
+//! boot from it by an NBD server, or with QEMU opening the image, read the large file there, and print
+//! the seconds from the start of QEMU to the guest's end as JSON. With `boot nbd SOCKET MIB` the guest
+//! reads so much of the file.
 #![allow(clippy::expect_used, reason = "a measurement fails by a panic")]
 
 use isobath_testkit::fs;
@@ -13,7 +13,6 @@ use rand::{Rng, SeedableRng};
 use std::path::Path;
 use std::time::Instant;
 
-const DISK: u64 = 160 << 20;
 const FIELD: usize = 96 << 20;
 /// Reads all of it.
 const WHOLE: &str = "cat /data/field";
@@ -22,7 +21,7 @@ fn main() {
     let arguments: Vec<_> = std::env::args().skip(1).collect();
     let words: Vec<_> = arguments.iter().map(String::as_str).collect();
     match words.as_slice() {
-        ["root", raw] => make_root(Path::new(raw)),
+        ["root", raw, mib] => make_root(Path::new(raw), mib.parse().expect("a number of MiB")),
         ["nbd", socket] => boot(nbd(socket), WHOLE, FIELD),
         ["nbd", socket, mib] => {
             let mib: usize = mib.parse().expect("a number of MiB");
@@ -31,14 +30,19 @@ fn main() {
         ["qcow2", image] => {
             boot(Guest::new().drive(&format!("file={image},format=qcow2")), WHOLE, FIELD);
         }
-        _ => panic!("usage: boot root RAW | boot nbd SOCKET [MIB] | boot qcow2 IMAGE"),
+        _ => panic!("usage: boot root RAW MIB | boot nbd SOCKET [MIB] | boot qcow2 IMAGE"),
     }
 }
 
-fn make_root(raw: &Path) {
+/// Fills a disk with the file that is read, and as many others of its size as leave a sixteenth for the file system.
+fn make_root(raw: &Path, mib: u64) {
     let mut field = vec![0; FIELD];
     StdRng::seed_from_u64(1).fill_bytes(&mut field);
-    fs::make_root(raw, DISK, &[("field", &field)]);
+    let others = ((mib << 20) / 16 * 15 / FIELD as u64).saturating_sub(1);
+    let others: Vec<String> = (0..others).map(|number| format!("other-{number}")).collect();
+    let names = std::iter::once("field").chain(others.iter().map(String::as_str));
+    let files: Vec<(&str, &[u8])> = names.map(|name| (name, &field[..])).collect();
+    fs::make_root(raw, mib << 20, &files);
 }
 
 fn nbd(socket: &str) -> Guest {

@@ -17,5 +17,6 @@ mod proxy;
 mod round_trips;
 mod s3;
 mod served;
+mod store_kills;
 mod stores;
 mod traces;

@@ -110,6 +110,34 @@ fn what_cannot_be_followed_is_told_and_never_opened() {
 }
 
 #[test]
+fn images_above_layers_in_a_store_need_no_repair() {
+    let fleet = Fleet::new();
+    let digest = "0123456789abcdef".repeat(4);
+    fleet.image("lower", &format!("s3://bucket/vm@sha256:{digest}"));
+    fleet.image("upper", "lower");
+    fleet.image("other", &format!("file:///pool/vm@sha256:{digest}"));
+    fleet.image("lost", "s3://bucket/vm");
+    let survey = fleet.survey();
+    let report = survey.report();
+    let found = problems(&report, fleet.root());
+    let names: Vec<_> = found.iter().map(|(name, word)| (name.as_str(), *word)).collect();
+    assert_eq!(names, [("lost", "protocol"), ("lower", "stored"), ("other", "stored")]);
+    assert_eq!(report.counts.incomplete, 1);
+    let mut rows: Vec<_> =
+        survey.chains().map(|row| (row.image, row.length, row.whole, row.advice)).collect();
+    rows.sort();
+    let path = |name: &str| fleet.at(name).display().to_string();
+    assert_eq!(
+        rows,
+        [
+            (path("lost"), 1, false, Advice::Repair),
+            (path("other"), 1, false, Advice::Leave),
+            (path("upper"), 2, false, Advice::Leave),
+        ]
+    );
+}
+
+#[test]
 fn circles_end_and_are_told() {
     let fleet = Fleet::new();
     fleet.image("self", "self");

@@ -124,7 +124,9 @@ fn advice(report: &Report, page: &mut String) {
                 "More than {INDEX_ABOVE} files, which take three rounds of reads or more, no index, \
                  and too few layers of its own to be merged."
             ),
-            Advice::Leave => "None of these.".to_owned(),
+            Advice::Leave => {
+                "None of these, or its lower layers are in an object store.".to_owned()
+            }
         };
         let word = advice.word();
         let _ = write!(page, "<tr><td><span class=\"advice {word}\">{word}</span></td>");
