@@ -187,15 +187,6 @@ impl Connection {
 /// The deepest nesting accepted: `query-block` nests the first hundred images of a chain. The parser accepts 127.
 const DEEPEST: usize = 120;
 
-/// The process that listens on a server's socket file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Server {
-    /// Its ID; `None` if it is in another PID namespace.
-    pub process: Option<u32>,
-    /// The ID of the user as whom it began to listen.
-    pub user: u32,
-}
-
 /// A session with an Isobath or QEMU server.
 pub struct Client {
     connection: Connection,
@@ -269,8 +260,8 @@ impl Client {
             .map_err(|error| ClientError::Connect { address: path.display().to_string(), error })
     }
 
-    /// The process that listens on the server's socket file; `None` if the connection is not by a socket file.
-    pub fn server(&self) -> Option<Server> {
+    /// The ID of the process that listens on the server's socket file, in this process's PID namespace.
+    pub fn server(&self) -> Option<u32> {
         let Socket::Unix(stream) = self.connection.socket() else { return None };
         let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
         let mut length = size_of::<libc::ucred>() as libc::socklen_t;
@@ -284,8 +275,8 @@ impl Client {
                 &raw mut length,
             )
         };
-        let process = u32::try_from(peer.pid).ok().filter(|id| *id != 0);
-        (asked == 0).then_some(Server { process, user: peer.uid })
+        // 0 for a process in another namespace.
+        if asked == 0 { u32::try_from(peer.pid).ok().filter(|id| *id != 0) } else { None }
     }
 
     /// Executes a command and returns its result. Events received meanwhile are kept for

@@ -157,9 +157,16 @@ pub fn check_layers(layers: &[LocalLayer], top: TopIs) -> Result<()> {
 /// What has the name is not to be replaced; the store takes nothing, or cannot replace an object only if it is
 /// unchanged, where that is needed; somebody collects objects; those of the store.
 pub fn may_push(store: &dyn Store, name: &str, replace: Replace) -> Result<()> {
-    replaceable(store, name, replace)?;
+    let was = replaceable(store, name, replace)?;
     let note = Note::put(store)?;
+    // The condition that the push will use.
     let takes_conditions = || {
+        if was.is_none() {
+            let key = format!("{}{}", keys::PUSHES, unique()?);
+            let outcome = store.put_if(&key, NOTE, None)?;
+            Note { store, key, renewed: Mutex::new(Instant::now()) }.remove();
+            return Ok(outcome != Outcome::Unsupported);
+        }
         let Some((_, version)) = store.get(&note.key, NOTE.len() as u64)? else { return Ok(true) };
         let outcome = store.put_if(&note.key, NOTE, Some(&version))?;
         Ok(outcome != Outcome::Unsupported)

@@ -125,7 +125,12 @@ impl Listener {
     /// As [`listening_at`].
     pub fn handed_in(socket: OwnedFd) -> io::Result<Self> {
         let address = listening_at(socket.as_fd())?;
-        socket2::SockRef::from(&socket).set_nonblocking(true)?;
+        let reference = socket2::SockRef::from(&socket);
+        reference.set_nonblocking(true)?;
+        if let Address::Unix(_) = address {
+            // Clients are told by SO_PEERCRED who has listened last: this process, and not the one that handed it in.
+            reference.listen(libc::SOMAXCONN)?;
+        }
         Ok(Self { socket: Arc::new(socket), address, file: None })
     }
 

@@ -13,9 +13,9 @@ use isobath_remote::{
 use isobath_storage::{FileId, Host, Storage, StorageExt};
 use serde_json::json;
 use std::collections::HashSet;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::Write;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Copy a chain to a directory or an object store
@@ -42,7 +42,7 @@ pub(crate) struct Args {
 pub(crate) struct ServedFiles {
     /// Their names.
     pub(crate) names: Vec<PathBuf>,
-    /// All files that the server has open, if that can be seen.
+    /// All files that the server has open for reading, if that can be seen.
     pub(crate) open: Option<HashSet<FileId>>,
 }
 
@@ -79,20 +79,27 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
 }
 
 impl Sending {
+    /// Fails if the store takes no push now.
+    pub(crate) fn check_store(&self, address: &Address) -> Result<(), Failure> {
+        let replace = self.replace();
+        let (place, name) = (address.place.clone(), address.name.clone());
+        runtime::block_on(async || {
+            let work =
+                move |store: &dyn isobath_remote::Store, _: &_| may_push(store, &name, replace);
+            self.store.run(&place, false, "nothing was done", work).await
+        })
+    }
+
     /// Fails if what has these files could not be pushed, although the server writes to the top.
-    pub(crate) fn check(
-        &self,
+    pub(crate) fn check_files(
         files: &ServedFiles,
         format: Option<ImageFormat>,
-        address: &Address,
     ) -> Result<(), Failure> {
         let Some(image) = files.names.first() else {
             return Err(Failure::new("a disk without an image cannot be pushed"));
         };
         let options = OpenOptions::new().format(format).heads(false);
         let options = options.secrets(Secrets::unneeded()).locking(options::locking(true));
-        let replace = self.replace();
-        let (place, name) = (address.place.clone(), address.name.clone());
         runtime::block_on(async || {
             let mut opened = Disk::open(images().clone(), image, &options).await;
             for _ in 1..MOST_LOOKS {
@@ -105,9 +112,7 @@ impl Sending {
             let layers = locals(&disk, Some(files), TopIs::InUse);
             disk.close().await?;
             check_layers(&layers?, TopIs::InUse)?;
-            let work =
-                move |store: &dyn isobath_remote::Store, _: &_| may_push(store, &name, replace);
-            self.store.run(&place, false, "nothing was done", work).await
+            Ok(())
         })
     }
 
@@ -185,22 +190,39 @@ fn locals<H: Host>(
 ) -> Result<Vec<LocalLayer>, Failure> {
     let layers: Vec<_> = disk.layers().collect();
     if let Some(files) = files {
-        let is_it = |file: &PathBuf, layer: &Layer<H::File>| {
-            let Ok(found) = file.metadata() else { return false };
-            let id = FileId { device: found.dev(), inode: found.ino() };
-            id_of_file(id) == layer.storage().id()
-                && files.open.as_ref().is_none_or(|open| open.contains(&id))
-        };
-        let mut pairs = files.names.iter().zip(&layers);
-        if files.names.len() != layers.len() || !pairs.all(|(file, layer)| is_it(file, layer)) {
-            return Err(Failure::new(
+        let other = || {
+            Failure::new(
                 "the headers of the images lead to other files than the server reads: they cannot be pushed as a chain",
-            ));
+            )
+        };
+        if files.names.len() != layers.len() {
+            return Err(other());
+        }
+        for (file, layer) in files.names.iter().zip(&layers) {
+            let id = file.metadata().map(|found| file_id(&found)).map_err(|_| other())?;
+            if id_of_file(id) != layer.storage().id() {
+                return Err(other());
+            }
+            if files.open.as_ref().is_some_and(|open| !open.contains(&id)) {
+                return Err(Failure::new(format_args!(
+                    "'{}' is not open for reading in the server: another file has got its name, or the server's limit \
+                     of open files is lower than what its chains have",
+                    isobath_storage::shown(file)
+                )));
+            }
         }
     }
     let is_open = |number: usize| top == TopIs::InUse && number == 0;
     let locals = layers.into_iter().enumerate();
     locals.rev().map(|(number, layer)| local(layer, is_open(number))).collect()
+}
+
+/// Which file this is; a device is the same whichever node it is opened through.
+pub(crate) fn file_id(found: &Metadata) -> FileId {
+    if found.file_type().is_block_device() {
+        return FileId { device: u64::MAX, inode: found.rdev() };
+    }
+    FileId { device: found.dev(), inode: found.ino() }
 }
 
 /// A layer as it is pushed: its file, opened once more, which must be the one that is locked.
@@ -232,8 +254,7 @@ fn local<S: Storage>(layer: &Layer<S>, is_open: bool) -> Result<LocalLayer, Fail
     if !metadata.is_file() {
         return Err(refused("it is a device, and not a file; 'isobath convert' copies it to one"));
     }
-    let id = FileId { device: metadata.dev(), inode: metadata.ino() };
-    if id_of_file(id) != layer.storage().id() {
+    if id_of_file(file_id(&metadata)) != layer.storage().id() {
         return Err(refused("another file has got its name just now; try again"));
     }
     Ok(LocalLayer { path: layer.name().to_owned(), file, format })

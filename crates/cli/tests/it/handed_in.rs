@@ -102,6 +102,7 @@ fn a_server_listens_on_the_sockets_that_a_service_manager_hands_in() {
     let mut client = Client::connect(&Address::Unix(at("q"))).unwrap();
     let disks = client.execute("query-block", json!({})).unwrap();
     assert_eq!(disks[0]["device"], "vm");
+    assert_eq!(client.server(), Some(server.pid()), "and not who has made the socket");
     drop(UnixStream::connect(at("v")).unwrap());
     let mut scraper = TcpStream::connect(("127.0.0.1", port)).unwrap();
     scraper.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").unwrap();

@@ -180,11 +180,12 @@ impl Follower<'_> {
         }
         let wanted: Arc<dyn Wanted> = layer;
         let room = (blocks.end - blocks.start) * BLOCK;
+        // Before room in the cache, so that no more of that is taken than what is under way needs.
+        let _arriving = self.in_flight.take(room);
         if !self.cache.take_ahead(room) {
             self.is_full.store(true, Ordering::Relaxed);
             return Ok(());
         }
-        let _arriving = self.in_flight.take(room);
         let mut taken = 0;
         let fetched = self.fetch_absent(&wanted, blocks, &mut taken);
         self.cache.give_ahead(room - taken * BLOCK);

@@ -1,9 +1,10 @@
 //! Commands on a disk, and commands that print what a server sends.
 
 use super::{ServedLayer, Session, arguments, interrupted};
-use crate::commands::push::{Sending, ServedFiles};
+use crate::commands::push::{Sending, ServedFiles, file_id};
 use crate::failure::{Failure, Outcome};
-use crate::options::OutputFormat;
+use crate::host::is_file_name;
+use crate::options::{self, OutputFormat};
 use crate::size::{self, NewSize};
 use isobath_disk::{ImageFormat, OpenOptions};
 use isobath_qmp::client::ClientError;
@@ -14,7 +15,6 @@ use serde_json::{Map, Value, json};
 use std::collections::HashSet;
 use std::fs;
 use std::io::{self, Write};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -84,9 +84,10 @@ impl Push {
         let address = Address::parse(&self.remote)?;
         let device = session.device(self.disk.as_deref())?;
         let layers = session.layers(&device)?;
-        let format = layers.first().and_then(|active| ImageFormat::from_name(&active.format));
+        let format = layers.first().map(format_of).transpose()?.unwrap_or(ImageFormat::Qcow2);
         let files = files_of(session, &layers)?;
-        self.sending.check(&files, format, &address)?;
+        Sending::check_files(&files, Some(format))?;
+        self.sending.check_store(&address)?;
         let Some(active) = files.names.first() else {
             unreachable!("a disk without an image is refused")
         };
@@ -97,17 +98,18 @@ impl Push {
             file: self.file.clone(),
         };
         snapshot.run(session)?;
-        let format = format.map_or("qcow2", ImageFormat::name);
-        self.former(session, &device, address)
-            .map_err(|failure| failure.and(self.how_to_continue(format, active)))
+        let former = self.former(session, &device, address, files.open.as_ref());
+        former.map_err(|failure| failure.and(self.how_to_continue(format, active)))
     }
 
-    /// What was the active image until the snapshot, and what is below it.
+    /// What was the active image until the snapshot, and what is below it. Some files may have been `open` only before
+    /// that.
     fn former(
         &self,
         session: &mut Session<'_>,
         device: &str,
         address: Address,
+        open: Option<&HashSet<FileId>>,
     ) -> Result<Former<'_>, Failure> {
         // Another client may have changed the chain meanwhile: what the disk had is below the new image.
         let layers = session.layers(device)?;
@@ -120,20 +122,24 @@ impl Push {
                 isobath_storage::shown(&self.file)
             )));
         };
-        let format = former.format.clone();
+        let format = format_of(former)?;
         let mut files = files_of(session, below)?;
+        if let (Some(now), Some(before)) = (&mut files.open, open) {
+            now.extend(before);
+        }
         // By its header: the server's names may mean something else to this program.
         files.names.splice(0..0, new.as_str().map(PathBuf::from));
-        self.sending.check(&files, Some(ImageFormat::Qcow2), &address)?;
+        Sending::check_files(&files, Some(ImageFormat::Qcow2))?;
         files.names.remove(0);
         Ok(Former { push: self, files, format, address })
     }
 
     /// What to say after an error that follows the snapshot of an image of this format.
-    fn how_to_continue(&self, format: &str, image: &Path) -> String {
+    fn how_to_continue(&self, format: ImageFormat, image: &Path) -> String {
         format!(
-            "the snapshot '{}' stays; 'isobath push -f {format}{} {} {}' continues",
+            "the snapshot '{}' stays; 'isobath push -f {}{} {} {}' continues",
             isobath_storage::shown(&self.file),
+            format.name(),
             self.sending.shown(),
             isobath_storage::shown(image),
             self.remote
@@ -141,27 +147,34 @@ impl Push {
     }
 }
 
+/// The format of a layer, of which the server says a name.
+fn format_of(layer: &ServedLayer) -> Result<ImageFormat, Failure> {
+    ImageFormat::from_name(&layer.format).ok_or_else(|| {
+        Failure::new(format_args!(
+            "'{}' cannot be pushed: the server says that its format is '{}', which is not known",
+            layer.file(),
+            options::printable(&layer.format)
+        ))
+    })
+}
+
 /// The files of layers, which must be on this machine and open in the server.
 ///
 /// This command may read files that the server may not: a server that was taken over must not choose what is pushed.
 fn files_of(session: &Session<'_>, layers: &[ServedLayer]) -> Result<ServedFiles, Failure> {
-    let Some(server) = session.server() else {
+    let Some(process) = session.server() else {
         return Err(Failure::new(
-            "the images must be on this machine: connect to the server by its socket file",
-        ));
-    };
-    let Some(process) = server.process else {
-        return Err(Failure::new(
-            "the server's process cannot be seen from this PID namespace: run the command where it can be",
+            "the images must be on this machine: connect to the server by its socket file, and in its PID namespace",
         ));
     };
     let open = match open_files(process) {
         Ok(open) => Some(open),
         // What this user may read, the server may read as well.
-        Err(_) if server.user == rustix::process::geteuid().as_raw() => None,
+        Err(_) if user_of(process) == Some(rustix::process::geteuid().as_raw()) => None,
         Err(error) => {
             return Err(Failure::new(format_args!(
-                "which files the server has open cannot be seen: {}; run the command as root, or as the server's user",
+                "which files the server has open cannot be seen: {}; run the command as root with CAP_SYS_PTRACE, or \
+                 as the server's user",
                 isobath_storage::cause(&error)
             )));
         }
@@ -175,6 +188,9 @@ fn files_of(session: &Session<'_>, layers: &[ServedLayer]) -> Result<ServedFiles
                 "it is in a store already, and what is above it refers to it there; 'isobath ctl stream' makes the \
                  disk whole",
             );
+        }
+        if !is_file_name(Path::new(file)) {
+            return refused("it is not a file");
         }
         if Path::new(file).is_absolute() {
             return Ok(PathBuf::from(file));
@@ -192,23 +208,50 @@ fn files_of(session: &Session<'_>, layers: &[ServedLayer]) -> Result<ServedFiles
     Ok(ServedFiles { names, open })
 }
 
-/// The files that a process has open.
+/// The files that a process has open for reading.
+///
+/// # Errors
+/// They cannot be seen.
 fn open_files(process: u32) -> io::Result<HashSet<FileId>> {
     let mut open = HashSet::new();
     for entry in fs::read_dir(format!("/proc/{process}/fd"))? {
-        // It may be closed meanwhile.
-        if let Ok(file) = fs::metadata(entry?.path()) {
-            open.insert(FileId { device: file.dev(), inode: file.ino() });
+        let entry = entry?;
+        let number = entry.file_name();
+        let info = Path::new("/proc").join(process.to_string()).join("fdinfo").join(number);
+        let found = fs::metadata(entry.path()).and_then(|file| Ok((file, is_read(&info)?)));
+        match found {
+            Ok((file, true)) => drop(open.insert(file_id(&file))),
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Err(error),
+            // It was closed meanwhile.
+            Ok((_, false)) | Err(_) => {}
         }
     }
     Ok(open)
+}
+
+/// The user as whom a process acts, if that can be seen.
+fn user_of(process: u32) -> Option<u32> {
+    let text = fs::read_to_string(format!("/proc/{process}/status")).ok()?;
+    let users = text.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+    users.split_whitespace().nth(1)?.parse().ok()
+}
+
+/// Whether a descriptor can be read from, by what `/proc` tells of it: one that only names a file, or is only written
+/// to, needs no right to read.
+fn is_read(info: &Path) -> io::Result<bool> {
+    let text = fs::read_to_string(info)?;
+    let flags = text.lines().find_map(|line| line.strip_prefix("flags:"));
+    let flags = flags.and_then(|flags| i32::from_str_radix(flags.trim(), 8).ok());
+    Ok(flags.is_some_and(|flags| {
+        flags & libc::O_PATH == 0 && flags & libc::O_ACCMODE != libc::O_WRONLY
+    }))
 }
 
 /// An image that was the active one, and those below it.
 pub(super) struct Former<'p> {
     push: &'p Push,
     files: ServedFiles,
-    format: String,
+    format: ImageFormat,
     address: Address,
 }
 
@@ -219,9 +262,9 @@ impl Former<'_> {
         let Some(image) = files.names.first() else {
             unreachable!("there is a layer below the new one")
         };
-        let options = OpenOptions::new().format(ImageFormat::from_name(&format));
+        let options = OpenOptions::new().format(Some(format));
         let pushed = push.sending.send(image, options, Some(&files), &address);
-        let pushed = pushed.map_err(|failure| failure.and(push.how_to_continue(&format, image)))?;
+        let pushed = pushed.map_err(|failure| failure.and(push.how_to_continue(format, image)))?;
         push.sending.say(&pushed, &address, out)
     }
 }
@@ -381,6 +424,7 @@ fn parse(given: &[String]) -> Result<Value, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::OpenOptionsExt;
 
     #[test]
     fn arguments_are_words_or_json() {
@@ -390,5 +434,25 @@ mod tests {
             json!({"device": "vm", "speed": 10, "flat": true, "x": "1", "a": [1], "y": "a=b"});
         assert_eq!(parse(&words), Ok(expected));
         assert!(parse(&["word".into()]).is_err() && parse(&["{".into()]).is_err());
+    }
+
+    #[test]
+    fn only_files_that_a_process_can_read_from_count_as_open() {
+        let directory = tempfile::tempdir().unwrap();
+        let opened = |name: &str, options: &mut fs::OpenOptions| {
+            let path = directory.path().join(name);
+            fs::write(&path, "").unwrap();
+            let file = options.open(&path).unwrap();
+            (file_id(&fs::metadata(path).unwrap()), file)
+        };
+        let options = fs::File::options;
+        let (read, _read) = opened("read", options().read(true));
+        let (both, _both) = opened("both", options().read(true).write(true));
+        let (written, _written) = opened("written", options().write(true));
+        let (named, _named) = opened("named", options().read(true).custom_flags(libc::O_PATH));
+        let open = open_files(std::process::id()).unwrap();
+        assert!(open.contains(&read) && open.contains(&both));
+        assert!(!open.contains(&written) && !open.contains(&named));
+        assert_eq!(user_of(std::process::id()), Some(rustix::process::geteuid().as_raw()));
     }
 }

@@ -13,7 +13,7 @@ mod stats;
 use crate::failure::{Failure, Outcome};
 use crate::{cores, json, options, screen, size};
 use disk::{Chain, Events, Push, Query, Resize, Snapshot};
-use isobath_qmp::client::{Address, Client, ClientError, Server};
+use isobath_qmp::client::{Address, Client, ClientError};
 use isobath_tls::ClientCredentials;
 use job::{Verb, VerbOfJob};
 use list::Jobs;
@@ -179,8 +179,8 @@ impl<'a> Session<'a> {
 }
 
 impl Session<'_> {
-    /// The server's process; `None` if the connection is not by a socket file.
-    pub(super) fn server(&self) -> Option<Server> {
+    /// The server's process ID, if it is on this machine.
+    pub(super) fn server(&self) -> Option<u32> {
         self.client.server()
     }
 

@@ -70,7 +70,7 @@ impl<'a> Served<'a> {
         if path.is_absolute() {
             return Ok(path);
         }
-        let server = self.session.server().and_then(|server| server.process);
+        let server = self.session.server();
         let there = server.and_then(|id| fs::read_link(format!("/proc/{id}/cwd")).ok());
         let Some(there) = there else {
             return Err(Failure::new(format_args!(
