@@ -29,8 +29,7 @@ pub async fn open_chain<H: Host>(
     options: &OpenOptions,
 ) -> Result<Chain<H::File>> {
     let chain = open_with_index(host, name, options).await?;
-    let may = options.index && options.trust == Trust::Full && options.snapshot.is_none();
-    if options.backing && may {
+    if options.backing && options.may_use_index_beside() {
         let whole = if chain.index().is_some() { None } else { find_whole(host, &chain).await? };
         if whole.is_some() {
             chain.set_index(whole);

@@ -58,9 +58,9 @@ impl Lowest {
     /// The command by which it is led to the same layers under another address.
     fn rebase(&self, address: &str) -> String {
         format!(
-            "'isobath rebase -u -F {} -b {address}@sha256:{} {}'",
+            "'isobath rebase -u -F {} -b {} {}'",
             self.format.as_deref().unwrap_or("FORMAT").escape_debug(),
-            self.pinned.digest,
+            self.pinned.at(address),
             shown(&self.image)
         )
     }

@@ -175,8 +175,8 @@ pub struct OpenOptions {
     pub backing_files: Vec<Below>,
     /// How far names in headers are trusted.
     pub trust: Trust,
-    /// Whether direct-access indexes are used and written. They are not where verifying one reads more than it saves,
-    /// as with layers that are read over a network.
+    /// Whether direct-access indexes in images are used and written. They are not where verifying one reads more than
+    /// it saves, as with layers that are read over a network. One that the host has beside these is used in any case.
     pub index: bool,
     /// Layers of which a direct-access index has the [head](isobath_qcow2::Head) are opened without being read. Who
     /// examines or rewrites an index reads them.
@@ -303,9 +303,13 @@ impl OpenOptions {
     /// files below that no guest may see; one of the current state says nothing of a snapshot.
     pub fn may_use_index(&self) -> bool {
         self.index
-            && self.trust == Trust::Full
-            && self.snapshot.is_none()
+            && self.may_use_index_beside()
             && self.backing_files.iter().all(|below| *below == Below::Named)
+    }
+
+    /// Whether an index that the host has beside the layers is used. Which layers it is of, the host says.
+    pub fn may_use_index_beside(&self) -> bool {
+        self.trust == Trust::Full && self.snapshot.is_none()
     }
 
     /// What is below the layer at `depth`, 0 being the active one.

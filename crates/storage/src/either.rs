@@ -149,10 +149,15 @@ impl<A: Host, B: Host> Host for EitherHost<A, B> {
     }
 
     fn index_of(&self, top: &Path) -> Option<IndexFile> {
-        match (self.rule)(top) {
+        let side = (self.rule)(top);
+        let mut index = match side {
             Side::First => self.first.index_of(top),
             Side::Second => self.second.index_of(top),
+        }?;
+        for file in &mut index.layers {
+            *file = Self::File::id_of(side, *file);
         }
+        Some(index)
     }
 
     fn kept(&self, image: &Path) -> Option<KeptLayer> {

@@ -321,6 +321,8 @@ pub struct IndexFile {
     pub name: PathBuf,
     /// The bytes of its root, which are not in that file.
     pub root: Arc<[u8]>,
+    /// The files of the layers, from the base to the top.
+    pub layers: Vec<FileId>,
 }
 
 /// A layer of a chain that a host keeps as it is: it is never written to, and its name is the only one that a header

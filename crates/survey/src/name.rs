@@ -40,7 +40,8 @@ pub(crate) fn resolve(referrer: &Path, name: &str) -> Result<PathBuf, Refused> {
 /// Whether a name has the form of layers in an object store that an image above them has in its header, as
 /// `docs/format.md` specifies it.
 fn is_stored(name: &str) -> bool {
-    let Some((place, digest)) = name.rsplit_once("@sha256:") else { return false };
+    let Some((place, digests)) = name.rsplit_once("@sha256:") else { return false };
+    let mut digests = digests.splitn(2, '+');
     let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
     let bucket = ["s3://", "gs://", "az://"].iter().find_map(|scheme| place.strip_prefix(scheme));
     let is_chain = match (bucket, place.strip_prefix("file:///")) {
@@ -50,7 +51,7 @@ fn is_stored(name: &str) -> bool {
         (None, Some(path)) => !path.is_empty() && !path.ends_with('/'),
         (None, None) => false,
     };
-    is_chain && digest.len() == 64 && digest.bytes().all(is_digit)
+    is_chain && digests.all(|digest| digest.len() == 64 && digest.bytes().all(is_digit))
 }
 
 /// A file name for programs: only bytes that are not UTF-8 (`\xff`) and backslashes (`\\`) are escaped, so that it can
@@ -107,7 +108,9 @@ mod tests {
         }
         let digest = "0123456789abcdef".repeat(4);
         for place in ["s3://bucket/a/vm", "gs://bucket/vm", "az://bucket/vm", "file:///pool/vm"] {
-            assert_eq!(resolve(&format!("{place}@sha256:{digest}")), Err(Refused::Stored));
+            let name = format!("{place}@sha256:{digest}");
+            assert_eq!(resolve(&name), Err(Refused::Stored));
+            assert_eq!(resolve(&format!("{name}+{digest}")), Err(Refused::Stored));
         }
         assert_eq!(resolve(&format!("s3://b/vm@sha256:{}", &digest[1..])), Err(Refused::Protocol));
         for place in ["vm", "s3://bucket", "s3://", "s3:///vm", "s3://bucket/", "http://host/vm"] {

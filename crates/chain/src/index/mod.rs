@@ -17,4 +17,4 @@ mod whole;
 pub use build::{Built, Folding, IndexLimits, NoIndex, Place, build, page};
 pub use load::{Ahead, Examined, examine, examine_heads, find, find_again};
 pub use status::{IndexInfo, IndexState};
-pub use whole::{WholeIndex, build_whole, find_whole};
+pub use whole::{WholeIndex, build_whole, find_whole, kept_beside};

@@ -13,7 +13,7 @@ use isobath_qcow2::index::{
     BlockHash, BlockPointer, MAX_WHOLE_BYTES, MAX_WHOLE_ROOT_BYTES, Page, PageRecord,
     SEGMENT_PAGES, Segment, WholeRoot, page_bits,
 };
-use isobath_storage::{Host, IndexFile, Locking, OpenMode, Storage, shown};
+use isobath_storage::{Host, IndexFile, Locking, OpenMode, Storage, StorageExt, shown};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -161,7 +161,14 @@ fn owned<S: Storage>(chain: &Chain<S>, page_bits: u32) -> BTreeSet<u64> {
     pages
 }
 
-/// The index that the host has in a file of its own for the top of this chain, or for a layer below it.
+/// The index in a file of its own that `chain` uses, for another chain that has its lowest `same` layers as they are.
+/// `None` if it describes more than these.
+pub fn kept_beside<S: Storage>(chain: &Chain<S>, same: usize) -> Option<Arc<ChainIndex<S>>> {
+    chain.index().filter(|index| index.root().is_none() && index.covers() <= same)
+}
+
+/// The index that the host has in a file of its own for the top of this chain, or for a layer below it, if the layers
+/// below that are those that it describes.
 ///
 /// # Errors
 /// The file cannot be opened. One whose root is damaged is logged, and not used.
@@ -170,7 +177,12 @@ pub async fn find_whole<H: Host>(
     chain: &Chain<H::File>,
 ) -> Result<Option<Arc<ChainIndex<H::File>>>> {
     let found = chain.top_down().find_map(|(at, layer)| Some((at, host.index_of(layer.name())?)));
-    let Some((at, IndexFile { name, root })) = found else { return Ok(None) };
+    let Some((at, IndexFile { name, root, layers })) = found else { return Ok(None) };
+    let lower =
+        chain.layers().map(|(_, layer)| layer.storage().id()).take(usize::from(at.get()) + 1);
+    if !lower.eq(layers) {
+        return Ok(None);
+    }
     let root = WholeRoot::decode(&root);
     let size = chain.get(at).map(|top| top.size());
     let is_its =

@@ -78,8 +78,8 @@ fn has_index(place: &Place, image: &str) -> bool {
 }
 
 fn pinned_name(place: &Place, name: &str) -> bool {
-    let digest = name.strip_prefix(&format!("{}@sha256:", place.vm()));
-    digest.is_some_and(|digest| digest.len() == 64)
+    let digests = name.strip_prefix(&format!("{}@sha256:", place.vm()));
+    digests.is_some_and(|digests| digests.split('+').all(|digest| digest.len() == 64))
 }
 
 /// A client of a place's server.
@@ -186,6 +186,30 @@ fn a_raw_image_in_a_store_has_an_overlay() {
         let _ = server.stop().ok();
     }
     assert!(!qemu_img(path, args!["map", "top.qcow2"]).status.success());
+}
+
+#[test]
+fn what_is_read_through_an_overlay_is_found_without_the_tables_of_the_layers() {
+    let place = Place::new(12, "");
+    let expected = fs::read(place.expected()).unwrap();
+    let cached = || {
+        let files = fs::read_dir(place.path().join("cache/layers")).unwrap();
+        files.filter(|file| file.as_ref().unwrap().path().extension().unwrap() == "map").count()
+    };
+    // Two clusters that no layer has data of.
+    let zeroes =
+        |number: &usize| expected[number << 16..(number + 1) << 16].iter().all(|b| *b == 0);
+    let clusters: Vec<_> = (0..128).filter(zeroes).map(|number| number << 6).collect();
+    let read = |cluster| {
+        let server = serve(&place, "top.qcow2", &[]);
+        QemuIo::open("raw", &uri(&place, "vm")).ok(&format!("read -P 0 {cluster}k 4k"));
+        let _ = server.stop().ok();
+        cached()
+    };
+    assert_eq!(read(clusters[0]), 1, "the index alone");
+    fs::create_dir(place.path().join("images")).unwrap();
+    push_over(&place, "12", "write -P 3 0 64k");
+    assert_eq!(read(clusters[1]), 1 + 12, "there is another index now, of more layers");
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use super::{LiveDisk, backing_name};
 use crate::disk::Disk;
 use isobath_chain::chain::{Chain, LayerIndex};
+use isobath_chain::chain_index::ChainIndex;
 use isobath_chain::index;
 use isobath_chain::map::{Unit, UnitKind};
 use isobath_image::durability::MetadataMode;
@@ -78,9 +79,8 @@ impl<H: Host> LiveDisk<H> {
         }
         check_shortened(layers.len(), disk.depth(), &removed, alone, disk.name())?;
         let chain = Chain::stacked(layers);
-        if self.may_use_index() {
-            chain.set_index(index::find_again(&chain).await);
-        }
+        let same = changed.iter().map(|(at, _)| at.get()).chain([removed.start]).min();
+        chain.set_index(self.index_again(&disk.chain, same.unwrap_or(0).into(), &chain).await);
         let active = chain.active_index();
         let count = removed.end - removed.start;
         let quiet = self.gate.quiet().await;
@@ -168,9 +168,7 @@ impl<H: Host> LiveDisk<H> {
         let mut layers: Vec<_> = below.map(|(_, layer)| Arc::clone(layer)).collect();
         layers.push(Arc::new(opened));
         let chain = Chain::stacked(layers);
-        if self.may_use_index() {
-            chain.set_index(index::find_again(&chain).await);
-        }
+        chain.set_index(self.index_again(&disk.chain, top.get().into(), &chain).await);
         let disk = Disk::of_chain(Arc::clone(&disk.host), chain, &options).await?;
         if let Some(writer) = &disk.writer {
             writer.keep_readable().await;
@@ -258,6 +256,17 @@ impl<H: Host> LiveDisk<H> {
 
     pub(super) fn may_use_index(&self) -> bool {
         self.options.load().may_use_index()
+    }
+
+    /// The index of a chain that has been changed, whose lowest `same` layers are those of `before`.
+    async fn index_again(
+        &self,
+        before: &Chain<H::File>,
+        same: usize,
+        chain: &Chain<H::File>,
+    ) -> Option<Arc<ChainIndex<H::File>>> {
+        let found = if self.may_use_index() { index::find_again(chain).await } else { None };
+        found.or_else(|| index::kept_beside(before, same))
     }
 }
 

@@ -1,15 +1,15 @@
 //! The direct-access index: a disk with one reads as it does without, whatever happened to the
 //! chain, to the index or to the writing of it.
 
-use crate::common::{assert_consistent, export, random_fates};
+use crate::common::{Beside, assert_consistent, export, random_fates};
 use futures_executor::block_on;
 use isobath_disk::{Below, Disk, IndexLimits, NewDisk, OpenOptions, WholeIndex, ZeroFlags, create};
 use isobath_qcow2::index::{
     BlockHash, BlockPointer, IndexExtension, Page, PageEntry, PageRecord, Segment, WholeRoot,
 };
 use isobath_qcow2::{CompressedCluster, CompressionType, HostOffset};
-use isobath_storage::memory::{MemoryFile, MemoryHost};
-use isobath_storage::{Host, IndexFile, IoBuf, OpenMode, Result};
+use isobath_storage::memory::MemoryHost;
+use isobath_storage::{Host, IoBuf};
 use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::recorder::RecorderHost;
 use isobath_testkit::{model::Model, qemu, seed::Seed};
@@ -112,7 +112,7 @@ impl Chain {
     async fn check_beside(&self, disk: &Disk<AnyHost>) {
         let WholeIndex { root, bytes } = disk.whole_index().await.unwrap().unwrap();
         assert_eq!(root.layers as usize, self.layers.len());
-        let beside = Beside::new(self, &root, &bytes);
+        let beside = beside(self, &root, &bytes);
         // Indexes in the layers' own files are not used where formats are given.
         let below = disk.layers().nth(1).map(|layer| Below::NamedWithFormat(layer.format()));
         let options = OpenOptions::new().backing_files(below.into_iter().collect::<Vec<_>>());
@@ -136,44 +136,9 @@ impl Chain {
     }
 }
 
-/// A host that has an index of the whole chain.
-#[derive(Clone)]
-struct Beside {
-    inner: MemoryHost,
-    top: PathBuf,
-    index: IndexFile,
-}
-
-impl Beside {
-    fn new(chain: &Chain, root: &WholeRoot, bytes: &[u8]) -> Self {
-        chain.host.insert("whole", bytes);
-        let index = IndexFile { name: "whole".into(), root: root.encode().into() };
-        Self { inner: chain.host.clone(), top: chain.name(), index }
-    }
-}
-
-impl Host for Beside {
-    type File = MemoryFile;
-
-    async fn open(&self, name: &Path, mode: OpenMode) -> Result<MemoryFile> {
-        self.inner.open(name, mode).await
-    }
-
-    async fn create(&self, name: &Path, mode: OpenMode) -> Result<MemoryFile> {
-        self.inner.create(name, mode).await
-    }
-
-    async fn remove(&self, name: &Path) -> Result<()> {
-        self.inner.remove(name).await
-    }
-
-    async fn remove_file(&self, name: &Path, file: &MemoryFile) -> Result<bool> {
-        self.inner.remove_file(name, file).await
-    }
-
-    fn index_of(&self, top: &Path) -> Option<IndexFile> {
-        (top == self.top).then(|| self.index.clone())
-    }
+/// A host that has an index of a chain.
+fn beside(chain: &Chain, root: &WholeRoot, bytes: &[u8]) -> Beside {
+    Beside::new(&chain.host, chain.layers.iter().map(|(name, _)| name), root, bytes)
 }
 
 async fn compare<H: Host>(disk: &Disk<H>, model: &Model) {
@@ -281,25 +246,30 @@ fn a_damaged_index_beside_a_chain_is_not_used_where_it_is_damaged() {
         for at in 0..bytes.len() {
             let mut bytes = bytes.clone();
             bytes[at] ^= 1;
-            let host = Beside::new(&chain, &root, &bytes).any();
+            let host = beside(&chain, &root, &bytes).any();
             compare(&Disk::open(host, &chain.name(), &options).await.unwrap(), &chain.model).await;
         }
         for length in [0, 1, bytes.len() - 1] {
-            let host = Beside::new(&chain, &root, &bytes[..length]).any();
+            let host = beside(&chain, &root, &bytes[..length]).any();
             compare(&Disk::open(host, &chain.name(), &options).await.unwrap(), &chain.model).await;
         }
         // Of another chain, or with a root that is none.
         let other = WholeRoot { layers: 3, ..root.clone() };
-        let mut none = Beside::new(&chain, &root, &bytes);
+        let mut none = beside(&chain, &root, &bytes);
         none.index.root = root.encode()[1..].into();
         let longer = WholeRoot { size: 2 << 20, ..root.clone() };
-        let others = [other, longer].map(|root| Beside::new(&chain, &root, &bytes));
-        for host in others.into_iter().chain([none]) {
+        let others = [other, longer].map(|root| beside(&chain, &root, &bytes));
+        // Of other layers, whatever their names are.
+        let mut swapped = beside(&chain, &root, &bytes);
+        swapped.index.layers.reverse();
+        let mut shorter = beside(&chain, &root, &bytes);
+        shorter.index.layers.pop();
+        for host in others.into_iter().chain([none, swapped, shorter]) {
             let disk = Disk::open(host.any(), &chain.name(), &options).await.unwrap();
             assert_eq!(disk.indexed_layers(), 0);
             compare(&disk, &chain.model).await;
         }
-        let host = Beside::new(&chain, &root, &bytes).any();
+        let host = beside(&chain, &root, &bytes).any();
         assert_eq!(Disk::open(host, &chain.name(), &options).await.unwrap().indexed_layers(), 2);
     });
 }
@@ -314,7 +284,7 @@ fn an_index_beside_a_chain_that_leads_out_of_its_layers_is_an_error_or_not_used(
         // Past the ends of the files; a compressed cluster of a raw image.
         for entry in [data(1, 1 << 40), data(0, 1 << 20), compressed(0)] {
             let (root, bytes) = crafted(&[entry], 2);
-            let host = Beside::new(&chain, &root, &bytes).any();
+            let host = beside(&chain, &root, &bytes).any();
             let disk = Disk::open(host, &chain.name(), &OpenOptions::new()).await.unwrap();
             assert_eq!(disk.indexed_layers(), 2);
             disk.read(0, IoBuf::zeroed(512)).await.expect_err(&format!("{entry:?}"));
@@ -322,13 +292,13 @@ fn an_index_beside_a_chain_that_leads_out_of_its_layers_is_an_error_or_not_used(
         // Layers that the page, or the chain, has not.
         for (entry, folded) in [(data(1, 0), 1), (data(2, 0), 2), (data(2, 0), 3)] {
             let (root, bytes) = crafted(&[entry], folded);
-            let host = Beside::new(&chain, &root, &bytes).any();
+            let host = beside(&chain, &root, &bytes).any();
             let disk = Disk::open(host, &chain.name(), &OpenOptions::new()).await.unwrap();
             compare(&disk, &chain.model).await;
         }
         // What it says counts where it can be.
         let (root, bytes) = crafted(&[data(0, 0)], 2);
-        let host = Beside::new(&chain, &root, &bytes).any();
+        let host = beside(&chain, &root, &bytes).any();
         let disk = Disk::open(host, &chain.name(), &OpenOptions::new()).await.unwrap();
         assert_eq!(disk.read(0, IoBuf::zeroed(512)).await.unwrap()[..], [7; 512]);
     });

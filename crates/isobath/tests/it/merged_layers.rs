@@ -1,10 +1,12 @@
 //! Jobs over layers of equal layout, as snapshots of one image have: what lies at an offset of one file
 //! must never be taken for what lies there in another.
 
-use crate::common::{Ticking, complete};
+use crate::common::{Beside, Ticking, complete};
 use futures_executor::block_on;
 use futures_util::join;
-use isobath_disk::{BlockDevice, Disk, LiveDisk, MetadataMode, NewDisk, OpenOptions, create};
+use isobath_disk::{
+    BlockDevice, Disk, LiveDisk, MetadataMode, NewDisk, OpenOptions, WholeIndex, create,
+};
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{
     CommitOptions, Job, JobOptions, JobStatus, MirrorOptions, MirrorSync, StreamOptions,
@@ -89,18 +91,33 @@ fn changes() -> Vec<Change> {
     changes
 }
 
-async fn open(host: &MemoryHost, name: &str, options: &OpenOptions) -> Arc<LiveDisk<AnyHost>> {
+async fn open(host: &impl ToAny, name: &str, options: &OpenOptions) -> Arc<LiveDisk<AnyHost>> {
     let disk = Disk::open(host.any(), Path::new(name), options).await.unwrap();
     LiveDisk::new(disk, options, Arc::new(Ticking::default()))
 }
 
-async fn change(change: Change) {
+/// An index beside so many of the layers.
+async fn beside(host: &MemoryHost, layers: usize) -> Beside {
+    let names: Vec<_> = (0..layers).map(name).collect();
+    let top = Disk::open(host.any(), Path::new(&names[layers - 1]), &OpenOptions::new()).await;
+    let WholeIndex { root, bytes } = top.unwrap().whole_index().await.unwrap().unwrap();
+    Beside::new(host, &names, &root, &bytes)
+}
+
+/// With an index beside the lowest `indexed` layers, which describes what is looked up from then on.
+async fn change(change: Change, indexed: usize) {
     let host = chain().await;
-    let options = OpenOptions::new().writable(true);
+    let options = OpenOptions::new().writable(true).index(indexed == 0);
     let top = name(LAYERS - 1);
-    let live = open(&host, &top, &options).await;
-    // From now on all of them are in memory.
-    assert_same(&whole(&*live).await, &expected(), "before");
+    let live = if indexed > 0 {
+        open(&beside(&host, indexed).await, &top, &options).await
+    } else {
+        open(&host, &top, &options).await
+    };
+    if indexed == 0 {
+        // From now on all of them are in memory.
+        assert_same(&whole(&*live).await, &expected(), "before");
+    }
     let file = |number: usize| -> FileId { live.layers()[LAYERS - 1 - number].storage().id() };
     match change {
         Change::Stream(base, top) => {
@@ -131,6 +148,14 @@ async fn change(change: Change) {
             let (job, work) = isobath_jobs::mirror(&live, &target, sync, job()).unwrap();
             Box::pin(finish(job, work)).await;
         }
+    }
+    let unchanged = match change {
+        Change::Stream(base, _) => base.map_or(0, |base| base + 1),
+        Change::Commit(_, base) => base,
+        Change::Mirror => 0,
+    };
+    if indexed > 0 {
+        assert_eq!(live.indexed_layers(), if indexed <= unchanged { indexed } else { 0 });
     }
     let mut model = expected();
     assert_same(&whole(&*live).await, &model, "after");
@@ -337,6 +362,8 @@ fn space_is_not_shared_with_what_a_journal_has_newer() {
 fn compressed_clusters_of_layers_of_equal_layout_are_told_apart_after_any_job() {
     for each in changes() {
         println!("{each:?}");
-        block_on(change(each));
+        for indexed in 0..LAYERS {
+            block_on(change(each, indexed));
+        }
     }
 }

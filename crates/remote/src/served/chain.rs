@@ -54,6 +54,8 @@ pub struct Chain {
 /// The index of all layers.
 struct Index {
     root: Arc<[u8]>,
+    /// The digest of the root, which has the hashes of all parts.
+    digest: Digest,
     /// The object with its segments and pages, which is read as a layer is.
     object: Arc<RemoteLayer>,
 }
@@ -253,7 +255,9 @@ impl Chain {
     /// The chain was pushed by an earlier version, whose heads have less than those of a push now.
     pub fn pinned(&self) -> Result<Pinned> {
         let top = self.layers.len().checked_sub(1).and_then(|top| self.pinned_at(top));
-        top.ok_or_else(|| Error::refused(self.old()))
+        let top = top.ok_or_else(|| Error::refused(self.old()))?;
+        let index = self.index.as_ref().map(|index| index.digest);
+        Ok(Pinned { index, ..top }.in_headers())
     }
 
     /// What is said of a chain whose layers have no names for headers.
@@ -295,7 +299,13 @@ impl Chain {
     /// The name of the layer with this number, and of those below it, for the header of an image above them.
     pub(super) fn pinned_at(&self, number: usize) -> Option<Pinned> {
         let digest = *self.pins.get(number)?;
-        Some(Pinned { address: self.address.clone(), digest })
+        Some(Pinned { address: self.address.clone(), digest, index: None })
+    }
+
+    /// Whether these are all layers of the chain, and its index is the one that was theirs when they were named.
+    pub(super) fn has_index_of(&self, pinned: &Pinned) -> bool {
+        let is_top = self.number_of(pinned).is_some_and(|number| number + 1 == self.layers.len());
+        is_top && self.index.as_ref().is_some_and(|index| Some(index.digest) == pinned.index)
     }
 
     /// The layer with this number.
@@ -333,7 +343,8 @@ fn index(
     };
     let (key, head) = (keys::index(digest), KnownHead::default());
     let object = RemoteLayer::new(key, described, head, Some(table.into()), Arc::clone(common));
-    Ok(Some(Index { root: root.into(), object: Arc::new(object) }))
+    let digest = Digest::of(&root);
+    Ok(Some(Index { root: root.into(), digest, object: Arc::new(object) }))
 }
 
 /// Refuses a chain whose tables would take too much memory.

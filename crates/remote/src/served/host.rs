@@ -122,12 +122,21 @@ impl Host for RemoteHost {
         Ok(chain.layer(number).map(|layer| RemoteFile::id_of(layer)))
     }
 
-    /// The index of a chain, for its top layer under the chain's own name. What local images name by a pin is to be
-    /// what the pin covers, and it does not cover the index, which is another when the chain has grown.
+    /// The index of a chain, for its top layer under the chain's own name, and under the name in the headers of local
+    /// images, if the index is the one that was named with the layers.
     fn index_of(&self, top: &Path) -> Option<IndexFile> {
-        let chain = self.chain(top.to_str()?)?;
+        let name = top.to_str()?;
+        let chain = match Pinned::parse(name) {
+            Some(pinned) => {
+                let chain = self.chain(&pinned.address.to_string())?;
+                Some(chain).filter(|chain| chain.has_index_of(&pinned))
+            }
+            None => self.chain(name),
+        }?;
         let (name, root) = chain.index()?;
-        Some(IndexFile { name, root: Arc::clone(root) })
+        let layers = (0..chain.depth()).filter_map(|number| chain.layer(number));
+        let layers = layers.map(|layer| RemoteFile::id_of(layer)).collect();
+        Some(IndexFile { name, root: Arc::clone(root), layers })
     }
 
     /// Names of [certain layers](Pinned), whether or not there are such.

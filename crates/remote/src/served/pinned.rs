@@ -11,6 +11,12 @@ use std::ops::Range;
 /// What comes behind the chain's address, and before the digest. No chain's name can have it.
 const PIN: &str = "@sha256:";
 
+/// What comes behind this digest, and before that of the index.
+const INDEX: char = '+';
+
+/// Most bytes of the name of a backing file in a header.
+const MOST_NAME: usize = 1023;
+
 /// The lower layers of a chain, up to one of them, by everything that decides what they hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pinned {
@@ -18,21 +24,40 @@ pub struct Pinned {
     pub address: Address,
     /// The pin of the highest of the layers, as `docs/format.md` defines it.
     pub digest: Digest,
+    /// The digest of the root of these layers' index, if the chain had one when the name was made. It decides which
+    /// index is used, and not which layers they are.
+    pub index: Option<Digest>,
 }
 
 impl Pinned {
     /// The layers that a name stands for, if it has this form.
     pub fn parse(name: &str) -> Option<Self> {
-        let (address, digest) = name.rsplit_once(PIN)?;
+        let (address, digests) = name.rsplit_once(PIN)?;
         let address =
             Address::parse(address).ok().filter(|parsed| parsed.to_string() == address)?;
-        Some(Self { address, digest: Digest::parse(digest)? })
+        let (digest, index) = match digests.split_once(INDEX) {
+            Some((digest, index)) => (digest, Some(Digest::parse(index)?)),
+            None => (digests, None),
+        };
+        Some(Self { address, digest: Digest::parse(digest)?, index })
+    }
+
+    /// The same layers, by a name without the index if a header has no room for it.
+    #[must_use]
+    pub(super) fn in_headers(self) -> Self {
+        if self.to_string().len() > MOST_NAME { Self { index: None, ..self } } else { self }
+    }
+
+    /// The same layers of the chain with another address.
+    pub fn at(&self, address: &str) -> String {
+        let index = self.index.iter().map(|index| format!("{INDEX}{index}"));
+        format!("{address}{PIN}{}{}", self.digest, index.collect::<String>())
     }
 }
 
 impl fmt::Display for Pinned {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}{PIN}{}", self.address, self.digest)
+        f.write_str(&self.at(&self.address.to_string()))
     }
 }
 
@@ -151,20 +176,32 @@ mod tests {
         let hex = "0f".repeat(32);
         for address in ["s3://bucket/vm", "file:///a@sha256:b/c d/vm", "gs://b/x/y", "file:///vm"] {
             let name = format!("{address}@sha256:{hex}");
-            let pinned = Pinned::parse(&name).unwrap();
-            assert_eq!(pinned.address.to_string(), address);
-            assert_eq!(pinned.to_string(), name);
+            for (name, index) in [(name.clone(), None), (format!("{name}+{hex}"), Some(&hex))] {
+                let pinned = Pinned::parse(&name).unwrap();
+                assert_eq!(pinned.address.to_string(), address);
+                assert_eq!(pinned.index, index.and_then(|hex| Digest::parse(hex)));
+                assert_eq!(pinned.to_string(), name);
+                assert_eq!(pinned.at("x"), name.replace(address, "x"));
+                assert_eq!(pinned.clone().in_headers(), pinned);
+            }
             for other in [
                 address.to_owned(),
                 format!("{address}@sha256:{}", &hex[1..]),
                 format!("{address}@sha256:{}", hex.to_uppercase()),
                 format!("{address}@md5:{hex}"),
                 format!("{name}#0"),
+                format!("{name}+"),
+                format!("{name}+{}", &hex[1..]),
+                format!("{name}+{hex}+{hex}"),
+                format!("{name}+{hex}#0"),
                 format!("./{name}"),
             ] {
                 assert_eq!(Pinned::parse(&other), None, "{other}");
             }
         }
+        let long = format!("s3://b/{}/vm@sha256:{hex}", ["x"; 450].join("/"));
+        let pinned = Pinned::parse(&format!("{long}+{hex}")).unwrap();
+        assert_eq!(pinned.in_headers().to_string(), long);
         assert_eq!(Pinned::parse(&format!("/a/vm@sha256:{hex}")), None);
         assert_eq!(Pinned::parse(&format!("s3://user@bucket/vm@sha256:{hex}")), None);
     }

@@ -915,6 +915,8 @@ fn an_index_is_read_as_it_was_pushed_and_by_its_name_alone() {
     for other in [format!("{top}#0"), format!("{top}#index"), format!("{top}2")] {
         assert_eq!(opened.host.index_of(Path::new(&other)), None, "{other}");
     }
+    let files: Vec<_> = (0..opened.chain.depth()).map(|layer| opened.file(layer).id()).collect();
+    assert_eq!(found.layers, files);
     let writable = OpenMode { writable: true, ..OpenMode::default() };
     assert!(block_on(opened.host.open(&found.name, writable)).is_err());
     let file = block_on(opened.host.open(&found.name, OpenMode::default())).unwrap();
@@ -931,6 +933,44 @@ fn an_index_is_read_as_it_was_pushed_and_by_its_name_alone() {
     place.store.taken();
     assert!(read(&file, 0, index.bytes.len()).unwrap() == index.bytes);
     assert_eq!(place.store.taken(), Vec::<String>::new());
+}
+
+#[test]
+fn a_name_in_a_header_leads_to_the_index_that_its_layers_had_and_to_no_other() {
+    let mut place = Place::new(Chain::new());
+    let index_of = |opened: &Opened, pinned: &Pinned| {
+        opened.chain.check(pinned).unwrap();
+        let name = pinned.to_string();
+        assert_eq!(Pinned::parse(&name).as_ref(), Some(pinned));
+        opened.host.index_of(Path::new(&name))
+    };
+    let opened = place.opened();
+    let pinned = opened.chain.pinned().unwrap();
+    let index = opened.host.index_of(Path::new(&place.address.to_string()));
+    assert!(index.is_some() && index_of(&opened, &pinned) == index);
+    let without = Pinned { index: None, ..pinned.clone() };
+    let other = Pinned { index: Some(Digest::of(b"other")), ..pinned.clone() };
+    for named in [&without, &other] {
+        assert_eq!(index_of(&opened, named), None);
+    }
+    let below = opened.host.kept(Path::new(&pinned.to_string())).unwrap().below.unwrap();
+    assert_eq!(opened.host.index_of(&below), None, "it describes the top as well");
+    // The index that somebody puts in its place is not used.
+    let manifest = place.directory.path().join("store/manifests/vm.json");
+    let right = fs::read(&manifest).unwrap();
+    place.change_heads(|bytes| {
+        let first = part_of_head(bytes, 0, 0).start;
+        let table = u32::from_be_bytes(bytes[16..20].try_into().unwrap()) as usize;
+        bytes[first - table - 1] ^= 1;
+    });
+    assert_eq!(index_of(&place.opened(), &pinned), None);
+    fs::write(&manifest, &right).unwrap();
+    assert!(index_of(&place.opened(), &pinned).is_some());
+    place.chain.grow("higher.qcow2");
+    send(&*place.store.directory, "vm", &place.chain).unwrap();
+    let grown = place.opened();
+    assert_eq!(index_of(&grown, &pinned), None, "it is that of more layers now");
+    assert!(index_of(&grown, &grown.chain.pinned().unwrap()).is_some());
 }
 
 #[test]

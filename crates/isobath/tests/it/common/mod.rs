@@ -8,9 +8,12 @@ use futures_util::task::noop_waker_ref;
 use isobath_disk::clock::Clock;
 use isobath_disk::{CheckEvent, CheckOptions, check};
 pub(crate) use isobath_disk_test::complete;
+use isobath_qcow2::index::WholeRoot;
 use isobath_qcow2::{IncompatibleFeatures, NewImage};
-use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf, OpenMode, Storage, StorageExt};
+use isobath_storage::memory::{MemoryFile, MemoryHost};
+use isobath_storage::{
+    FileId, Host, IndexFile, IoBuf, Locking, OpenMode, Result, Storage, StorageExt,
+};
 use isobath_storage_test::any::ToAny;
 use isobath_storage_test::recorder::{Entry, Fate};
 use isobath_testkit::qemu;
@@ -18,7 +21,7 @@ use parking_lot::Mutex;
 use rand::RngExt;
 use rand::rngs::StdRng;
 use std::future::{Future, poll_fn};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -143,4 +146,60 @@ pub(crate) fn assert_consistent(host: &MemoryHost, image: impl AsRef<Path>) {
     let directory = export(host);
     let checked = qemu::check(&directory.path().join(image));
     assert!([0, 3].contains(&checked.code()), "{}", checked.report());
+}
+
+/// A host that has an index beside the layers of a chain.
+#[derive(Clone)]
+pub(crate) struct Beside {
+    inner: MemoryHost,
+    top: PathBuf,
+    pub(crate) index: IndexFile,
+}
+
+impl Beside {
+    /// With an index of these layers, from the base to the top.
+    pub(crate) fn new<'n>(
+        host: &MemoryHost,
+        layers: impl IntoIterator<Item = &'n String>,
+        root: &WholeRoot,
+        bytes: &[u8],
+    ) -> Self {
+        host.insert("whole", bytes);
+        let (inner, mut top, mut files) = (host.clone(), PathBuf::new(), Vec::new());
+        for name in layers {
+            top = name.into();
+            let look = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
+            files.push(host.open(&top, look).now_or_never().unwrap().unwrap().id());
+        }
+        let index = IndexFile { name: "whole".into(), root: root.encode().into(), layers: files };
+        Self { inner, top, index }
+    }
+}
+
+impl Host for Beside {
+    type File = MemoryFile;
+
+    async fn open(&self, name: &Path, mode: OpenMode) -> Result<MemoryFile> {
+        self.inner.open(name, mode).await
+    }
+
+    async fn create(&self, name: &Path, mode: OpenMode) -> Result<MemoryFile> {
+        self.inner.create(name, mode).await
+    }
+
+    async fn remove(&self, name: &Path) -> Result<()> {
+        self.inner.remove(name).await
+    }
+
+    async fn remove_file(&self, name: &Path, file: &MemoryFile) -> Result<bool> {
+        self.inner.remove_file(name, file).await
+    }
+
+    fn find(&self, name: &Path) -> Result<Option<FileId>> {
+        self.inner.find(name)
+    }
+
+    fn index_of(&self, top: &Path) -> Option<IndexFile> {
+        (top == self.top).then(|| self.index.clone())
+    }
 }
