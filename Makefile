@@ -140,7 +140,7 @@ tested:
 	@test "$$(cat target/tested 2>/dev/null)" = "$$(git rev-parse HEAD)" && test -z "$$(git status --porcelain)" || \
 		{ echo "make test has not passed for this tree" >&2; exit 1; }
 
-# Chains on a real S3 server, which is built with Go: the machine's, or one from a Python package. Not part of `make
+# Chains on another S3 server, which is built with Go: the machine's, or one from a Python package. Not part of `make
 # test`: a build of minutes, of modules of another language, would stand between that and a clean machine.
 s3-server: setup target/tools/bin/versitygw
 	cargo test --locked -p isobath-remote --test versitygw

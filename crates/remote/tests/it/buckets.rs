@@ -1,15 +1,13 @@
 //! An object store, and everything that goes wrong on the way to it.
 
-use crate::chains::Chain;
-use crate::round_trips::{fetch, gc, is_whole, send};
+use crate::chains::{Chain, fetch, gc, is_whole, send};
 use crate::s3::{Fault, Server};
+use crate::servers::{bucket, patient};
 use isobath_remote::store::{Bucket, Limits, Outcome, Store};
 use isobath_remote::{
     Collection, Error, Manifest, Progress, Replace, Trace, collect, list, may_push, push, remove,
     set_trace,
 };
-use object_store::aws::AmazonS3Builder;
-use reqwest::ClientBuilder;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,33 +15,12 @@ use std::time::Duration;
 const FAULTS: [Fault; 5] =
     [Fault::Status(429), Fault::Status(500), Fault::Reset, Fault::AnswerLost, Fault::Truncated];
 
-/// Asks the server itself, whatever proxy the environment names.
-pub(crate) fn direct() -> ClientBuilder {
-    ClientBuilder::new().no_proxy()
-}
-
 fn open(server: &Server, limits: Limits) -> Bucket {
     open_with(server, limits, &Arc::default())
 }
 
 fn open_with(server: &Server, limits: Limits, progress: &Arc<Progress>) -> Bucket {
-    open_at(&server.endpoint, limits, progress)
-}
-
-pub(crate) fn open_at(endpoint: &str, limits: Limits, progress: &Arc<Progress>) -> Bucket {
-    let builder = AmazonS3Builder::new()
-        .with_bucket_name("bucket")
-        .with_region("nowhere")
-        .with_access_key_id("key")
-        .with_secret_access_key("secret")
-        .with_endpoint(endpoint)
-        .with_allow_http(true);
-    Bucket::of_s3(builder, direct, "some/prefix", limits, progress).unwrap()
-}
-
-/// What fails is tried again at once; nobody waits for the limits.
-pub(crate) fn patient() -> Limits {
-    Limits { pause: Duration::from_millis(1), ..Limits::default() }
+    bucket(&server.endpoint, "secret", limits, progress)
 }
 
 #[test]

@@ -1,12 +1,17 @@
-//! Chains of files for tests.
+//! Chains of files for tests, and what is done with them.
 
 use isobath_qcow2::index::WholeRoot;
-use isobath_remote::{BLOCK, Format, Index, LocalLayer};
+use isobath_remote::store::Store;
+use isobath_remote::{
+    BLOCK, Checked, Collected, Collection, Depth, Format, Index, LocalLayer, Names, Progress,
+    Pulled, Pushed, Replace, Result, Target, check, collect, pull, push,
+};
 use isobath_testkit::process::run;
 use isobath_testkit::qemu;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 use tempfile::TempDir;
 
 /// The files of a chain, from the base to the top.
@@ -159,6 +164,35 @@ impl Chain {
             &["compare", "-q", "-f", "qcow2", "-F", "qcow2", own.to_str().unwrap(), pulled],
         );
     }
+}
+
+pub(crate) fn send(store: &dyn Store, name: &str, chain: &Chain) -> Result<Pushed> {
+    push(
+        store,
+        name,
+        &chain.layers(),
+        Some(&chain.index()),
+        Replace::Unchanged,
+        &Progress::default(),
+    )
+}
+
+pub(crate) fn fetch(store: &dyn Store, name: &str, directory: &Path) -> Result<Pulled> {
+    let target = Target { directory: directory.to_owned(), name: None };
+    pull(store, name, &target, Names::Kept, &Progress::default())
+}
+
+pub(crate) fn verify(store: &dyn Store, name: &str) -> Result<Checked> {
+    check(store, name, Depth::Digests, &Progress::default())
+}
+
+#[track_caller]
+pub(crate) fn is_whole(store: &dyn Store, name: &str) {
+    assert_eq!(verify(store, name).unwrap().problems, Vec::<String>::new());
+}
+
+pub(crate) fn gc(store: &dyn Store, grace: Duration, break_lock: bool) -> Result<Collected> {
+    collect(store, &Collection { grace, dry_run: false, break_lock }, &Progress::default())
 }
 
 /// The bytes of a file that `sha256sum` gives.

@@ -1,7 +1,6 @@
 //! Manifests that are damaged or malicious.
 
-use crate::chains::Chain;
-use crate::round_trips::{fetch, gc, is_whole, send, verify};
+use crate::chains::{Chain, fetch, gc, is_whole, send, verify};
 use crate::stores::{self, Watched};
 use isobath_remote::{Digest, Error, Heads, Manifest, Names, Progress, Target, list, pull};
 use serde_json::{Value, json};

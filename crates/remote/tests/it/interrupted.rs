@@ -1,7 +1,6 @@
 //! Whoever is killed at any operation of the store loses nothing, and what is done then works.
 
-use crate::chains::Chain;
-use crate::round_trips::{fetch, gc, is_whole, send, verify};
+use crate::chains::{Chain, fetch, gc, is_whole, send, verify};
 use crate::stores::{self, Aged, Death, Watched};
 use isobath_remote::store::Store;
 use isobath_remote::{Collection, Error, Progress, Replace, push, remove};

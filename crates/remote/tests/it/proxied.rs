@@ -1,10 +1,9 @@
 //! Transfers over connections that end, stop and change bytes: they are whole, or fail with a clear error.
 
-use crate::buckets::{open_at, patient};
-use crate::chains::{Chain, qemu_img};
+use crate::chains::{Chain, fetch, is_whole, qemu_img, send};
 use crate::proxy::{Proxy, Rule, Upstream, Way};
-use crate::round_trips::{fetch, is_whole, send};
 use crate::s3::Server;
+use crate::servers::{bucket, patient};
 use isobath_remote::Error;
 use isobath_remote::store::{Limits, Store};
 use std::collections::BTreeMap;
@@ -41,11 +40,11 @@ impl Between {
 
     /// A client's connections are its own: each store is a new client.
     fn store(&self, limits: Limits) -> impl Store {
-        open_at(&self.proxy.endpoint, limits, &Arc::default())
+        bucket(&self.proxy.endpoint, "secret", limits, &Arc::default())
     }
 
     fn direct(&self) -> impl Store {
-        open_at(&self.server.endpoint, patient(), &Arc::default())
+        bucket(&self.server.endpoint, "secret", patient(), &Arc::default())
     }
 }
 

@@ -13,7 +13,6 @@ pub(crate) enum Upstream {
     /// An address.
     Tcp(String),
     /// A socket of this machine.
-    #[allow(dead_code, reason = "only the tests with the Versity gateway use it")]
     Unix(PathBuf),
 }
 

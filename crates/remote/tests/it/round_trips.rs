@@ -1,50 +1,17 @@
 //! What is pushed is pulled, byte for byte.
 
-use crate::chains::{Chain, qemu_img, sha256};
+use crate::chains::{Chain, fetch, gc, is_whole, qemu_img, send, sha256, verify};
 use crate::stores;
 use isobath_remote::store::{Directory, Limits, Outcome, Store, Version};
 use isobath_remote::{
-    Checked, Collection, Depth, Digest, Error, Names, Progress, Pulled, Replace, Result, Target,
-    check, collect, list, pull, push, remove,
+    Collection, Depth, Digest, Error, Names, Progress, Replace, Target, check, collect, list, pull,
+    push, remove,
 };
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
-
-pub(crate) fn send(store: &dyn Store, name: &str, chain: &Chain) -> Result<isobath_remote::Pushed> {
-    push(
-        store,
-        name,
-        &chain.layers(),
-        Some(&chain.index()),
-        Replace::Unchanged,
-        &Progress::default(),
-    )
-}
-
-pub(crate) fn fetch(store: &dyn Store, name: &str, directory: &Path) -> Result<Pulled> {
-    let target = Target { directory: directory.to_owned(), name: None };
-    pull(store, name, &target, Names::Kept, &Progress::default())
-}
-
-pub(crate) fn verify(store: &dyn Store, name: &str) -> Result<Checked> {
-    check(store, name, Depth::Digests, &Progress::default())
-}
-
-#[track_caller]
-pub(crate) fn is_whole(store: &dyn Store, name: &str) {
-    assert_eq!(verify(store, name).unwrap().problems, Vec::<String>::new());
-}
-
-pub(crate) fn gc(
-    store: &dyn Store,
-    grace: Duration,
-    break_lock: bool,
-) -> Result<isobath_remote::Collected> {
-    collect(store, &Collection { grace, dry_run: false, break_lock }, &Progress::default())
-}
 
 #[test]
 fn what_is_pushed_is_pulled_byte_for_byte_and_qemu_reads_it() {

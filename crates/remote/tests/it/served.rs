@@ -2,8 +2,7 @@
 
 use crate::cache::{files, open_within};
 use crate::cache_disks::Failing;
-use crate::chains::Chain;
-use crate::round_trips::send;
+use crate::chains::{Chain, send};
 use isobath_remote::cache::Cache;
 use isobath_remote::served::{self, Pinned, RemoteHost};
 use isobath_remote::store::{Directory, Entry, Found, Outcome, Parts, Store, Version};

@@ -2,8 +2,7 @@
 //! threads, one after the other on the same store: nothing is lost, and nothing is wrong.
 
 use crate::cache::{open_within, tidy};
-use crate::chains::Chain;
-use crate::round_trips::{fetch, gc, verify};
+use crate::chains::{Chain, fetch, gc, verify};
 use crate::stores::Aged;
 use isobath_remote::served::{self, RemoteHost};
 use isobath_remote::store::{Directory, Store};

@@ -2,9 +2,8 @@
 
 use crate::cache::open_within;
 use crate::cache_disks::Small;
-use crate::chains::Chain;
+use crate::chains::{Chain, gc, is_whole, send, verify};
 use crate::interrupted::each_death;
-use crate::round_trips::{gc, is_whole, send, verify};
 use crate::served::{BLOCK, Opened, Place, raw, read, reads};
 use crate::stores::{self, Aged, Watched};
 use isobath_remote::store::Store;
