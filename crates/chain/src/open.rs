@@ -573,11 +573,12 @@ pub(crate) fn check_named_format<H: Host>(
     if ImageFormat::from_name(kept.format) == Some(format) {
         return Ok(());
     }
-    let (name, backing) = (isobath_storage::shown(image), isobath_storage::shown(backing));
+    let shown = isobath_storage::shown(backing);
+    let (name, backing) = (isobath_storage::word(image), isobath_storage::word(backing));
     Err(DiskError::Refused {
         image: image.to_owned(),
         reason: format!(
-            "its header says that its backing file '{backing}' has the format '{}', but the manifest of the chain \
+            "its header says that its backing file '{shown}' has the format '{}', but the manifest of the chain \
              says that this layer is '{own}'; 'isobath rebase -u -F {own} -b {backing} {name}' corrects the header",
             format.name(),
             own = kept.format,

@@ -9,7 +9,7 @@ use isobath_disk::{
 use isobath_image::open::referenced_file;
 use isobath_remote::Address;
 use isobath_remote::served::{Chain, Pinned};
-use isobath_storage::{Host, Locking, Storage, StorageExt, is_descriptor_set, shown};
+use isobath_storage::{Host, Locking, Storage, StorageExt, is_descriptor_set, shown, word};
 use std::collections::HashSet;
 use std::fmt::Display;
 use std::fs;
@@ -59,9 +59,9 @@ impl Lowest {
     fn rebase(&self, address: &str) -> String {
         format!(
             "'isobath rebase -u -F {} -b {} {}'",
-            self.format.as_deref().unwrap_or("FORMAT").escape_debug(),
-            self.pinned.at(address),
-            shown(&self.image)
+            word(self.format.as_deref().unwrap_or("FORMAT")),
+            word(self.pinned.at(address)),
+            word(&self.image)
         )
     }
 }
@@ -113,9 +113,10 @@ pub(crate) async fn examine<H: Host + Clone>(
                 format => format!("'{lowest}' below it is a {} image", format.name()),
             };
             return Err(Failure::new(format_args!(
-                "'{0}' is no overlay of '{address}': {why}. If the disk is whole, as after a stream, it is served \
-                 alone, with 'isobath serve {read_only}{0}'. An overlay is made under a name that is free",
-                shown(overlay)
+                "'{}' is no overlay of '{address}': {why}. If the disk is whole, as after a stream, it is served \
+                 alone, with 'isobath serve {read_only}{}'. An overlay is made under a name that is free",
+                shown(overlay),
+                word(overlay)
             )));
         };
         let escaped = named.escape_debug();
@@ -131,8 +132,9 @@ pub(crate) async fn examine<H: Host + Clone>(
                 let rebase = lowest.rebase(&address.to_string());
                 let rebase = format!("; if they are in '{address}' now, {rebase} leads it there");
                 let way_out = format!(
-                    "'isobath serve {read_only}{other} --overlay {}' serves it{}",
-                    shown(overlay),
+                    "'isobath serve {read_only}{} --overlay {}' serves it{}",
+                    word(&other.to_string()),
+                    word(overlay),
                     if writable { &rebase } else { "" }
                 );
                 return Err(wrong(

@@ -101,7 +101,7 @@ pub fn check_data_file<H: Host>(
                  its active image, name that one with --data-file FILE",
                 name.escape_debug(),
                 isobath_storage::shown(path),
-                isobath_storage::shown(referrer),
+                isobath_storage::word(referrer),
             ),
         }),
         _ => Ok(()),

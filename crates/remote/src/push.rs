@@ -162,10 +162,11 @@ pub fn may_push(store: &dyn Store, name: &str, replace: Replace) -> Result<()> {
     // The condition that the push will use.
     let takes_conditions = || {
         if was.is_none() {
-            let key = format!("{}{}", keys::PUSHES, unique()?);
-            let outcome = store.put_if(&key, NOTE, None)?;
-            Note { store, key, renewed: Mutex::new(Instant::now()) }.remove();
-            return Ok(outcome != Outcome::Unsupported);
+            let other = Note::new(store)?;
+            let outcome = store.put_if(&other.key, NOTE, None);
+            // Also after an error: it may have been put.
+            other.remove();
+            return Ok(outcome? != Outcome::Unsupported);
         }
         let Some((_, version)) = store.get(&note.key, NOTE.len() as u64)? else { return Ok(true) };
         let outcome = store.put_if(&note.key, NOTE, Some(&version))?;
@@ -627,13 +628,18 @@ pub(crate) struct Note<'s> {
 const NOTE: &[u8] = b"isobath push\n";
 
 impl<'s> Note<'s> {
+    /// One that is not in the store yet.
+    fn new(store: &'s dyn Store) -> Result<Self> {
+        let key = format!("{}{}", keys::PUSHES, unique()?);
+        Ok(Self { store, key, renewed: Mutex::new(Instant::now()) })
+    }
+
     /// Puts a note, and makes sure that nobody collects objects, in this order.
     fn put(store: &'s dyn Store) -> Result<Self> {
-        let key = format!("{}{}", keys::PUSHES, unique()?);
-        store.put(&key, NOTE)?;
-        let note = Self { store, key, renewed: Mutex::new(Instant::now()) };
-        match nobody_collects(store) {
+        let note = Self::new(store)?;
+        match store.put(&note.key, NOTE).and_then(|()| nobody_collects(store)) {
             Ok(()) => Ok(note),
+            // It may have been put, whatever failed.
             Err(error) => {
                 note.remove();
                 Err(error)

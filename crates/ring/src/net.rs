@@ -121,6 +121,10 @@ impl Listener {
     /// Takes over a socket that listens already, such as one that a service manager hands in. A socket's file stays
     /// when it is dropped.
     ///
+    /// On a socket file it listens again, with as many waiting connections as the system allows and not as many as the
+    /// service manager has said: the kernel tells clients that it was this process which listened, and has no other
+    /// way to become that one.
+    ///
     /// # Errors
     /// As [`listening_at`].
     pub fn handed_in(socket: OwnedFd) -> io::Result<Self> {

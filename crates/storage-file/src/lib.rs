@@ -53,6 +53,8 @@ mod zero;
 pub use flush::syncs;
 pub use handed_in::{HandedIn, TooMany};
 pub use host::{FileHost, LimitedHost};
+pub use lock::is_in_use;
+pub use open::id_at;
 pub use restart_memory::RestartDirectories;
 pub use storage::FileStorage;
 

@@ -177,6 +177,15 @@ pub(crate) fn set(file: &Arc<OwnedFd>, name: &Path, wanted: Wanted) -> Result<Lo
     Ok(locks)
 }
 
+/// Whether another user has an image's file open, by its lock: every user holds that of the first byte, but for readers
+/// that let a writer in, which holds it then.
+///
+/// # Errors
+/// The file system has no locks.
+pub fn is_in_use(file: &OwnedFd) -> io::Result<bool> {
+    copies::is_locked(file, USED..USED + 1)
+}
+
 /// Checks whether another user's locks conflict with those that this open would take or has taken.
 ///
 /// # Errors

@@ -84,8 +84,8 @@ impl Opened {
     }
 }
 
-/// Which file was found by a name.
-pub(super) fn id_at(found: &Metadata) -> FileId {
+/// Which file was found by a name: what an open file of this host says of itself.
+pub fn id_at(found: &Metadata) -> FileId {
     if found.file_type().is_block_device() {
         // A device is the same whichever node it is opened through.
         FileId { device: u64::MAX, inode: found.rdev() }

@@ -1,6 +1,7 @@
 //! Errors of the storage below an image.
 
 use isobath_qcow2::text::Shown;
+use std::ffi::OsStr;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -105,6 +106,21 @@ pub fn shown(name: &Path) -> impl fmt::Display + '_ {
     Shown(name.to_string_lossy())
 }
 
+/// A name as one word of a command that a message tells the user to type. A shell reads it as the name, unless that has
+/// characters that [`shown`] escapes. It has backslashes and no quotes, since such messages put the command in quotes.
+pub fn word(name: &(impl AsRef<OsStr> + ?Sized)) -> String {
+    let name = name.as_ref().to_string_lossy();
+    let mut quoted = String::with_capacity(name.len());
+    for c in name.chars() {
+        let plain = c.is_alphanumeric() || "_-+.,/:=@%".contains(c);
+        if !plain && (c == ' ' || c.is_ascii_graphic()) {
+            quoted.push('\\');
+        }
+        quoted.push(c);
+    }
+    Shown(quoted).to_string()
+}
+
 /// What a process has given up, as a remark on permissions that it lacks.
 static CONFINED: OnceLock<&'static str> = OnceLock::new();
 
@@ -139,6 +155,7 @@ impl fmt::Display for StorageError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::process::Command;
 
     #[test]
     fn names_do_nothing_to_a_terminal() {
@@ -147,5 +164,20 @@ mod tests {
         let error = StorageError::new(Operation::Open, name, source);
         let expected = "cannot open '\\u{1b}[2Jä\\nb\\u{202e}': ";
         assert!(error.to_string().starts_with(expected), "{error}");
+    }
+
+    #[test]
+    fn a_name_in_a_command_is_one_word_of_a_shell() {
+        for plain in ["/disks/vm-1.qcow2", "s3://bucket/a/vm@sha256:00", "ä_b%20,c=d+e"] {
+            assert_eq!(word(plain), plain);
+        }
+        for name in
+            ["a b", "it's", "\"$HOME\" `x`", "~/*?[a]{b,c}", "a;b|c&d>e<f#!(g)^", "a\\b", "né"]
+        {
+            let command = format!("printf %s {}", word(Path::new(name)));
+            let printed = Command::new("sh").args(["-c", &command]).output().unwrap().stdout;
+            assert_eq!(String::from_utf8(printed).unwrap(), name, "{command}");
+        }
+        assert_eq!(word("a\n\u{202e}b"), "a\\n\\u{202e}b");
     }
 }

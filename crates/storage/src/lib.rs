@@ -17,7 +17,7 @@ pub mod restart_memory;
 pub mod sectors;
 pub mod window;
 
-pub use error::{Operation, StorageError, cause, note_confinement, shown};
+pub use error::{Operation, StorageError, cause, note_confinement, shown, word};
 pub use extension::{
     BoxFuture, Extensions, Hints, Layout, Reflink, RestartMemories, Roles, Stamps, StorageExt,
     Usage,

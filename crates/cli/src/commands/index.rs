@@ -6,6 +6,7 @@ use crate::size::human;
 use crate::workers::Progress;
 use crate::{options, runtime};
 use isobath_disk::{Disk, ImageFormat, IndexProgress, OpenOptions, Secrets};
+use isobath_storage::word;
 use std::cell::Cell;
 use std::io::Write;
 use std::path::PathBuf;
@@ -50,7 +51,8 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         .secrets(Secrets::unneeded());
     runtime::block_on(async || {
         let disk = Disk::open(images().clone(), &args.image, &options).await?;
-        let name = options::printable(&args.image.display().to_string());
+        let name = isobath_storage::shown(&args.image);
+        let rewrites = format!("'isobath index {}' rewrites it", word(&args.image));
         if args.drop {
             let dropped = disk.drop_index().await?;
             disk.close().await?;
@@ -74,7 +76,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
             progress.end(verified.is_ok());
             return match verified? {
                 Err(reason) => Err(Failure::new(format_args!(
-                    "the index of '{name}' is out of date: {reason}; 'isobath index {name}' rewrites it"
+                    "the index of '{name}' is out of date: {reason}; {rewrites}"
                 ))
                 .with_code(2)),
                 Ok(differ) if differ.is_empty() => {
@@ -88,10 +90,8 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
                         let how = if part.noticed { "overwritten" } else { "differs" };
                         writeln!(out, "{how} at {} ({} bytes)", part.offset, part.length)?;
                     }
-                    Err(Failure::new(format_args!(
-                        "the index of '{name}' is damaged; 'isobath index {name}' rewrites it"
-                    ))
-                    .with_code(2))
+                    Err(Failure::new(format_args!("the index of '{name}' is damaged; {rewrites}"))
+                        .with_code(2))
                 }
             };
         }

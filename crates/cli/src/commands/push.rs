@@ -5,17 +5,18 @@ use crate::host::{id_of_file, images, is_file_name};
 use crate::store::{self, StoreOptions};
 use crate::trust::Trusting;
 use crate::{json, options, runtime, size};
-use isobath_disk::{Disk, ImageFormat, Layer, OpenOptions, Secrets};
+use isobath_disk::{Disk, DiskError, ImageFormat, Layer, OpenOptions, Secrets};
 use isobath_remote::{
     Address, Format, Index, LocalLayer, Progress, Pushed, Replace, TopIs, check_layers, may_push,
     push,
 };
 use isobath_storage::{FileId, Host, Storage, StorageExt};
+use isobath_storage_file::id_at;
 use serde_json::json;
 use std::collections::HashSet;
-use std::fs::{File, Metadata};
-use std::io::Write;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::fs::File;
+use std::io::{ErrorKind, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// Copy a chain to a directory or an object store
@@ -42,11 +43,41 @@ pub(crate) struct Args {
 pub(crate) struct ServedFiles {
     /// Their names.
     pub(crate) names: Vec<PathBuf>,
-    /// All files that the server has open for reading, if that can be seen.
-    pub(crate) open: Option<HashSet<FileId>>,
+    /// The files that may be pushed.
+    pub(crate) open: Open,
 }
 
-/// How often an image in use is looked at before it counts as damaged: what a server is just writing may look so.
+/// Files that are open.
+pub(crate) enum Open {
+    /// All that the server has open for reading.
+    InServer(HashSet<FileId>),
+    /// Those that any program has open as images, by their locks: which ones the server has cannot be seen.
+    Anywhere(HashSet<FileId>),
+}
+
+impl Open {
+    /// Fails if a file is not among them.
+    fn check(&self, id: FileId, name: &Path) -> Result<(), Failure> {
+        let (open, what, more) = match self {
+            Self::InServer(open) => (open, "not open for reading in the server", ""),
+            Self::Anywhere(open) => (
+                open,
+                "locked by no program as an image in use",
+                ", or its file system has no locks; root with CAP_SYS_PTRACE can see what the server has open",
+            ),
+        };
+        if open.contains(&id) {
+            return Ok(());
+        }
+        Err(Failure::new(format_args!(
+            "'{}' is {what}: another file has got its name, or the server's limit of open files is lower than what \
+             its chains have{more}",
+            isobath_storage::shown(name)
+        )))
+    }
+}
+
+/// How often an image in use is looked at before it counts as damaged.
 const MOST_LOOKS: usize = 8;
 
 /// How a chain is sent.
@@ -103,7 +134,7 @@ impl Sending {
         runtime::block_on(async || {
             let mut opened = Disk::open(images().clone(), image, &options).await;
             for _ in 1..MOST_LOOKS {
-                if opened.is_ok() {
+                if !opened.as_ref().is_err_and(may_be_half_written) {
                     break;
                 }
                 opened = Disk::open(images().clone(), image, &options).await;
@@ -199,17 +230,11 @@ fn locals<H: Host>(
             return Err(other());
         }
         for (file, layer) in files.names.iter().zip(&layers) {
-            let id = file.metadata().map(|found| file_id(&found)).map_err(|_| other())?;
+            let id = file.metadata().map(|found| id_at(&found)).map_err(|_| other())?;
             if id_of_file(id) != layer.storage().id() {
                 return Err(other());
             }
-            if files.open.as_ref().is_some_and(|open| !open.contains(&id)) {
-                return Err(Failure::new(format_args!(
-                    "'{}' is not open for reading in the server: another file has got its name, or the server's limit \
-                     of open files is lower than what its chains have",
-                    isobath_storage::shown(file)
-                )));
-            }
+            files.open.check(id, file)?;
         }
     }
     let is_open = |number: usize| top == TopIs::InUse && number == 0;
@@ -217,12 +242,15 @@ fn locals<H: Host>(
     locals.rev().map(|(number, layer)| local(layer, is_open(number))).collect()
 }
 
-/// Which file this is; a device is the same whichever node it is opened through.
-pub(crate) fn file_id(found: &Metadata) -> FileId {
-    if found.file_type().is_block_device() {
-        return FileId { device: u64::MAX, inode: found.rdev() };
+/// Whether an image that is written to may be in order, although it was not opened: what is read of it while it
+/// changes may look damaged, or end too early.
+fn may_be_half_written(error: &DiskError) -> bool {
+    match error {
+        DiskError::Backing { source, .. } => may_be_half_written(source),
+        DiskError::Storage(error) => error.kind() == ErrorKind::UnexpectedEof,
+        DiskError::Format { .. } | DiskError::Refused { .. } | DiskError::Corrupt { .. } => true,
+        _ => false,
     }
-    FileId { device: found.dev(), inode: found.ino() }
 }
 
 /// A layer as it is pushed: its file, opened once more, which must be the one that is locked.
@@ -254,8 +282,30 @@ fn local<S: Storage>(layer: &Layer<S>, is_open: bool) -> Result<LocalLayer, Fail
     if !metadata.is_file() {
         return Err(refused("it is a device, and not a file; 'isobath convert' copies it to one"));
     }
-    if id_of_file(file_id(&metadata)) != layer.storage().id() {
+    if id_of_file(id_at(&metadata)) != layer.storage().id() {
         return Err(refused("another file has got its name just now; try again"));
     }
     Ok(LocalLayer { path: layer.name().to_owned(), file, format })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use isobath_storage::{Operation, StorageError};
+
+    #[test]
+    fn only_an_image_that_looks_damaged_is_looked_at_again() {
+        let image = || PathBuf::from("image");
+        let io = |kind: ErrorKind| {
+            DiskError::from(StorageError::new(Operation::Open, &image(), kind.into()))
+        };
+        let corrupt = || DiskError::Corrupt { image: image(), reason: String::new() };
+        let below = |source| DiskError::Backing { overlay: image(), source: Box::new(source) };
+        for error in [corrupt(), io(ErrorKind::UnexpectedEof), below(corrupt())] {
+            assert!(may_be_half_written(&error), "{error}");
+        }
+        for kind in [ErrorKind::NotFound, ErrorKind::PermissionDenied, ErrorKind::ResourceBusy] {
+            assert!(!may_be_half_written(&io(kind)) && !may_be_half_written(&below(io(kind))));
+        }
+    }
 }

@@ -68,6 +68,16 @@ impl Controlled {
         run(command.current_dir(self.directory.path()).args(["ctl", "qmp"]).args(words))
     }
 
+    /// Runs `isobath ctl` without the right to trace the server.
+    fn run_untraced(&self, words: &[&str]) -> Finished {
+        let mut command = Command::new(ISOBATH);
+        if rustix::process::geteuid().is_root() {
+            command = Command::new("setpriv");
+            command.args(["--inh-caps=-sys_ptrace", "--bounding-set=-sys_ptrace", ISOBATH]);
+        }
+        run(command.current_dir(self.directory.path()).args(["ctl", "qmp"]).args(words))
+    }
+
     /// Runs `isobath ctl`, which must succeed, and gives what it prints.
     #[track_caller]
     fn ctl(&self, words: &[&str]) -> String {
@@ -498,6 +508,34 @@ fn no_snapshot_is_taken_for_a_push_that_cannot_succeed() {
         fs::remove_file(served.path("mid")).unwrap();
         qemu::create_overlay(&served.path("mid"), &served.path("base"), "qcow2", "");
     }
+}
+
+#[test]
+fn who_may_not_trace_a_server_pushes_only_images_that_are_in_use() {
+    let mut served = Controlled::start(&[]);
+    let directory = served.directory.path().to_owned();
+    fs::create_dir(served.path("store")).unwrap();
+    let push = ["push", "top", &*format!("file://{}/vm", served.path("store").display())];
+    let refused = served.run_untraced(&push).exits(1);
+    assert!(
+        refused.stderr.contains("start the server with absolute names"),
+        "{}",
+        refused.report()
+    );
+    served.quit("vm");
+    let image = served.path("vm");
+    served.serve(image.to_str().unwrap(), &[]);
+    // A file that the server does not have, and that nobody else has, under a name that it says.
+    fs::rename(served.path("mid"), served.path("moved")).unwrap();
+    qemu::create_overlay(&served.path("mid"), &served.path("base"), "qcow2", "");
+    let refused = served.run_untraced(&push).exits(1);
+    let told = refused.stderr.replace(&format!("{}/", directory.display()), "");
+    assert!(told.contains("'mid' is locked by no program"), "{}", refused.report());
+    assert!(!served.path("top").exists());
+    fs::rename(served.path("moved"), served.path("mid")).unwrap();
+    let said = served.run_untraced(&push).ok().text();
+    assert!(said.contains(": 3 layers, 3 of them sent"), "{said}");
+    served.quit("top");
 }
 
 #[test]

@@ -5,7 +5,8 @@ use crate::common::{Beside, Ticking, complete};
 use futures_executor::block_on;
 use futures_util::join;
 use isobath_disk::{
-    BlockDevice, Disk, LiveDisk, MetadataMode, NewDisk, OpenOptions, WholeIndex, create,
+    BackingFile, Below, BlockDevice, Disk, LiveDisk, MetadataMode, NewDisk, OpenOptions, Overlay,
+    WholeIndex, create,
 };
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{
@@ -270,6 +271,36 @@ fn a_commit_that_is_cancelled_shows_nothing_that_was_hidden() {
             Disk::open(host.any(), Path::new(&name(2)), &OpenOptions::default()).await.unwrap();
         let found = disk.read(0, IoBuf::zeroed(8 * CLUSTER)).await.unwrap();
         assert_same(&found, &model, "reopened");
+    });
+}
+
+/// Its header does not lead there, so that it is still another disk for everyone who opens it by its name.
+#[test]
+fn what_was_given_below_an_image_stays_so_when_it_takes_the_place_of_the_active_one() {
+    block_on(async {
+        let host = MemoryHost::new();
+        let size = LAYERS as u64 * CLUSTER as u64;
+        for layer in 0..3 {
+            make(&host, layer, size).await.close().await.unwrap();
+        }
+        create(&host.any(), Path::new("other"), &NewDisk::new(size)).await.unwrap();
+        let other = BackingFile { name: "other".into(), format: None };
+        let below = vec![Below::Named, Below::Given(other)];
+        let options = OpenOptions::new().writable(true).backing_files(below);
+        let live = open(&host, &name(2), &options).await;
+        let refused = async || {
+            let done = live.snapshot(&Overlay::Create("new".into())).await;
+            assert!(host.contents("new").is_none());
+            done.unwrap_err().to_string()
+        };
+        let before = refused().await;
+        assert!(before.contains("its header does not name the backing file"), "{before}");
+        let base = Some(live.layers()[1].storage().id());
+        let options = CommitOptions { base, ..CommitOptions::default() };
+        let (committing, work) = isobath_jobs::commit(&live, options, job()).unwrap();
+        Box::pin(finish(committing, work)).await;
+        assert_eq!(live.depth(), 2);
+        assert_eq!(refused().await, before);
     });
 }
 

@@ -289,6 +289,29 @@ fn a_store_without_conditional_puts_needs_the_word_of_the_user() {
 }
 
 #[test]
+fn a_store_is_asked_whether_it_takes_a_push_without_leaving_anything_there() {
+    let (server, chain) = (Server::start(), Chain::small("disk.qcow2", 1));
+    let store = open(&server, patient());
+    send(&store, "old", &chain).unwrap();
+    let before = server.objects();
+    for (name, replace) in
+        [("new", Replace::Unchanged), ("old", Replace::Unchanged), ("old", Replace::Any)]
+    {
+        for number in 0.. {
+            // What became of the request is unknown then, and stays so.
+            server.fail([(number, Fault::AnswerLost), (number + 1, Fault::Status(403))]);
+            let asked = may_push(&store, name, replace);
+            assert!(server.objects() == before, "{name} {replace:?} {number}: {asked:?}");
+            if server.requests().len() <= number {
+                asked.unwrap();
+                assert!(number > 3, "{number} requests");
+                break;
+            }
+        }
+    }
+}
+
+#[test]
 fn what_is_refused_for_good_is_not_repeated() {
     let (server, chain) = (Server::start(), Chain::small("disk.qcow2", 1));
     let store = open(&server, patient());

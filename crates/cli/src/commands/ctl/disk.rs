@@ -1,7 +1,7 @@
 //! Commands on a disk, and commands that print what a server sends.
 
 use super::{ServedLayer, Session, arguments, interrupted};
-use crate::commands::push::{Sending, ServedFiles, file_id};
+use crate::commands::push::{Open, Sending, ServedFiles};
 use crate::failure::{Failure, Outcome};
 use crate::host::is_file_name;
 use crate::options::{self, OutputFormat};
@@ -10,7 +10,9 @@ use isobath_disk::{ImageFormat, OpenOptions};
 use isobath_qmp::client::ClientError;
 use isobath_remote::Address;
 use isobath_remote::served::Pinned;
-use isobath_storage::FileId;
+use isobath_ring::place::open_regular;
+use isobath_storage::{FileId, word};
+use isobath_storage_file::{id_at, is_in_use};
 use serde_json::{Map, Value, json};
 use std::collections::HashSet;
 use std::fs;
@@ -98,7 +100,7 @@ impl Push {
             file: self.file.clone(),
         };
         snapshot.run(session)?;
-        let former = self.former(session, &device, address, files.open.as_ref());
+        let former = self.former(session, &device, address, &files.open);
         former.map_err(|failure| failure.and(self.how_to_continue(format, active)))
     }
 
@@ -109,26 +111,27 @@ impl Push {
         session: &mut Session<'_>,
         device: &str,
         address: Address,
-        open: Option<&HashSet<FileId>>,
+        open: &Open,
     ) -> Result<Former<'_>, Failure> {
         // Another client may have changed the chain meanwhile: what the disk had is below the new image.
         let layers = session.layers(device)?;
         let new = absolute(&self.file)?;
         let place = layers.iter().position(|layer| new.as_str() == Some(layer.file()));
-        let below = place.and_then(|place| layers.get(place + 1..)).unwrap_or_default();
-        let Some(former) = below.first() else {
+        let layers = place.and_then(|place| layers.get(place..)).unwrap_or_default();
+        let Some(former) = layers.get(1) else {
             return Err(Failure::new(format_args!(
                 "'{}' is no longer a layer of the disk: another client has changed the chain, and nothing was pushed",
                 isobath_storage::shown(&self.file)
             )));
         };
         let format = format_of(former)?;
-        let mut files = files_of(session, below)?;
-        if let (Some(now), Some(before)) = (&mut files.open, open) {
+        let mut files = files_of(session, layers)?;
+        if let (Open::InServer(now), Open::InServer(before))
+        | (Open::Anywhere(now), Open::Anywhere(before)) = (&mut files.open, open)
+        {
             now.extend(before);
         }
-        // By its header: the server's names may mean something else to this program.
-        files.names.splice(0..0, new.as_str().map(PathBuf::from));
+        // By the new image's header: the server's names may mean something else to this program.
         Sending::check_files(&files, Some(ImageFormat::Qcow2))?;
         files.names.remove(0);
         Ok(Former { push: self, files, format, address })
@@ -141,8 +144,8 @@ impl Push {
             isobath_storage::shown(&self.file),
             format.name(),
             self.sending.shown(),
-            isobath_storage::shown(image),
-            self.remote
+            word(image),
+            word(&self.remote)
         )
     }
 }
@@ -167,9 +170,8 @@ fn files_of(session: &Session<'_>, layers: &[ServedLayer]) -> Result<ServedFiles
             "the images must be on this machine: connect to the server by its socket file, and in its PID namespace",
         ));
     };
-    let open = match open_files(process) {
+    let seen = match open_files(process) {
         Ok(open) => Some(open),
-        // What this user may read, the server may read as well.
         Err(_) if user_of(process) == Some(rustix::process::geteuid().as_raw()) => None,
         Err(error) => {
             return Err(Failure::new(format_args!(
@@ -204,8 +206,19 @@ fn files_of(session: &Session<'_>, layers: &[ServedLayer]) -> Result<ServedFiles
             ),
         }
     };
-    let names = layers.iter().map(file).collect::<Result<_, _>>()?;
+    let names = layers.iter().map(file).collect::<Result<Vec<_>, _>>()?;
+    let open = seen.map_or_else(|| Open::Anywhere(in_use(&names)), Open::InServer);
     Ok(ServedFiles { names, open })
+}
+
+/// Those of these files that some program has open as images. This one has none of them open.
+fn in_use(names: &[PathBuf]) -> HashSet<FileId> {
+    let used = |name: &PathBuf| {
+        let file = open_regular(name).ok()?;
+        let id = id_at(&file.metadata().ok()?);
+        is_in_use(&file.into()).is_ok_and(|used| used).then_some(id)
+    };
+    names.iter().filter_map(used).collect()
 }
 
 /// The files that a process has open for reading.
@@ -220,7 +233,7 @@ fn open_files(process: u32) -> io::Result<HashSet<FileId>> {
         let info = Path::new("/proc").join(process.to_string()).join("fdinfo").join(number);
         let found = fs::metadata(entry.path()).and_then(|file| Ok((file, is_read(&info)?)));
         match found {
-            Ok((file, true)) => drop(open.insert(file_id(&file))),
+            Ok((file, true)) => drop(open.insert(id_at(&file))),
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Err(error),
             // It was closed meanwhile.
             Ok((_, false)) | Err(_) => {}
@@ -443,7 +456,7 @@ mod tests {
             let path = directory.path().join(name);
             fs::write(&path, "").unwrap();
             let file = options.open(&path).unwrap();
-            (file_id(&fs::metadata(path).unwrap()), file)
+            (id_at(&fs::metadata(path).unwrap()), file)
         };
         let options = fs::File::options;
         let (read, _read) = opened("read", options().read(true));

@@ -5,6 +5,7 @@ use super::{Session, entries, interrupted, number, text};
 use crate::failure::{Failure, Outcome};
 use crate::size;
 use indicatif::{ProgressBar, ProgressStyle};
+use isobath_storage::word;
 use serde_json::{Value, json};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -43,11 +44,11 @@ pub(super) fn follow(session: &mut Session<'_>, id: &str, readiness: Readiness) 
     let ending = loop {
         if stop.load(Ordering::Relaxed) {
             bar.finish_and_clear();
-            let address = &session.address;
+            let (address, name) = (word(&session.address), word(id));
             writeln!(
                 session.out,
                 "The job '{id}' is still running. To follow it again: 'isobath ctl {address} \
-                 follow {id}'. To cancel it: 'isobath ctl {address} cancel {id}'."
+                 follow {name}'. To cancel it: 'isobath ctl {address} cancel {name}'."
             )?;
             return Ok(0);
         }
@@ -89,7 +90,7 @@ pub(super) fn follow(session: &mut Session<'_>, id: &str, readiness: Readiness) 
         }
     };
     bar.finish_and_clear();
-    let address = &session.address;
+    let (address, name) = (word(&session.address), word(id));
     let took = begin.elapsed().as_secs_f64();
     match ending {
         Ending::Completed(data) => {
@@ -115,15 +116,15 @@ pub(super) fn follow(session: &mut Session<'_>, id: &str, readiness: Readiness) 
             writeln!(
                 session.out,
                 "{id}: ready; new writes go to both images. To switch over: 'isobath ctl {address} \
-                 complete {id}'. To end the job: 'isobath ctl {address} cancel {id}'."
+                 complete {name}'. To end the job: 'isobath ctl {address} cancel {name}'."
             )?;
             Ok(0)
         }
         Ending::Pending => {
             writeln!(
                 session.out,
-                "{id}: pending. To change the chain: 'isobath ctl {address} finalize {id}'. To \
-                 leave it unchanged: 'isobath ctl {address} cancel {id}'."
+                "{id}: pending. To change the chain: 'isobath ctl {address} finalize {name}'. To \
+                 leave it unchanged: 'isobath ctl {address} cancel {name}'."
             )?;
             Ok(0)
         }

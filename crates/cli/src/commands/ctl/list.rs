@@ -8,6 +8,7 @@ use crate::failure::{Failure, Outcome};
 use crate::options::OutputFormat;
 use crate::size;
 use isobath_jobs::record::JobRecord;
+use isobath_storage::word;
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::fs;
@@ -159,7 +160,11 @@ fn tabulated(
         let kind = text(job, "command").trim_start_matches("block-").to_owned();
         let mut row = vec![id.to_owned(), kind];
         row.extend(vec!["-".to_owned(); heads.len() - 3]);
-        row.push(format!("interrupted; to restart it: 'isobath ctl {address} resume {id}'"));
+        row.push(format!(
+            "interrupted; to restart it: 'isobath ctl {} resume {}'",
+            word(address),
+            word(id)
+        ));
         rows.push(row);
     }
     if rows.len() == 1 { "No jobs.\n".to_owned() } else { table(&rows) }

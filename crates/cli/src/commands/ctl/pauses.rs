@@ -3,6 +3,7 @@
 use super::{Session, entries, number, table, text};
 use crate::failure::Outcome;
 use crate::options::OutputFormat;
+use isobath_storage::word;
 use serde_json::{Value, json};
 
 /// Show whether the disks are running, and why those that are not have paused
@@ -88,7 +89,7 @@ fn shown(disks: &Value, address: &str) -> String {
     }
     let mut shown = table(&rows);
     let is_in = |wanted| entries(disks).any(|disk| state(disk) == wanted);
-    let go_on = format!("'isobath ctl {address} cont'");
+    let go_on = format!("'isobath ctl {} cont'", word(address));
     if is_in("paused") {
         shown.push_str("Remove the cause of the failure, then let the disks go on: ");
         shown.push_str(&(go_on + "\n"));

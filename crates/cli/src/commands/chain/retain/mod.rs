@@ -13,6 +13,7 @@ use crate::host::{images, only_files};
 use crate::options::printable;
 use crate::{calendar, messages, runtime, size};
 use isobath_disk::{Disk, ImageFormat, OpenOptions, Secrets};
+use isobath_storage::word;
 use policy::Policy;
 use std::fmt::Write as _;
 use std::fs::{self, File, FileTimes};
@@ -167,11 +168,13 @@ fn leftovers(chain: &[PathBuf], search: &[PathBuf]) -> Result<bool, Failure> {
     each_file(&directories(chain.iter().map(PathBuf::as_path), search), |file| {
         if !file.is_symlink() && Unfinished::of(file, chain).is_some() {
             none = false;
-            let (file, active) = (file.strip_prefix(".").unwrap_or(file), active.display());
-            let file = file.display();
+            let file = file.strip_prefix(".").unwrap_or(file);
             messages::complain(format_args!(
-                "'{file}' stays: a command that removed it from the chain was killed; 'isobath chain delete {active} \
-                 {file}' deletes it"
+                "'{}' stays: a command that removed it from the chain was killed; 'isobath chain delete {} {}' deletes \
+                 it",
+                isobath_storage::shown(file),
+                word(active),
+                word(file)
             ));
         }
         Ok(())
