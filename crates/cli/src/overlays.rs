@@ -60,7 +60,7 @@ impl Lowest {
         format!(
             "'isobath rebase -u -F {} -b {} {}'",
             word(self.format.as_deref().unwrap_or("FORMAT")),
-            word(self.pinned.at(address)),
+            word(&self.pinned.at(address)),
             word(&self.image)
         )
     }

@@ -123,6 +123,12 @@ impl Removals<'_> {
     }
 }
 
+/// A time without parts of a second, of which the time of the lock has none: some stores list them.
+fn whole_seconds(time: SystemTime) -> SystemTime {
+    let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    SystemTime::UNIX_EPOCH + Duration::from_secs(since.as_secs())
+}
+
 fn locked(
     removals: &mut Removals<'_>,
     how: &Collection,
@@ -131,7 +137,7 @@ fn locked(
 ) -> Result<Collected> {
     let store = removals.store;
     let is_older = |modified: SystemTime, than: Duration| {
-        now.duration_since(modified).is_ok_and(|age| age >= than)
+        now.duration_since(whole_seconds(modified)).is_ok_and(|age| age >= than)
     };
     // The order matters: notes, objects, manifests.
     for note in store.list(keys::PUSHES)? {

@@ -202,7 +202,7 @@ fn what_is_read_through_an_overlay_is_found_without_the_tables_of_the_layers() {
     let clusters: Vec<_> = (0..128).filter(zeroes).map(|number| number << 6).collect();
     let read = |cluster| {
         let server = serve(&place, "top.qcow2", &[]);
-        QemuIo::open("raw", &uri(&place, "vm")).ok(&format!("read -P 0 {cluster}k 4k"));
+        QemuIo::open("raw", uri(&place, "vm")).ok(&format!("read -P 0 {cluster}k 4k"));
         let _ = server.stop().ok();
         cached()
     };
