@@ -5,9 +5,11 @@
 //! worst lost space.
 
 use crate::disk::Disk;
+use isobath_chain::chain::LayerIndex;
+use isobath_chain::chain_index::ChainIndex;
 use isobath_chain::index::{
     Built, Folding, IndexInfo, IndexState, NoIndex, Place, WholeIndex, build, build_whole, examine,
-    examine_heads, find, page,
+    examine_heads, find, kept_beside, page,
 };
 use isobath_chain::open::unlike_its_file;
 use isobath_image::index_area::clusters;
@@ -166,7 +168,7 @@ impl<H: Host> Disk<H> {
     /// If the image has no index, or the storage fails.
     pub async fn verify_index(
         &self,
-        mut progress: impl FnMut(IndexProgress),
+        progress: impl FnMut(IndexProgress),
     ) -> Result<std::result::Result<Vec<IndexMismatch>, String>> {
         let image = self.active_qcow2().filter(|image| image.header.read().index().is_some());
         if image.is_none() {
@@ -180,27 +182,52 @@ impl<H: Host> Disk<H> {
         if let Err(reason) = examine_heads(&self.chain, &root).await {
             return Ok(Err(reason));
         }
-        let covers = root.covers as usize;
+        let index = self.chain.indexed_by(root.clone());
+        self.compare_pages(&index, root.size, progress).await.map(Ok)
+    }
+
+    /// Compares what the index that the host has beside the layers says with their own tables, page by page, and
+    /// returns where they differ. `None` if there is no index in use.
+    ///
+    /// # Errors
+    /// The storage fails.
+    pub async fn verify_index_beside(
+        &self,
+        progress: impl FnMut(IndexProgress),
+    ) -> Result<Option<Vec<IndexMismatch>>> {
+        let Some(index) = kept_beside(&self.chain, self.chain.depth()) else { return Ok(None) };
+        let top = index.covers().checked_sub(1).and_then(|top| u16::try_from(top).ok());
+        let top = top.and_then(|top| self.chain.get(LayerIndex::new(top)));
+        let size = top.map_or(0, |top| top.size());
+        self.compare_pages(&index, size, progress).await.map(Some)
+    }
+
+    /// Where an index of a disk of `size` bytes differs from the tables of the layers that it describes.
+    async fn compare_pages(
+        &self,
+        index: &Arc<ChainIndex<H::File>>,
+        size: u64,
+        mut progress: impl FnMut(IndexProgress),
+    ) -> Result<Vec<IndexMismatch>> {
+        let covers = index.covers();
         let (Some(plain), Some(indexed)) = (self.chain.below(covers), self.chain.below(covers))
         else {
-            return Ok(Ok(Vec::new()));
+            return Ok(Vec::new());
         };
-        let root = &root;
-        let index = self.chain.indexed_by(root.clone());
-        indexed.set_index(Some(Arc::clone(&index)));
+        indexed.set_index(Some(Arc::clone(index)));
         let mut differ = Vec::new();
-        let length = 1 << root.page_bits();
-        let total = root.size.div_ceil(length);
+        let (length, unit_bits) = (1 << index.page_bits(), index.unit_bits());
+        let total = size.div_ceil(length);
         for number in 0..total {
             let whole = index.owners(number * length).await.is_some();
-            let ours = page(&indexed, root, number).await?;
-            let theirs = page(&plain, root, number).await?;
+            let ours = page(&indexed, unit_bits, number).await?;
+            let theirs = page(&plain, unit_bits, number).await?;
             if !whole || ours != theirs {
                 differ.push(IndexMismatch { offset: number * length, length, noticed: !whole });
             }
             progress(IndexProgress { done: number + 1, total });
         }
-        Ok(Ok(differ))
+        Ok(differ)
     }
 
     /// The writer, its qcow2 side and the image of a disk that can hold an index.

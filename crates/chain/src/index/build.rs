@@ -20,7 +20,7 @@ use isobath_image::layer::Layer;
 use isobath_image::{Result, always, invariant};
 use isobath_qcow2::index::{
     BlockHash, BlockPointer, CHAPTER_LAYERS, HeadsBlock, IndexExtension, LayerRecord, PAGE_UNITS,
-    Page, PageEntry, PageRecord, RecordedFormat, Root, SEGMENT_PAGES, Segment,
+    Page, PageEntry, PageRecord, RecordedFormat, Root, SEGMENT_PAGES, Segment, page_bits,
 };
 use isobath_qcow2::{Head, HostOffset};
 use isobath_storage::Storage;
@@ -411,8 +411,9 @@ impl<S: Storage> Work<'_, S> {
             }
         }
         for batch in due.chunks(FOLDS_AT_ONCE) {
-            let folded =
-                batch.iter().map(|number| page(self.chain, self.root, first + *number as u64));
+            let folded = batch
+                .iter()
+                .map(|number| page(self.chain, self.root.unit_bits, first + *number as u64));
             for (number, folded) in batch.iter().zip(join_all(folded).await) {
                 let Some(record) = pages.get_mut(*number) else { continue };
                 let folded = match folded {
@@ -482,10 +483,15 @@ fn check_lists(pages: &[PageRecord], name: &Path) -> Result<()> {
 }
 
 /// A page of a chain; `None` if a table is invalid, which only a read may report.
-pub async fn page<S: Storage>(chain: &Chain<S>, root: &Root, number: u64) -> Result<Option<Page>> {
-    let range = number << root.page_bits()..(number + 1) << root.page_bits();
-    let slice = resolve(chain, no_writer, range, root.unit_bits).await?;
-    Ok(page_of(&slice, number as u32, root.unit_bits))
+pub async fn page<S: Storage>(
+    chain: &Chain<S>,
+    unit_bits: u32,
+    number: u64,
+) -> Result<Option<Page>> {
+    let page_bits = page_bits(unit_bits);
+    let range = number << page_bits..(number + 1) << page_bits;
+    let slice = resolve(chain, no_writer, range, unit_bits).await?;
+    Ok(page_of(&slice, number as u32, unit_bits))
 }
 
 /// A resolved slice as a page; `None` if a unit is invalid.

@@ -3,9 +3,11 @@
 use crate::failure::{Failure, Outcome};
 use crate::host::{images, only_files};
 use crate::size::human;
+use crate::stored::{self, CacheOptions};
 use crate::workers::Progress;
 use crate::{options, runtime};
-use isobath_disk::{Disk, ImageFormat, IndexProgress, OpenOptions, Secrets};
+use isobath_disk::{Disk, ImageFormat, IndexMismatch, IndexProgress, OpenOptions, Secrets};
+use isobath_remote::Address;
 use isobath_storage::word;
 use std::cell::Cell;
 use std::io::Write;
@@ -16,7 +18,8 @@ use std::rc::Rc;
 ///
 /// With an index, opening a chain and accessing data for the first time cost the same at any depth. 'create -b' writes
 /// one automatically; this command adds one to chains created by other programs, and replaces one that is out of date.
-/// The image must not be in use. QEMU reads and writes images with an index as usual.
+/// The image must not be in use. QEMU reads and writes images with an index as usual. The index of a chain in a store is
+/// made by 'push'; --verify examines it.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Remove the index
@@ -34,13 +37,18 @@ pub(crate) struct Args {
     /// With --verify: read the image even while another program writes to it
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// The image
+    #[command(flatten)]
+    stored: CacheOptions,
+    /// The image; with --verify also a chain in a store
     image: PathBuf,
 }
 
 pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     if args.force_share && !args.verify {
         return Err(Failure::usage("-U (--force-share) requires --verify"));
+    }
+    if let Some(address) = stored::address(&args.image)? {
+        return verify_stored(args, &address, out);
     }
     only_files(&args.image, "'index'")?;
     let options = OpenOptions::new()
@@ -65,12 +73,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         for layer in disk.layers() {
             only_files(layer.name(), "an index of the layers")?;
         }
-        let state = Rc::new(Cell::new((0, 0)));
-        let progress = Progress::show(args.progress && !args.quiet, {
-            let state = Rc::clone(&state);
-            move || state.get()
-        });
-        let show = |now: IndexProgress| state.set((now.done, now.total));
+        let (progress, show) = progress(args);
         if args.verify {
             let verified = disk.verify_index(show).await;
             progress.end(verified.is_ok());
@@ -79,19 +82,9 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
                     "the index of '{name}' is out of date: {reason}; {rewrites}"
                 ))
                 .with_code(2)),
-                Ok(differ) if differ.is_empty() => {
-                    if !args.quiet {
-                        writeln!(out, "The index matches the layers.")?;
-                    }
-                    Ok(0)
-                }
                 Ok(differ) => {
-                    for part in &differ {
-                        let how = if part.noticed { "overwritten" } else { "differs" };
-                        writeln!(out, "{how} at {} ({} bytes)", part.offset, part.length)?;
-                    }
-                    Err(Failure::new(format_args!("the index of '{name}' is damaged; {rewrites}"))
-                        .with_code(2))
+                    let failure = format!("the index of '{name}' is damaged; {rewrites}");
+                    compared(args, &differ, "overwritten", &failure, out)
                 }
             };
         }
@@ -104,4 +97,60 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
         }
         Ok(0)
     })
+}
+
+/// Compares the index of a chain in a store with its layers' tables.
+fn verify_stored(args: &Args, address: &Address, out: &mut dyn Write) -> Outcome {
+    if !args.verify {
+        return Err(Failure::new(format_args!(
+            "'{address}' is a chain in a store, whose index 'isobath push' makes; --verify compares it with the layers"
+        )));
+    }
+    let chain = args.stored.open_now(address)?;
+    let options = stored::options_of(&chain, OpenOptions::new().secrets(Secrets::unneeded()));
+    let again = "push the chain again from where it is whole";
+    runtime::block_on(async || {
+        let disk = Disk::open(images().clone(), &args.image, &options).await?;
+        let (progress, show) = progress(args);
+        let verified = disk.verify_index_beside(show).await;
+        progress.end(verified.is_ok());
+        match verified? {
+            Some(differ) => {
+                let failure = format!("the index of '{address}' is damaged; {again}");
+                compared(args, &differ, "damaged", &failure, out)
+            }
+            None => Err(Failure::new(format_args!("'{address}' has no index; {again}"))),
+        }
+    })
+}
+
+/// Progress in pages, if it is to be shown, and what it is told by.
+fn progress(args: &Args) -> (Progress, impl FnMut(IndexProgress) + use<>) {
+    let state = Rc::new(Cell::new((0, 0)));
+    let progress = Progress::show(args.progress && !args.quiet, {
+        let state = Rc::clone(&state);
+        move || state.get()
+    });
+    (progress, move |now: IndexProgress| state.set((now.done, now.total)))
+}
+
+/// Says where an index differs from the layers, if anywhere. What reads notice as well has a word of its own.
+fn compared(
+    args: &Args,
+    differ: &[IndexMismatch],
+    noticed: &str,
+    failure: &str,
+    out: &mut dyn Write,
+) -> Outcome {
+    for part in differ {
+        let how = if part.noticed { noticed } else { "differs" };
+        writeln!(out, "{how} at {} ({} bytes)", part.offset, part.length)?;
+    }
+    if !differ.is_empty() {
+        return Err(Failure::new(failure).with_code(2));
+    }
+    if !args.quiet {
+        writeln!(out, "The index matches the layers.")?;
+    }
+    Ok(0)
 }

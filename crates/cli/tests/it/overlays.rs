@@ -8,7 +8,10 @@ use crate::serving::{ISOBATH, QemuIo, assert_same_bytes};
 use isobath_qmp::client::{Address, Client};
 use isobath_remote::{Digest, Heads};
 use isobath_testkit::process::{PATIENCE, Ready, Server, run};
+use isobath_testkit::seed::Seed;
 use isobath_testkit::{args, qemu};
+use rand::RngExt;
+use rand::rngs::StdRng;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -1210,15 +1213,8 @@ fn a_layer_that_is_gone_from_the_store_is_an_error_that_names_it() {
 
 #[test]
 fn a_chain_in_a_bucket_has_an_overlay() {
-    let (place, store) = (Place::new(3, ""), s3::Server::start());
-    let path = place.path();
-    let _ = isobath(path, args!["pull", "-q", &place.vm(), "."]).ok();
-    let mut push = Command::new(ISOBATH);
-    push.current_dir(path).args(["push", "-q", "2.qcow2", "s3://bucket/some/vm"]);
-    let _ = run(in_bucket(&mut push, &store)).ok();
-    for number in 0..3 {
-        fs::remove_file(path.join(format!("{number}.qcow2"))).unwrap();
-    }
+    let place = Place::new(3, "");
+    let (path, store) = (place.path(), bucket_of(&place, 3));
     let copy = copy_of(&place);
     for write in &WRITES[..2] {
         let options = ["--overlay", "top.qcow2", "--sandbox", "strict"];
@@ -1232,4 +1228,106 @@ fn a_chain_in_a_bucket_has_an_overlay() {
     let named = backing(&place, "top.qcow2").unwrap();
     assert!(named.starts_with("s3://bucket/some/vm@sha256:"), "{named}");
     assert!(!qemu_img(path, args!["map", "top.qcow2"]).status.success());
+}
+
+/// A request of qemu-io, of a few sectors or of many clusters, aligned or not.
+fn random_request(rng: &mut StdRng) -> String {
+    const SIZE: u64 = 8 << 20;
+    let unit = 1_u64 << [9, 12, 16][rng.random_range(0..3)];
+    let at = rng.random_range(0..SIZE / unit) * unit;
+    let length = (rng.random_range(1..=20) * unit).min(SIZE - at);
+    match rng.random_range(0..10) {
+        0 => format!("write -z {at} {length}"),
+        1 => format!("write -z -u {at} {length}"),
+        // Parts of clusters may stay.
+        2 => {
+            let (at, length) = (at >> 16 << 16, rng.random_range(0..4) << 16);
+            format!("discard {at} {}", length.min(SIZE - at))
+        }
+        3 => "flush".to_owned(),
+        _ => format!("write -P {} {at} {length}", rng.random_range(1..=255)),
+    }
+}
+
+/// Puts a place's chain into a bucket, from where it is served.
+fn bucket_of(place: &Place, depth: usize) -> s3::Server {
+    let (path, store) = (place.path(), s3::Server::start());
+    fs::create_dir(path.join("pulled")).unwrap();
+    let _ = isobath(path, args!["pull", "-q", &place.vm(), "pulled"]).ok();
+    let mut push = Command::new(ISOBATH);
+    let top = format!("pulled/{}.qcow2", depth - 1);
+    push.current_dir(path).args(["push", "-q", &top, "s3://bucket/some/vm"]);
+    let _ = run(in_bucket(&mut push, &store)).ok();
+    fs::remove_dir_all(path.join("pulled")).unwrap();
+    store
+}
+
+#[test]
+fn random_requests_and_jobs_above_a_failing_store_leave_what_a_raw_copy_holds() {
+    let mut rng = Seed::new().rng();
+    let layouts = ["", "cluster_size=4k", "cluster_size=512", "extended_l2=on,cluster_size=64k"];
+    let faults = [
+        s3::Fault::Status(503),
+        s3::Fault::Status(429),
+        s3::Fault::Reset,
+        s3::Fault::AnswerLost,
+        s3::Fault::Truncated,
+        s3::Fault::WrongByte,
+    ];
+    for _ in 0..3 {
+        let depth = rng.random_range(1..=9);
+        let place = Place::new(depth, layouts[rng.random_range(0..layouts.len())]);
+        let (path, copy, store) = (place.path(), copy_of(&place), bucket_of(&place, depth));
+        let mut top = path.join("top.qcow2").display().to_string();
+        for round in 0..5 {
+            // One of three requests fails; the next attempt does not.
+            let failing = (0..60).map(|number| (number * 3 + 2, faults[rng.random_range(0..6)]));
+            store.fail(failing.collect::<Vec<_>>());
+            if rng.random_bool(0.3) {
+                fs::remove_dir_all(path.join("cache")).unwrap();
+            }
+            let sandbox = if rng.random() { "strict" } else { "off" };
+            let options = ["--overlay", &top, "--sandbox", sandbox];
+            let mut serve = command(&place, &["s3://bucket/some/vm"], &options);
+            let server =
+                Server::start_after_kill(in_bucket(&mut serve, &store), Ready::Line("-blockdev"));
+            let requests = |rng: &mut StdRng| {
+                let requests: Vec<_> = (0..8).map(|_| random_request(rng)).collect();
+                let requests: Vec<_> = requests.iter().map(String::as_str).collect();
+                write_both(&place, "vm", &copy, &requests);
+            };
+            requests(&mut rng);
+            // A confined server makes images only where it has some.
+            let mut qmp = Qmp::of(&place);
+            let layers = qmp.layers("vm");
+            let is_local = |layer: &&String| !layer.starts_with("s3://");
+            let local = layers.iter().filter(is_local).count();
+            match rng.random_range(0..4) {
+                0 => {
+                    let new = path.join(format!("{round}.qcow2")).display().to_string();
+                    let snapshot = json!({"device": "vm", "snapshot-file": new});
+                    let _ = qmp.ask("blockdev-snapshot-sync", snapshot).unwrap();
+                    top = new;
+                }
+                1 if local > 1 => {
+                    top.clone_from(&layers[local - 1]);
+                    qmp.job("block-commit", json!({"device": "vm", "base": top}));
+                }
+                2 => {
+                    let base = &layers[rng.random_range(local..layers.len())];
+                    qmp.job("block-stream", json!({"device": "vm", "base": base}));
+                }
+                _ => {}
+            }
+            requests(&mut rng);
+            assert_same_bytes(&uri(&place, "vm"), &copy);
+            drop(qmp);
+            if rng.random() {
+                let _ = server.kill();
+            } else {
+                let done = server.stop().ok();
+                assert!(done.stderr.is_empty(), "{}", done.report());
+            }
+        }
+    }
 }

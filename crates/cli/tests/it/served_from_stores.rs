@@ -4,6 +4,7 @@ use crate::programs::{isobath, qemu_img};
 use crate::s3;
 use crate::serving::{ISOBATH, Served, assert_same_bytes};
 use isobath_qmp::client::{Address, Client};
+use isobath_remote::Digest;
 use isobath_testkit::process::{Ready, Server, run};
 use isobath_testkit::{args, qemu};
 use serde_json::{Value, json};
@@ -405,6 +406,70 @@ fn a_chain_whose_index_is_damaged_or_gone_is_read_by_its_layers_tables() {
         );
         fs::remove_dir_all(place.path().join("cache")).unwrap();
     }
+}
+
+#[test]
+fn an_index_in_a_store_is_compared_with_the_tables_of_the_layers() {
+    let place = Place::new(5, "");
+    let (path, vm, other) = (place.path(), place.vm(), format!("{}2", place.vm()));
+    let index =
+        |more: &[&str]| isobath(path, [&["index", "--cache-dir", "cache", &vm], more].concat());
+    let verify = || index(&["--verify"]);
+    assert_eq!(verify().ok().text(), "The index matches the layers.\n");
+    assert!(index(&[]).exits(1).stderr.contains("'isobath push' makes"));
+    assert!(index(&["--drop"]).exits(1).stderr.contains("'isobath push' makes"));
+    // The index of another disk that has as many layers.
+    fs::create_dir(path.join("images")).unwrap();
+    let _ = isobath(path, args!["pull", "-q", &vm, "images"]).ok();
+    let mut write = Command::new(qemu::program("qemu-io"));
+    let write = write.current_dir(path).args(["-c", "write -P 3 0 8M", "images/4.qcow2"]);
+    let _ = qemu::run(write).ok();
+    let _ = isobath(path, args!["push", "-q", "images/4.qcow2", &other]).ok();
+    let manifest = |name: &str| -> Value {
+        let bytes = fs::read(path.join(format!("store/manifests/{name}.json"))).unwrap();
+        serde_json::from_slice(&bytes).unwrap()
+    };
+    let heads = |manifest: &Value| {
+        let digest = manifest["heads"]["digest"].as_str().unwrap();
+        fs::read(path.join("store/heads").join(digest)).unwrap()
+    };
+    let (right, others) = (manifest("vm"), manifest("vm2"));
+    let (own, from) = (heads(&right), heads(&others));
+    let end = |heads: &[u8]| {
+        let word = |at: usize| u32::from_be_bytes(heads[at..at + 4].try_into().unwrap()) as usize;
+        RECORDS + word(12) + word(16)
+    };
+    const RECORDS: usize = 24 + 5 * 12;
+    let heads = [
+        &own[..12],
+        &from[12..24],
+        &own[24..RECORDS],
+        &from[RECORDS..end(&from)],
+        &own[end(&own)..],
+    ]
+    .concat();
+    let digest = Digest::of(&heads).to_string();
+    fs::write(path.join("store/heads").join(&digest), &heads).unwrap();
+    let mut wrong = right.clone();
+    wrong["heads"] = json!({"digest": digest, "length": heads.len()});
+    wrong["index"] = others["index"].clone();
+    let file = path.join("store/manifests/vm.json");
+    fs::write(&file, wrong.to_string()).unwrap();
+    let found = verify().exits(2);
+    assert_eq!(found.text(), "differs at 0 (67108864 bytes)\n");
+    assert!(found.stderr.contains("push the chain again"), "{}", found.stderr);
+    // One that is damaged in the store.
+    fs::write(&file, right.to_string()).unwrap();
+    let object = path.join("store/indexes").join(right["index"]["digest"].as_str().unwrap());
+    let mut bytes = fs::read(&object).unwrap();
+    bytes[20] ^= 1;
+    fs::write(&object, bytes).unwrap();
+    fs::remove_dir_all(path.join("cache")).unwrap();
+    assert_eq!(verify().exits(2).text(), "damaged at 0 (67108864 bytes)\n");
+    let mut without = right.clone();
+    without.as_object_mut().unwrap().remove("index");
+    fs::write(&file, without.to_string()).unwrap();
+    assert!(verify().exits(1).stderr.contains("another index than its manifest"));
 }
 
 #[test]
