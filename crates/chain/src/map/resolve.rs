@@ -41,24 +41,32 @@ pub async fn resolve<S: Storage, A: ActiveEntries>(
     let described = index.as_ref().map_or(0, |index| index.covers());
     let above = chain.top_down().take_while(|(index, _)| index.get() as usize >= described);
     merge_layers(&mut merge, chain, above, &writer, &range).await?;
-    if merge.left > 0
-        && let Some(index) = index
-        && !merge_described(&mut merge, chain, &index, &range).await?
-    {
-        let below = chain.top_down().skip_while(|(index, _)| index.get() as usize >= described);
-        merge_layers(&mut merge, chain, below, &no_writer, &range).await?;
+    if let Some(index) = index {
+        // The index has smaller units than the map where it describes raw images alone, below one of large clusters.
+        let mut start = range.start;
+        while merge.left > 0 && start < range.end {
+            let page = start >> index.page_bits();
+            let end = range.end.min((page + 1) << index.page_bits());
+            merge_page(&mut merge, chain, &index, &(start..end)).await?;
+            start = end;
+        }
     }
     Ok(Slice::new(&merge.units, merge.compressed))
 }
 
-/// Merges the layers that an index describes; returns whether the index could be read.
-async fn merge_described<S: Storage>(
+/// Merges the layers that an index describes in a part of one of its pages, by their own tables if the page cannot be
+/// read.
+async fn merge_page<S: Storage>(
     merge: &mut Merge,
     chain: &Chain<S>,
     index: &ChainIndex<S>,
     range: &Range<u64>,
-) -> Result<bool> {
-    let Some(owners) = index.owners(range.start).await else { return Ok(false) };
+) -> Result<()> {
+    let Some(owners) = index.owners(range.start).await else {
+        let covers = index.covers();
+        let below = chain.top_down().skip_while(|(index, _)| index.get() as usize >= covers);
+        return merge_layers(merge, chain, below, &no_writer, range).await;
+    };
     let newer = owners.newer.iter().rev().filter_map(|layer| {
         let layer = LayerIndex::new(*layer);
         Some((layer, chain.get(layer)?))
@@ -68,7 +76,7 @@ async fn merge_described<S: Storage>(
         let start = range.start >> index.page_bits() << index.page_bits();
         merge.apply_page(chain, &page, start, index.unit_bits());
     }
-    Ok(true)
+    Ok(())
 }
 
 /// Merges `layers`, from the top down, until every unit is decided.
@@ -384,10 +392,12 @@ impl Merge {
                     let past_end = layer.data_end();
                     let moves = layer.as_qcow2().is_some();
                     self.decide(range, |guest| {
-                        let host = host.get() + (guest - start);
-                        let unit = Unit::data(index, host, unit_bits, false);
-                        let can_be = host < past_end && (moves || host == guest);
-                        unit.filter(|_| can_be).or(Some(Unit::invalid(index)))
+                        // A unit of the map may begin before a run of an index with smaller ones.
+                        let host = (host.get() + guest).checked_sub(start);
+                        let can_be = |host: &u64| *host < past_end && (moves || *host == guest);
+                        let host = host.filter(can_be);
+                        let unit = host.and_then(|host| Unit::data(index, host, unit_bits, false));
+                        unit.or(Some(Unit::invalid(index)))
                     });
                 }
                 // Only a qcow2 layer has one.

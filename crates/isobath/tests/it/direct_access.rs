@@ -236,6 +236,46 @@ fn crafted(entries: &[PageEntry], folded: u32) -> (WholeRoot, Vec<u8>) {
     (WholeRoot { unit_bits: 16, layers: 2, size: 1 << 20, segments }, bytes)
 }
 
+/// Clusters that are larger than the units of an index of raw images: what the map takes at once is many of its pages.
+#[test]
+fn below_large_clusters_an_index_of_raw_images_is_read_in_all_its_parts() {
+    const MIB: usize = 1 << 20;
+    block_on(async {
+        for bits in [16, 17, 21] {
+            let mut bytes = vec![0; 200 * MIB];
+            for at in [0, 63, 64, 100, 130, 191] {
+                bytes[at * MIB + 700..][..70_000].fill(at as u8 + 1);
+            }
+            let (host, layers) = (MemoryHost::new(), vec![("base.raw".to_owned(), "raw")]);
+            host.insert("base.raw", &bytes);
+            let mut chain = Chain { host, layers, model: Model::from_bytes(&bytes) };
+            let large = || NewDisk::new(200 << 20).cluster_size(1 << bits);
+            let WholeIndex { root, bytes } =
+                chain.open(false).await.whole_index().await.unwrap().unwrap();
+            let beside = beside(&chain, &root, &bytes).any();
+            // The index of the raw image, and of that and the first overlay, which has its units.
+            for number in 0..3 {
+                chain.add(large()).await;
+                let disk = chain.open(true).await;
+                assert_eq!(disk.indexed_layers(), number + 1);
+                compare(&disk, &chain.model).await;
+                let at = (75 + 60 * number as u64) << 20;
+                disk.write(at, IoBuf::copy_of(&[0x99; 3000])).await.unwrap();
+                chain.model.fill(at, 3000, 0x99);
+                disk.close().await.unwrap();
+                drop(disk);
+                chain.check().await;
+                if number == 0 {
+                    let options = OpenOptions::new().index(false);
+                    let disk = Disk::open(beside.clone(), &chain.name(), &options).await.unwrap();
+                    assert_eq!(disk.indexed_layers(), 1);
+                    compare(&disk, &chain.model).await;
+                }
+            }
+        }
+    });
+}
+
 #[test]
 fn a_damaged_index_beside_a_chain_is_not_used_where_it_is_damaged() {
     block_on(async {
