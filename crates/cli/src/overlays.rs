@@ -216,10 +216,12 @@ pub(crate) async fn check_plain<H: Host + Clone>(
         return Ok(());
     }
     Err(Failure::new(format_args!(
-        "the chain's top layer is encrypted, and a new overlay '{0}' would not be: make it with 'isobath create -u -f \
-         qcow2 --object secret,id=key,file=FILE -o encrypt.format=luks,encrypt.key-secret=key -b {top} -F {1} {0} {2}'",
+        "the chain's top layer is encrypted, and a new overlay '{}' would not be: make it with 'isobath create -u -f \
+         qcow2 --object secret,id=key,file=FILE -o encrypt.format=luks,encrypt.key-secret=key -b {} -F {} {} {}'",
         shown(overlay),
+        word(&top),
         chain.format().name(),
+        word(overlay),
         chain.size()
     )))
 }
@@ -277,8 +279,10 @@ pub(crate) fn check_none<H: Host>(disk: &LiveDisk<H>, image: &Path) -> Result<()
     match stored.next() {
         None => Ok(()),
         Some(Pinned { address, .. }) => Err(Failure::new(format_args!(
-            "'{}' is above a chain in a store: serve it with '{address} --overlay {0}'",
-            shown(image)
+            "'{}' is above a chain in a store: serve it with '{} --overlay {}'",
+            shown(image),
+            word(&address.to_string()),
+            word(image)
         ))),
     }
 }

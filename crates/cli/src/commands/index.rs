@@ -18,8 +18,8 @@ use std::rc::Rc;
 ///
 /// With an index, opening a chain and accessing data for the first time cost the same at any depth. 'create -b' writes
 /// one automatically; this command adds one to chains created by other programs, and replaces one that is out of date.
-/// The image must not be in use. QEMU reads and writes images with an index as usual. The index of a chain in a store is
-/// made by 'push'; --verify examines it.
+/// The image must not be in use. QEMU reads and writes images with an index as usual. The index of a chain in a store
+/// is made by 'push'; --verify examines it.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Remove the index
@@ -119,7 +119,13 @@ fn verify_stored(args: &Args, address: &Address, out: &mut dyn Write) -> Outcome
                 let failure = format!("the index of '{address}' is damaged; {again}");
                 compared(args, &differ, "damaged", &failure, out)
             }
-            None => Err(Failure::new(format_args!("'{address}' has no index; {again}"))),
+            None if chain.has_index() => {
+                let failure = format_args!("the index of '{address}' is damaged; {again}");
+                Err(Failure::new(failure).with_code(2))
+            }
+            None => Err(Failure::new(format_args!(
+                "'{address}' has no index; unless the disk is too fragmented for one, a push of the chain makes it"
+            ))),
         }
     })
 }

@@ -410,6 +410,7 @@ fn a_chain_whose_index_is_damaged_or_gone_is_read_by_its_layers_tables() {
 
 #[test]
 fn an_index_in_a_store_is_compared_with_the_tables_of_the_layers() {
+    const RECORDS: usize = 24 + 5 * 12;
     let place = Place::new(5, "");
     let (path, vm, other) = (place.path(), place.vm(), format!("{}2", place.vm()));
     let index =
@@ -439,7 +440,6 @@ fn an_index_in_a_store_is_compared_with_the_tables_of_the_layers() {
         let word = |at: usize| u32::from_be_bytes(heads[at..at + 4].try_into().unwrap()) as usize;
         RECORDS + word(12) + word(16)
     };
-    const RECORDS: usize = 24 + 5 * 12;
     let heads = [
         &own[..12],
         &from[12..24],
@@ -448,16 +448,24 @@ fn an_index_in_a_store_is_compared_with_the_tables_of_the_layers() {
         &own[end(&own)..],
     ]
     .concat();
-    let digest = Digest::of(&heads).to_string();
-    fs::write(path.join("store/heads").join(&digest), &heads).unwrap();
-    let mut wrong = right.clone();
-    wrong["heads"] = json!({"digest": digest, "length": heads.len()});
-    wrong["index"] = others["index"].clone();
     let file = path.join("store/manifests/vm.json");
-    fs::write(&file, wrong.to_string()).unwrap();
+    let put = |heads: &[u8], index: &Value| {
+        let digest = Digest::of(heads).to_string();
+        fs::write(path.join("store/heads").join(&digest), heads).unwrap();
+        let mut manifest = right.clone();
+        manifest["heads"] = json!({"digest": digest, "length": heads.len()});
+        manifest["index"] = index.clone();
+        fs::write(&file, manifest.to_string()).unwrap();
+    };
+    put(&heads, &others["index"]);
     let found = verify().exits(2);
     assert_eq!(found.text(), "differs at 0 (67108864 bytes)\n");
     assert!(found.stderr.contains("push the chain again"), "{}", found.stderr);
+    let mut no_root = own.clone();
+    no_root[RECORDS] ^= 1;
+    put(&no_root, &right["index"]);
+    let found = verify().exits(2);
+    assert!(found.stderr.contains("is damaged; push the chain again"), "{}", found.stderr);
     // One that is damaged in the store.
     fs::write(&file, right.to_string()).unwrap();
     let object = path.join("store/indexes").join(right["index"]["digest"].as_str().unwrap());
@@ -470,6 +478,15 @@ fn an_index_in_a_store_is_compared_with_the_tables_of_the_layers() {
     without.as_object_mut().unwrap().remove("index");
     fs::write(&file, without.to_string()).unwrap();
     assert!(verify().exits(1).stderr.contains("another index than its manifest"));
+    // None at all.
+    let word = |at: usize| u32::from_be_bytes(own[at..at + 4].try_into().unwrap()) as usize;
+    let after = RECORDS + word(12) + word(16);
+    let none = [&own[..12], &[0; 8], &own[20..RECORDS], &own[after..]].concat();
+    put(&none, &Value::Null);
+    let mut manifest: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    manifest.as_object_mut().unwrap().remove("index");
+    fs::write(&file, manifest.to_string()).unwrap();
+    assert!(verify().exits(1).stderr.contains("has no index"));
 }
 
 #[test]

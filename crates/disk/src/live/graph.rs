@@ -404,8 +404,9 @@ impl<H: Host> Disk<H> {
         let must = match self.layers().nth(1) {
             Some(layer) => format!(
                 "the backing file '{}' of the disk to mirror, and all below that, below it, too: 'isobath create -u -f \
-                 qcow2 -b {0} -F {} IMAGE {}' makes such an image",
+                 qcow2 -b {} -F {} IMAGE {}' makes such an image",
                 isobath_storage::shown(layer.name()),
+                isobath_storage::word(layer.name()),
                 layer.format().name(),
                 self.size()
             ),

@@ -13,6 +13,7 @@ use crate::manifest::{Format, IndexObject, Layer, MAX_MANIFEST, Manifest, TraceO
 use crate::progress::Progress;
 use crate::store::{Limits, Store};
 use crate::trace::Recording;
+use isobath_storage::word;
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -202,6 +203,11 @@ impl Chain {
         self.layers.iter().map(of_layer).chain(of_index).chain(of_trace).sum()
     }
 
+    /// Whether there is an index of all layers.
+    pub fn has_index(&self) -> bool {
+        self.index.is_some()
+    }
+
     /// The number of layers.
     pub fn depth(&self) -> usize {
         self.layers.len()
@@ -265,8 +271,9 @@ impl Chain {
         format!(
             "'{}' was pushed by an earlier version, which recorded less of its layers than one now does, so that no \
              image above them can name them for good: push the chain again from where it is whole, with 'isobath push \
-             IMAGE {0}'; layers that are there are not sent again",
-            self.address
+             IMAGE {}'; layers that are there are not sent again",
+            self.address,
+            word(&self.address.to_string())
         )
     }
 

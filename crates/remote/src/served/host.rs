@@ -5,7 +5,7 @@ use super::file::{RemoteFile, read_only};
 use super::pinned::Pinned;
 use crate::fetch::RemoteLayer;
 use isobath_storage::{
-    FileId, Host, IndexFile, KeptLayer, OpenMode, Operation, Result, StorageError,
+    FileId, Host, IndexFile, KeptLayer, OpenMode, Operation, Result, StorageError, word,
 };
 use std::collections::HashMap;
 use std::io;
@@ -84,7 +84,8 @@ impl RemoteHost {
             Some(chain) => chain.without(&pinned),
             None => format!(
                 "these are layers of a chain in a store, and only the command line of a server names one: 'isobath \
-                 serve {address} --overlay IMAGE' serves the disk, with the topmost local image as IMAGE"
+                 serve {} --overlay IMAGE' serves the disk, with the topmost local image as IMAGE",
+                word(&address.to_string())
             ),
         }
     }
