@@ -72,7 +72,7 @@ struct World {
 
 fn random_image(rng: &mut StdRng, size: u64) -> NewImage {
     let mut image = NewImage::new(size);
-    image.cluster_bits = rng.random_range(9..=16);
+    image.cluster_bits = rng.random_range(9..=21);
     image.refcount_order = rng.random_range(2..=6);
     if rng.random_bool(0.3) {
         image.extended_l2 = true;
@@ -1000,4 +1000,44 @@ fn a_log_that_does_not_match_is_set_aside_and_nothing_is_written_above_it() {
         assert_reads(&disk, 0, 7, 4096).await;
         disk.close().await.unwrap();
     });
+}
+
+/// Each write takes a new cluster, which does not make the file longer, and each discard gives one back that is not
+/// taken again before a flush.
+#[test]
+fn clusters_that_small_writes_take_without_a_flush_are_found_whatever_their_size() {
+    for (bits, length, rounds) in [(21, 512, 200), (19, 512, 200), (16, 1, 1400), (9, 1, 1400)] {
+        let memory = MemoryHost::new();
+        memory.set_gains_from_written_space(true);
+        let mut image = NewImage::new(64 << 20);
+        image.cluster_bits = bits;
+        block_on(make(&memory, NAME, &image));
+        let options = OpenOptions::new().writable(true).metadata(MetadataMode::Journal);
+        let options = options.restart_log(true);
+        let host = FaultHost::new(memory, Plan::new());
+        let open = || run(open_live(&host, Path::new(NAME), &options), ALWAYS).unwrap();
+        let disk = open();
+        block_on(async {
+            let write = async |at: u64, byte: u8, length: usize| {
+                disk.write(at, IoBuf::copy_of(&vec![byte; length])).await.unwrap();
+            };
+            for number in 0..5 {
+                write((16 + number * 2) << 20, 1, 512).await;
+                disk.flush().await.unwrap();
+            }
+            for _ in 0..rounds {
+                write(0, 2, length).await;
+                disk.discard(0, 1 << bits).await.unwrap();
+            }
+            write(0, 3, 512).await;
+            write(40 << 20, 4, 512).await;
+        });
+        drop(disk);
+        let disk = open();
+        for (at, byte) in [(0, 3), (40 << 20, 4), (24 << 20, 1)] {
+            let found = block_on(read(&disk, &(at..at + 512)));
+            assert_eq!(first_other_than(byte, &found), None, "clusters of 2^{bits} bytes, at {at}");
+        }
+        block_on(disk.close()).unwrap();
+    }
 }

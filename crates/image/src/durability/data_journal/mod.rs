@@ -33,7 +33,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 /// Small writes are journaled as long as no more than this is journaled, in bytes.
-const MAX_PENDING: u64 = 128 << 10;
+pub(crate) const MAX_PENDING: u64 = 128 << 10;
 
 /// Clusters remembered as not written.
 const MAX_UNWRITTEN: usize = 16 << 10;
