@@ -112,16 +112,8 @@ impl<H: Host> Commit<H> {
             };
             match base.size().cmp(&size) {
                 Ordering::Less => base.resize(size, base.preallocation_of_zeroes(), false).await?,
-                Ordering::Equal => {}
-                // What the base has past the end of those above would come to light.
-                Ordering::Greater if self.options.keep_chain => {}
-                Ordering::Greater if self.follows() => {
-                    base.resize(size, Preallocation::Off, true).await?;
-                }
-                Ordering::Greater => {
-                    let flags = ZeroFlags { may_unmap: false, only_fast: false };
-                    base.write_zeroes(size, base.size() - size, flags).await?;
-                }
+                // A job that is cancelled leaves what the base has past the end of those above.
+                Ordering::Equal | Ordering::Greater => {}
             }
             Ok(from)
         };
@@ -146,8 +138,14 @@ impl<H: Host> Commit<H> {
         };
         let format = base.format();
         let done = async {
-            follow.to.flush().await?;
-            self.live.close_lower(self.base, &follow.to).await
+            let (to, size) = (&follow.to, follow.size());
+            if to.size() > size {
+                // What the base has past the end of those above would come to light.
+                let flags = ZeroFlags { may_unmap: false, only_fast: false };
+                to.write_zeroes(size, to.size() - size, flags).await?;
+            }
+            to.flush().await?;
+            self.live.close_lower(self.base, to).await
         };
         let layer = match done.await {
             Ok(layer) => layer,
@@ -191,7 +189,14 @@ impl<H: Host> Task for Commit<H> {
             return self.rebase(follow).await;
         }
         let given = live.options().backing_files.clone();
-        let done = follow.pivot(&live, given).await;
+        let done = async {
+            if follow.to.size() > live.size() {
+                // What the base has past the end of the disk that it becomes.
+                follow.to.resize(live.size(), Preallocation::Off, true).await?;
+            }
+            follow.pivot(&live, given).await
+        };
+        let done = done.await;
         if done.is_err() {
             self.follow = Some(follow);
         }

@@ -61,7 +61,8 @@ impl<H: Host> Follow<H> {
         Self { from, to, surplus, scan, since_flush, ranges: RangeLocks::default() }
     }
 
-    fn size(&self) -> u64 {
+    /// Bytes of the disk that is copied.
+    pub(super) fn size(&self) -> u64 {
         match &self.from {
             From::Live(live, _) => live.size(),
             From::Still(disk) => disk.size(),

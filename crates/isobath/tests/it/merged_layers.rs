@@ -274,6 +274,59 @@ fn a_commit_that_is_cancelled_shows_nothing_that_was_hidden() {
     });
 }
 
+#[test]
+fn a_commit_leaves_what_a_longer_base_has_past_the_end_until_it_is_completed() {
+    for (top, cancelled) in [(2, true), (1, true), (2, false), (1, false)] {
+        block_on(async {
+            let host = MemoryHost::new();
+            let sizes = [8, 4, 4].map(|clusters| clusters * CLUSTER as u64);
+            for (layer, size) in sizes.into_iter().enumerate() {
+                let disk = make(&host, layer, size).await;
+                let bytes = vec![layer as u8 + 7; size as usize >> layer];
+                disk.write(0, IoBuf::copy_of(&bytes)).await.unwrap();
+                disk.close().await.unwrap();
+            }
+            let options = OpenOptions::new().writable(true);
+            let live = open(&host, &name(2), &options).await;
+            let before = whole(&*live).await;
+            let file = |number: usize| Some(live.layers()[2 - number].storage().id());
+            let options = CommitOptions {
+                top: file(top).filter(|_| top < 2),
+                base: file(0),
+                ..CommitOptions::default()
+            };
+            let (committing, work) = isobath_jobs::commit(&live, options, job()).unwrap();
+            if cancelled && top == 1 {
+                // It ends by itself.
+                committing.cancel(false).unwrap();
+            }
+            let steer = async {
+                if !cancelled || top == 1 {
+                    return complete(&committing).await;
+                }
+                while committing.status() != JobStatus::Ready {
+                    give_way(1).await;
+                }
+                committing.cancel(false).unwrap();
+            };
+            Box::pin(async { join!(work, steer) }).await;
+            assert_same(&whole(&*live).await, &before, "the disk");
+            live.close().await.unwrap();
+            drop(live);
+            let base = Disk::open(host.any(), Path::new(&name(0)), &OpenOptions::default()).await;
+            let base = base.unwrap();
+            let found = base.read(0, IoBuf::zeroed(base.size() as usize)).await.unwrap();
+            let past = match (cancelled, top) {
+                (true, _) => vec![7; 4 * CLUSTER],
+                (false, 1) => vec![0; 4 * CLUSTER],
+                (false, _) => Vec::new(),
+            };
+            assert_same(&found[4 * CLUSTER..], &past, "past the end");
+            assert_eq!(found.len(), 4 * CLUSTER + past.len());
+        });
+    }
+}
+
 /// Its header does not lead there, so that it is still another disk for everyone who opens it by its name.
 #[test]
 fn what_was_given_below_an_image_stays_so_when_it_takes_the_place_of_the_active_one() {
