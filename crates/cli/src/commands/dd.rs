@@ -7,9 +7,9 @@ use crate::host::{ImageHost, images};
 use crate::image_name::Naming;
 use crate::options::NamedFormat;
 use crate::{messages, options, runtime, size};
-use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, create_held_beside};
+use isobath_disk::{Disk, ImageFormat, NewDisk, OpenOptions, ZeroFlags, create_held_beside};
 use isobath_formats::{Format, PIECE};
-use isobath_storage::{IoBuf, Layout};
+use isobath_storage::{IoBuf, Layout, StorageExt};
 use std::io::Write;
 use std::ops::Range;
 use std::path::Path;
@@ -175,6 +175,17 @@ async fn copy(
     sink: &Disk<ImageHost>,
     range: Range<u64>,
 ) -> Result<(), Failure> {
+    // A device or an export has what it had before; a new file has zeroes.
+    let is_fixed = sink.layers().next().is_some_and(|layer| {
+        layer.format() == ImageFormat::Raw && !layer.storage().extends_with_zeroes()
+    });
+    let zero = async |range: Range<u64>| {
+        if is_fixed && !range.is_empty() {
+            let flags = ZeroFlags { may_unmap: true, only_fast: false };
+            sink.write_zeroes(range.start, range.end - range.start, flags).await?;
+        }
+        Ok::<_, Failure>(())
+    };
     let mut at = range.start;
     while at < range.end {
         let (window, runs) = WINDOW;
@@ -182,13 +193,18 @@ async fn copy(
             let end = (at + run.length).min(range.end);
             while at < end {
                 let next = if run.zero { end } else { end.min(at + CHUNK) };
-                if !run.zero {
+                let there = at - range.start..next - range.start;
+                if run.zero {
+                    zero(there).await?;
+                } else {
                     let data = source.read(at, IoBuf::zeroed((next - at) as usize)).await?;
-                    sink.write(at - range.start, data).await?;
+                    sink.write(there.start, data).await?;
                 }
                 at = next;
             }
         }
     }
-    Ok(())
+    // The rest of the last sector.
+    let length = range.end - range.start;
+    zero(length..length.next_multiple_of(512).min(sink.size())).await
 }

@@ -58,21 +58,29 @@ fn every_mode_keeps_an_image_on_a_block_device() {
 fn what_is_copied_to_a_device_by_its_drivers_name_is_on_the_device() {
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name);
-    fs::write(path("device"), vec![0xa5; 8 * MIB as usize]).unwrap();
-    fs::write(path("raw"), vec![7; 2 * MIB as usize]).unwrap();
+    // What is copied ends with a hole.
+    let copied = [vec![7; MIB as usize], vec![0; MIB as usize]].concat();
+    let old = vec![0xa5; 8 * MIB as usize];
+    fs::write(path("device"), &old).unwrap();
+    fs::write(path("raw"), vec![7; MIB as usize]).unwrap();
+    fs::OpenOptions::new().write(true).open(path("raw")).unwrap().set_len(2 * MIB).unwrap();
     let device = LoopDevice::new(&path("device"));
     let name = format!("host_device:{}", device.path().display());
-    fs::write(path("other"), vec![7; 2 * MIB as usize]).unwrap();
+    fs::write(path("other"), &copied).unwrap();
     let other = LoopDevice::new(&path("other"));
     let copy = other.path().to_str().unwrap();
     let run_both = |arguments: &[&str]| {
         [qemu::program("qemu-img"), path("qemu-img")].map(|program| {
+            if matches!(arguments[0], "convert" | "dd") {
+                fs::write(device.path(), &old).unwrap();
+            }
             let mut command = Command::new(program);
             run(command.current_dir(directory.path()).args(arguments))
         })
     };
     std::os::unix::fs::symlink(ISOBATH, path("qemu-img")).unwrap();
     let plain = device.path().to_str().unwrap();
+    let of = format!("of={plain}");
     for (arguments, format) in [
         (&["convert", "-O", "host_device", "raw", plain][..], "raw"),
         (&["convert", "-O", "raw", "raw", &name], "raw"),
@@ -86,6 +94,8 @@ fn what_is_copied_to_a_device_by_its_drivers_name_is_on_the_device() {
         (&["create", "-f", "file", plain, "2M"], ""),
         (&["convert", "-f", "file", "-O", "host_device", "raw", plain], "raw"),
         (&["convert", "-f", "host_device", "-O", "host_device", copy, plain], "raw"),
+        (&["dd", "-f", "raw", "-O", "raw", "bs=64k", "if=raw", &of], "raw"),
+        (&["dd", "-f", "raw", "-O", "host_device", "bs=64k", "if=raw", &of], "raw"),
         (&["info", "-f", "host_device", "--output=json", plain], "raw"),
         (&["info", "-f", "host_cdrom", plain], "raw"),
         (&["info", "-f", "file", plain], ""),
@@ -98,9 +108,9 @@ fn what_is_copied_to_a_device_by_its_drivers_name_is_on_the_device() {
         assert_eq!(theirs.code(), ours.code(), "{}{}", theirs.report(), ours.report());
         assert_eq!(theirs.code() == 0, !format.is_empty(), "{}", theirs.report());
         assert_eq!(theirs.text(), ours.text(), "{}", ours.report());
-        if arguments[0] == "convert" {
+        if matches!(arguments[0], "convert" | "dd") {
             let disk = qemu::read_disk(device.path(), format);
-            assert!(disk[..2 * MIB as usize].iter().all(|byte| *byte == 7), "{arguments:?}");
+            assert!(disk[..2 * MIB as usize] == copied, "{arguments:?}");
         }
     }
 }

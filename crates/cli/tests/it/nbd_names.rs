@@ -149,6 +149,14 @@ fn an_export_is_converted_to() {
         let [one, other] = ["target", "top.qcow2"].map(|name| sides[1].path(name));
         identical(&one, "raw", &other, "qcow2");
     }
+    // `dd` writes zeroes, too.
+    for side in &sides {
+        fs::write(side.path("target"), vec![0xcc; SIZE]).unwrap();
+        let _server = side.serve("target", &["--persistent"]);
+        let dd = "qemu-img dd -f qcow2 -O raw bs=64k if=top.qcow2 of=nbd+unix:///?socket=SOCK";
+        let _ = side.run(dd).ok();
+    }
+    same_bytes(&sides, "target");
     // Without -n it is created in the place that is there, if that is large enough.
     for (length, code) in [(SIZE, 0), (4 << 20, 0), (SIZE - 512, 1)] {
         let finished = sides.each_ref().map(|side| {

@@ -182,6 +182,13 @@ fn what_is_converted_into_an_overlay_is_in_it() {
             let _ = isobath(args!["convert", "-n", "-O", "qcow2", &source, &target]).ok();
             let expected = qemu::read_disk(&source, "qcow2");
             assert!(above_ones(&target) == expected, "{options} over {}", base.display());
+            // What is below would show where the source has zeroes.
+            let before = fs::read(&target).unwrap();
+            let mut convert = args!["convert", "-n", "--target-is-zero", "-B", &base, "-F", format];
+            convert.extend(args!["-O", "qcow2", &source, &target]);
+            let refused = isobath(convert).exits(1).stderr;
+            assert!(refused.contains("Cannot use --target-is-zero when"), "{refused}");
+            assert!(fs::read(&target).unwrap() == before);
         }
     }
 }

@@ -153,7 +153,7 @@ fn random_disk(rng: &mut StdRng, size: u64) -> NewDisk {
     let zstd = version == 3 && rng.random();
     NewDisk::new(size)
         .version(version)
-        .cluster_size(1 << rng.random_range(least..=16))
+        .cluster_size(1 << rng.random_range(least..=21))
         .extended_l2(extended_l2)
         .compression_type(if zstd { CompressionType::Zstd } else { CompressionType::Zlib })
         .refcount_bits(if version == 3 { 1 << rng.random_range(0..=6) } else { 16 })
@@ -178,30 +178,38 @@ fn random_limits(rng: &mut StdRng) -> IndexLimits {
 fn random_chains_read_the_same_with_an_index_anywhere() {
     let mut rng = Seed::new().rng();
     for _ in 0..25 {
-        block_on(async {
-            let size = rng.random_range(1..=2048) * 512;
-            let mut chain = Chain::new(&mut rng, size);
-            for _ in 0..rng.random_range(1..12) {
-                let size = rng.random_range(size / 1024 + 1..=size / 512) * 512;
-                let new = random_disk(&mut rng, size).index_limits(random_limits(&mut rng));
-                println!("{new:?}");
-                chain.add(new).await;
-                chain.fill(&mut rng, 12).await;
-                let below = chain.layers.len() > 1;
-                let disk = chain.open(true).await;
-                match rng.random_range(0..6) {
-                    // A header of 512 bytes may have no room.
-                    0 if below => drop(disk.write_index(|_| {}).await),
-                    1 if below => drop(disk.drop_index().await.unwrap()),
-                    _ => {}
-                }
-                disk.close().await.unwrap();
-                drop(disk);
-                chain.check().await;
-            }
-            chain.assert_qemu_agrees();
-        });
+        let layers = rng.random_range(1..12);
+        block_on(random_chain(&mut rng, 1 << 20, layers));
     }
+    // Of several pages, whatever their units are.
+    for _ in 0..3 {
+        block_on(random_chain(&mut rng, 200 << 20, 4));
+    }
+}
+
+/// A chain of disks of up to `most` bytes.
+async fn random_chain(rng: &mut StdRng, most: u64, layers: usize) {
+    let size = rng.random_range(1..=most / 512) * 512;
+    let mut chain = Chain::new(rng, size);
+    for _ in 0..layers {
+        let size = rng.random_range(size / 1024 + 1..=size / 512) * 512;
+        let new = random_disk(rng, size).index_limits(random_limits(rng));
+        println!("{new:?}");
+        chain.add(new).await;
+        chain.fill(rng, 12).await;
+        let below = chain.layers.len() > 1;
+        let disk = chain.open(true).await;
+        match rng.random_range(0..6) {
+            // A header of 512 bytes may have no room.
+            0 if below => drop(disk.write_index(|_| {}).await),
+            1 if below => drop(disk.drop_index().await.unwrap()),
+            _ => {}
+        }
+        disk.close().await.unwrap();
+        drop(disk);
+        chain.check().await;
+    }
+    chain.assert_qemu_agrees();
 }
 
 /// Enough layers for pages to be folded in turn and for chapters.

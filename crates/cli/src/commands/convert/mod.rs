@@ -130,6 +130,10 @@ impl Args {
         )?;
         has(self.target_is_zero && !self.no_create, "--target-is-zero requires use of -n flag")?;
         has(
+            self.target_is_zero && self.backing_file.is_some(),
+            "Cannot use --target-is-zero when the destination image has a backing file",
+        )?;
+        has(
             self.target_image_opts && !self.no_create,
             "--target-image-opts requires use of -n flag",
         )?;

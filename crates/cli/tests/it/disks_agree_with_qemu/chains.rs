@@ -25,13 +25,13 @@ pub(crate) fn assert_same(directory: &Path, arguments: &[OsString]) {
 /// Options of a qcow2 image, as for `-o`.
 pub(crate) fn random_options(rng: &mut StdRng) -> String {
     if rng.random_bool(0.15) {
-        return format!("compat=0.10,cluster_size={}", 512 << rng.random_range(0..9));
+        return format!("compat=0.10,cluster_size={}", 512 << rng.random_range(0..=12));
     }
     let extended = rng.random_bool(0.3);
     let least = if extended { 5 } else { 0 };
     format!(
         "cluster_size={},refcount_bits={},extended_l2={},compression_type={}",
-        512u64 << rng.random_range(least..10),
+        512u64 << rng.random_range(least..=12),
         1 << rng.random_range(0..=6),
         if extended { "on" } else { "off" },
         if rng.random() { "zstd" } else { "zlib" },
@@ -41,7 +41,9 @@ pub(crate) fn random_options(rng: &mut StdRng) -> String {
 /// A size in bytes: whole sectors.
 pub(crate) fn random_size(rng: &mut StdRng) -> u64 {
     let unit: u64 = if rng.random() { 512 } else { 1 << 16 };
-    rng.random_range(1..=(4 << 20) / unit) * unit
+    // Some have more than an index of raw images has in a page.
+    let more = if rng.random_bool(0.1) { 64 << 20 } else { 0 };
+    more + rng.random_range(1..=(4 << 20) / unit) * unit
 }
 
 /// Writes, zeroes and discards by qemu-io.
