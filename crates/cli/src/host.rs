@@ -55,6 +55,11 @@ pub(crate) fn map_reads(most: Option<u64>) {
     FileHost.map_reads(most.unwrap_or_else(|| MOST_MAPPED.min(memory() / 2)));
 }
 
+/// Lets images be written to by the thread that serves them, where that hardly ever waits.
+pub(crate) fn write_at_once() {
+    FileHost.write_at_once();
+}
+
 /// Bytes of memory that the machine has; 0 if the system does not say.
 fn memory() -> u64 {
     // SAFETY: the calls have no preconditions.

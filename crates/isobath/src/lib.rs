@@ -7,7 +7,9 @@
 //! - [`create()`], [`info()`], [`check()`], [`measure()`] and [`seal()`] are for images that nobody has open.
 //! - Files are reached only through [`Host`](storage::Host) and [`Storage`](storage::Storage), and the futures run on
 //!   any executor. On that of [`ring`], a [`FileHost`](file::FileHost) uses io_uring, where
-//!   [it can](ring::Io).
+//!   [it can](ring::Io). A program that reads the same data again and again allows reads [through
+//!   mappings](file::FileHost::map_reads), and one that writes little at a time writes [at
+//!   once](file::FileHost::write_at_once), as Isobath's servers do.
 //! - A method's errors are named in its documentation; [`DiskError`] says what each of them means.
 
 pub mod blocking;

@@ -42,8 +42,8 @@ pub use first::first;
 pub use net::Readiness;
 pub use notify::Notify;
 pub use runtime::{
-    Config, Elapsed, Executor, Handle, Io, JoinError, JoinHandle, Lease, Leased, Local, RemoteJoin,
-    Sleep, Vectored, Worker, block_on, current, handle, is_running, may_go_on, ops, others_wait,
-    sleep, sleep_until, spawn, timeout, unblock, yield_now,
+    Brief, Config, Elapsed, Executor, Handle, Io, JoinError, JoinHandle, Lease, Leased, Local,
+    RemoteJoin, Sleep, Vectored, Worker, block_on, current, handle, is_running, may_go_on, ops,
+    others_wait, sleep, sleep_until, spawn, timeout, unblock, yield_now,
 };
 pub use signal::Signals;

@@ -15,10 +15,7 @@ const PAGE: u64 = 4096;
 
 /// File systems whose blocks are on the device that `stat` names, aligned to their size, and are overwritten in place,
 /// by their numbers in `statfs(2)`.
-const IN_PLACE: [u64; 2] = [
-    0xEF53,      // ext4, and ext2 and ext3
-    0x5846_5342, // XFS
-];
+const IN_PLACE: [u64; 2] = [sys::EXT, sys::XFS];
 
 /// Disks, by the prefix of their names. Other devices give no such guarantee (persistent memory writes 8 bytes
 /// atomically, whatever it reports), or the device below is unknown (loop devices, arrays, the network).

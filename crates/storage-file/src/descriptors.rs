@@ -14,7 +14,7 @@ use super::transfer::Target;
 use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::io;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Weak};
 use std::time::Duration;
 
@@ -91,6 +91,7 @@ pub(super) struct Pool {
     /// The files that are read by handles that let writers in.
     besides: Arc<Besides>,
     mappings: Arc<Mappings>,
+    writes_at_once: AtomicBool,
 }
 
 /// A descriptor's place in the pool, until it is dropped.
@@ -120,7 +121,17 @@ impl Pool {
             queue: Mutex::default(),
             besides: Arc::default(),
             mappings: Arc::default(),
+            writes_at_once: AtomicBool::new(false),
         }
+    }
+
+    /// Lets its files be written to by the threads that want it.
+    pub(super) fn write_at_once(&self) {
+        self.writes_at_once.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn writes_at_once(&self) -> bool {
+        self.writes_at_once.load(Ordering::Relaxed)
     }
 
     pub(super) fn besides(&self) -> &Arc<Besides> {

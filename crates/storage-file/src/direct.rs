@@ -129,7 +129,7 @@ impl Direct {
         if self.in_blocks(offset) && self.is_aligned(&buf) {
             let guard = self.share(&target.lease, offset, offset + buf.len() as u64).await;
             let target = target.leased(guard);
-            return transfer::write(&target, offset, buf).await;
+            return transfer::write(&target, offset, buf, None).await;
         }
         let result = Box::pin(self.write_copy(target, offset, std::slice::from_ref(&buf))).await;
         (result, buf)
@@ -146,7 +146,7 @@ impl Direct {
             let length: u64 = bufs.iter().map(|buf| buf.len() as u64).sum();
             let guard = self.share(&target.lease, offset, offset + length).await;
             let target = target.leased(guard);
-            return transfer::write_vectored(&target, offset, bufs).await;
+            return transfer::write_vectored(&target, offset, bufs, None).await;
         }
         let result = Box::pin(self.write_copy(target, offset, &bufs)).await;
         (result, bufs)
@@ -202,7 +202,7 @@ impl Direct {
         }
         let (from, to) = (offset.max(start), end.min(stop));
         source.copy(&mut copy[(from - start) as usize..(to - start) as usize]);
-        transfer::write(target, start, copy).await.0
+        transfer::write(target, start, copy, None).await.0
     }
 
     async fn read_block(&self, target: &Target, at: u64, into: &mut [u8]) -> io::Result<()> {

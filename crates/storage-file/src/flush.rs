@@ -10,10 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// File systems that overwrite in place and journal a file's block mapping, by their numbers in `statfs(2)`. As
 /// measured, an `fdatasync` of 64 KiB there costs two flushes of the device in new space, and one in written space.
-const WRITTEN_IN_PLACE: [u64; 2] = [
-    0xEF53,      // ext4, and ext2 and ext3
-    0x5846_5342, // XFS
-];
+const WRITTEN_IN_PLACE: [u64; 2] = [sys::EXT, sys::XFS];
 
 /// Whether a file system is one where flushes are cheaper in written space.
 pub(super) fn gains_from_written_space(file_system: u64) -> bool {

@@ -59,6 +59,15 @@ impl FileHost {
     pub fn map_reads(self, bytes: u64) {
         Pool::of_process().mappings().allow(bytes);
     }
+
+    /// Lets the files of all hosts of this kind be written to by the thread that wants it, where that hardly ever has
+    /// to wait: writes of whole pages, and of at most 64 KiB, into the page cache. On ext4 that costs a fraction of
+    /// what it costs through the ring. All tasks of the thread wait if it does wait, for a hundredth of its time.
+    ///
+    /// Only regular files on ext4 and XFS are written to so, and none by direct I/O.
+    pub fn write_at_once(self) {
+        Pool::of_process().write_at_once();
+    }
 }
 
 impl FileHost {
@@ -93,6 +102,11 @@ impl LimitedHost {
     /// As [`FileHost::map_reads`], for this host's files.
     pub fn map_reads(&self, bytes: u64) {
         self.pool.mappings().allow(bytes);
+    }
+
+    /// As [`FileHost::write_at_once`], for this host's files.
+    pub fn write_at_once(&self) {
+        self.pool.write_at_once();
     }
 }
 

@@ -20,6 +20,7 @@
 //! After a failed flush the file is poisoned: each later flush and change fails with an error that
 //! says so, since a retried `fdatasync` can report success for data that is lost.
 
+mod at_once;
 mod atomic;
 mod beside;
 mod cached;
@@ -138,7 +139,7 @@ impl Storage for FileStorage {
             self.kept().map_err(|error| self.at(Operation::Write, offset, length, error))?;
         let (result, bufs) = match &self.direct {
             Some(direct) => direct.write_vectored(&target, offset, bufs).await,
-            None => transfer::write_vectored(&target, offset, bufs).await,
+            None => transfer::write_vectored(&target, offset, bufs, self.at_once()).await,
         };
         result.map_err(|error| self.at(Operation::Write, offset, length, error))?;
         Ok(bufs)

@@ -12,9 +12,9 @@ use std::time::Duration;
 /// File systems that only this machine's kernel changes and timestamps, by their numbers in `statfs(2)`. Elsewhere
 /// another machine's clock is used, or attributes are cached.
 const TIMED: [u64; 11] = [
-    0xEF53,      // ext2, ext3, ext4
-    0x5846_5342, // XFS
-    0x9123_683E, // Btrfs
+    sys::EXT,
+    sys::XFS,
+    sys::BTRFS,
     0x0102_1994, // tmpfs
     0x8584_58F6, // ramfs
     0xF2F5_2010, // F2FS

@@ -1,5 +1,6 @@
 //! An open file, and what its operations share.
 
+use super::at_once::AtOnce;
 use super::atomic;
 use super::cached::Cached;
 use super::direct::Direct;
@@ -57,6 +58,7 @@ pub(super) struct Found {
     pub(super) clones: OnceLock<Option<u64>>,
     /// Whether flushes are cheaper in written space, once known.
     pub(super) gains: OnceLock<bool>,
+    pub(super) at_once: AtOnce,
     /// The device's atomic write size, once known.
     pub(super) atomic: OnceLock<u64>,
 }
@@ -207,8 +209,14 @@ impl FileStorage {
     ) -> (io::Result<()>, IoBuf) {
         match &self.direct {
             Some(direct) => direct.write(target, offset, buf).await,
-            None => transfer::write(target, offset, buf).await,
+            None => transfer::write(target, offset, buf, self.at_once()).await,
         }
+    }
+
+    /// How it is written to without a ring, if it may be.
+    pub(super) fn at_once(&self) -> Option<&AtOnce> {
+        let may = self.kind == Kind::Regular && self.file.pool.writes_at_once();
+        may.then(|| &self.found().at_once)
     }
 
     /// Whether the file system is one where flushes are cheaper in written space.

@@ -12,6 +12,13 @@ const BLKSSZGET: libc::Ioctl = 0x1268;
 const BLKDISCARD: libc::Ioctl = 0x1277;
 const BLKGETSIZE64: libc::Ioctl = 0x8008_1272_u32 as libc::Ioctl;
 
+/// ext2, ext3 and ext4, by the number in `statfs(2)`.
+pub(super) const EXT: u64 = 0xEF53;
+/// XFS.
+pub(super) const XFS: u64 = 0x5846_5342;
+/// Btrfs.
+pub(super) const BTRFS: u64 = 0x9123_683E;
+
 const FICLONERANGE: libc::Ioctl = 0x4020_940D;
 
 const FS_IOC_FSGETXATTR: libc::Ioctl = 0x801C_581F_u32 as libc::Ioctl;
@@ -164,6 +171,21 @@ pub(super) unsafe fn pwritev(
     let (offset, length) = (signed(offset)?, vectors.len() as libc::c_int);
     // SAFETY: passed on to the caller.
     count(unsafe { libc::pwritev(file.as_raw_fd(), vectors.as_ptr(), length, offset) })
+}
+
+/// Writes into the page cache without waiting: `EAGAIN` where that is not possible.
+///
+/// # Safety
+/// The vectors must describe readable memory.
+pub(super) unsafe fn pwritev_cached(
+    file: &OwnedFd,
+    vectors: &[libc::iovec],
+    offset: u64,
+) -> io::Result<usize> {
+    let (offset, length) = (signed(offset)?, vectors.len() as libc::c_int);
+    let flags = libc::RWF_NOWAIT;
+    // SAFETY: passed on to the caller.
+    count(unsafe { libc::pwritev2(file.as_raw_fd(), vectors.as_ptr(), length, offset, flags) })
 }
 
 pub(super) fn fdatasync(file: &OwnedFd) -> io::Result<()> {

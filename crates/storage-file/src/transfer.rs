@@ -1,5 +1,6 @@
 //! Complete transfers: through this thread's ring, or by system calls if there is none.
 
+use super::at_once::AtOnce;
 use super::landing::Landing;
 use super::sys;
 use isobath_ring::{Local, ops};
@@ -91,10 +92,15 @@ pub(super) async fn read(
     (Ok(done), buf)
 }
 
-/// Writes the whole buffer.
-pub(super) async fn write(target: &Target, offset: u64, mut buf: IoBuf) -> (io::Result<()>, IoBuf) {
+/// Writes the whole buffer; `at_once` as far as it can.
+pub(super) async fn write(
+    target: &Target,
+    offset: u64,
+    mut buf: IoBuf,
+    at_once: Option<&AtOnce>,
+) -> (io::Result<()>, IoBuf) {
     let (local, mut attempts) = (isobath_ring::current(), Attempts::default());
-    let mut done = 0;
+    let mut done = at_once.map_or(0, |at_once| at_once.write(&target.file, &buf, offset));
     while done < buf.len() {
         let at = offset + done as u64;
         let result = if let Some(local) = &local {
@@ -115,11 +121,12 @@ pub(super) async fn write(target: &Target, offset: u64, mut buf: IoBuf) -> (io::
     (Ok(()), buf)
 }
 
-/// Writes all buffers, one after another.
+/// Writes all buffers, one after another; `at_once` as far as it can.
 pub(super) async fn write_vectored(
     target: &Target,
     offset: u64,
     bufs: Vec<IoBuf>,
+    at_once: Option<&AtOnce>,
 ) -> (io::Result<()>, Vec<IoBuf>) {
     let (local, mut attempts) = (isobath_ring::current(), Attempts::default());
     let mut vectored = match &local {
@@ -127,6 +134,11 @@ pub(super) async fn write_vectored(
         None => isobath_ring::Vectored::boxed(bufs),
     };
     let mut done = 0;
+    if let Some(at_once) = at_once {
+        vectored.describe(0);
+        // SAFETY: the vectors describe the buffers, which stay there.
+        done = unsafe { at_once.write_vectored(&target.file, vectored.iovecs(), offset) };
+    }
     let result = loop {
         if vectored.describe(done) == 0 {
             break Ok(());

@@ -6,6 +6,7 @@ use super::config::Config;
 use super::driver::Driver;
 use super::mailbox::{Remote, Run};
 use super::memory::Vectored;
+use super::patience::Patience;
 use super::timers::Timers;
 use slab::Slab;
 use std::cell::{Cell, RefCell};
@@ -14,6 +15,7 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Waker;
+use std::time::{Duration, Instant};
 
 /// Bytes that tasks may transfer without waiting in one turn of the executor. Each call counts as additional bytes,
 /// which limits the number of calls.
@@ -107,6 +109,8 @@ pub struct Local {
     closed: Cell<bool>,
     /// The rest of this turn's budget of [`AT_ONCE`] bytes.
     at_once: Cell<usize>,
+    /// For calls that may have to wait.
+    patience: Patience,
 }
 
 impl Local {
@@ -122,6 +126,7 @@ impl Local {
             no_ring,
             closed: Cell::new(false),
             at_once: Cell::new(AT_ONCE),
+            patience: Patience::default(),
         });
         local.driver.listen(local.remote.bell.descriptor())?;
         Ok(local)
@@ -131,6 +136,16 @@ impl Local {
     /// still exists is cancelled only by the kernel, when it ends the process.
     pub fn has_ended(&self) -> bool {
         self.driver.is_closed()
+    }
+
+    /// Whether this thread may make a call that hardly ever waits.
+    pub(super) fn may_be_brief(&self) -> bool {
+        self.patience.has_any(Instant::now)
+    }
+
+    /// Such a call has taken so long.
+    pub(super) fn was_brief(&self, took: Duration) {
+        self.patience.spend(took, Instant::now);
     }
 
     /// Whether an io_uring does the I/O.

@@ -2,6 +2,7 @@
 
 mod bell;
 mod blocking;
+mod brief;
 mod call;
 mod choice;
 mod config;
@@ -15,6 +16,7 @@ mod mailbox;
 mod memory;
 mod oneshot;
 mod op;
+mod patience;
 mod remote;
 mod ring;
 mod sleep;
@@ -25,6 +27,7 @@ mod wait;
 mod worker;
 
 pub use blocking::unblock;
+pub use brief::Brief;
 pub use config::{Config, Io};
 pub use executor::Executor;
 pub use join_error::JoinError;

@@ -37,11 +37,7 @@ const LEAST_GROWING: u64 = 64 << 20;
 
 /// File systems whose mappings and reads show the same as long as they have no errors, by their numbers in `statfs(2)`,
 /// and whose pages come from this machine. On tmpfs no read is immediate.
-const COHERENT: [u64; 3] = [
-    0xEF53,      // ext2, ext3, ext4
-    0x5846_5342, // XFS
-    0x9123_683E, // Btrfs
-];
+const COHERENT: [u64; 3] = [sys::EXT, sys::XFS, sys::BTRFS];
 
 /// Windows of a file that are mapped at a time, by their numbers, in ascending order.
 type Windows = Vec<(u64, Arc<Window>)>;

@@ -52,6 +52,15 @@ fn files_without_a_ring() {
 }
 
 #[test]
+fn files_that_are_written_to_at_once() {
+    let host = FileHost::with_descriptors(10);
+    host.write_at_once();
+    let executor = Executor::new(&Config::default()).unwrap();
+    executor.block_on(conformance::check(&host, directory().path(), false));
+    executor.block_on(conformance::check(&host, directory().path(), true));
+}
+
+#[test]
 fn files_that_share_descriptors() {
     let host = FileHost::with_descriptors(2);
     let executor = Executor::new(&Config::default()).unwrap();

@@ -15,3 +15,4 @@ mod reflinks;
 mod restart_memory;
 mod roles;
 mod stamps;
+mod written_at_once;

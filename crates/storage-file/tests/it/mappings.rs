@@ -18,6 +18,8 @@ fn directory() -> TempDir {
 fn host() -> LimitedHost {
     let host = FileHost::with_descriptors(10);
     host.map_reads(64 << 30);
+    // Writes by system calls go to what is mapped.
+    host.write_at_once();
     host
 }
 

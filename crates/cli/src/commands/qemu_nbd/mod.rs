@@ -217,6 +217,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     messages::detach();
     cores::withhold();
     host::map_reads(None);
+    host::write_at_once();
     if args.connect.is_some() {
         io_flusher::become_one();
     }

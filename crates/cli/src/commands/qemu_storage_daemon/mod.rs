@@ -102,6 +102,7 @@ pub(crate) fn run(args: &Args, _: &mut dyn Write) -> Outcome {
     messages::detach();
     cores::withhold();
     host::map_reads(None);
+    host::write_at_once();
     let ready = WhenReady { daemon, log };
     runtime::block_on(async || {
         // Before any socket exists, since a program that sees one may send a signal.

@@ -70,6 +70,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     args.sandbox.become_user()?;
     cores::withhold();
     host::map_reads(args.map_reads);
+    host::write_at_once();
     let memory = args.memory_limit.map(MemoryLimit::new);
     let confined =
         if confines { Some(confine::enter(args, &secrets, memory.as_ref())?) } else { None };
