@@ -431,7 +431,7 @@ impl<H: Host> Disk<H> {
     }
 
     /// Whether the backing file that the header of `layer` names is the one that is open as `below`.
-    fn leads_to(&self, layer: &Layer<H::File>, below: &Layer<H::File>) -> bool {
+    pub(crate) fn leads_to(&self, layer: &Layer<H::File>, below: &Layer<H::File>) -> bool {
         let named = layer.header().and_then(|header| header.backing_file);
         let file = below.storage().id();
         named.is_some_and(|named| self.names(layer, "backing file", &named, (below.name(), file)))

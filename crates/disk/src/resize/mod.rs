@@ -219,6 +219,9 @@ impl<H: Host> Disk<H> {
     /// Zeroes whatever is not zero in the new part: data that the active layer kept from before it was shrunk, and data
     /// of the backing file that the smaller size hid.
     async fn clear_new_part(&self, image: &Qcow2, new: Range<u64>) -> Result<()> {
+        if self.is_above_others(image) {
+            return self.hide_below(new).await;
+        }
         let below = self.chain.top_down().nth(1).map_or(0, |(_, layer)| layer.size());
         self.clear(new.start..new.end.min(below)).await?;
         let span = image.geometry.l1_entry_span();
@@ -237,6 +240,36 @@ impl<H: Host> Disk<H> {
         for index in tables {
             let start = (index * span).max(new.start);
             self.clear(start..(index * span).saturating_add(span).min(new.end)).await?;
+        }
+        Ok(())
+    }
+
+    /// Whether the active layer's header names a backing file that is not the one below: what that has is not known.
+    fn is_above_others(&self, image: &Qcow2) -> bool {
+        let named = image.header.read().backing_file.is_some();
+        let mut layers = self.chain.top_down().map(|(_, layer)| layer);
+        let (active, below) = (layers.next(), layers.next());
+        let is_named = active.zip(below).is_some_and(|(active, below)| {
+            self.host.kept(below.name()).is_some() || self.leads_to(active, below)
+        });
+        named && !is_named
+    }
+
+    /// Makes a range read as zeroes in the active layer, whatever is below.
+    async fn hide_below(&self, range: Range<u64>) -> Result<()> {
+        let old = self.active_qcow2().is_some_and(|image| image.geometry.version() < 3);
+        if old {
+            return Err(self.refused(
+                "its header names another backing file than the one that is open, which a version 2 image could not \
+                 hide in the new part; upgrade it with 'isobath amend -o compat=1.1'",
+            ));
+        }
+        let flags = ZeroFlags { may_unmap: true, only_fast: false };
+        let mut at = range.start;
+        while at < range.end {
+            let next = range.end.min(at - at % WINDOW + WINDOW);
+            self.zero_range(at, next - at, flags).await?;
+            at = next;
         }
         Ok(())
     }

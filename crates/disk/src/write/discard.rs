@@ -116,7 +116,7 @@ impl<H: Host> Disk<H> {
                 let whole = range.start.is_multiple_of(size)
                     && (range.end.is_multiple_of(size) || range.end == end);
                 invariant(whole, self.name(), "clusters of zeroes are zero as a whole")?;
-                if self.depth() == 1 && !qcow2.data_file_raw() {
+                if self.depth() == 1 && qcow2.alone() && !qcow2.data_file_raw() {
                     let clusters = range.start / size..range.end.div_ceil(size);
                     let _range =
                         writer.ranges.lock(clusters.start * size..clusters.end * size).await;

@@ -5,7 +5,8 @@ use futures_executor::block_on;
 use futures_util::future::join;
 use isobath_disk::encryption::Secret;
 use isobath_disk::{
-    Disk, MetadataMode, NewDisk, NewEncryption, OpenOptions, Preallocation, ZeroFlags, create,
+    BackingFile, Below, Disk, ImageFormat, MetadataMode, NewDisk, NewEncryption, OpenOptions,
+    Preallocation, ZeroFlags, create,
 };
 use isobath_qcow2::NewImage;
 use isobath_storage::IoBuf;
@@ -180,6 +181,41 @@ fn the_new_part_is_preallocated() {
                 assert!(runs.iter().all(|run| run.depth == 0 && run.host.is_some()), "{runs:?}");
                 model.check(&read_all(&disk).await).unwrap();
                 disk.close().await.unwrap();
+                assert_agreed(&host, &model);
+            });
+        }
+    }
+}
+
+/// The names in the headers decide what others find below.
+#[test]
+fn the_new_part_is_zeroes_above_the_named_backing_file_whatever_is_below_meanwhile() {
+    let short =
+        Below::Given(BackingFile { name: "short.raw".into(), format: Some(ImageFormat::Raw) });
+    for below in [short, Below::Nothing, Below::Named] {
+        for (version, extended_l2) in [(3, false), (3, true), (2, false)] {
+            block_on(async {
+                let host = MemoryHost::new();
+                host.insert("base.raw", &vec![7; 3 << 20]);
+                host.insert("short.raw", &vec![8; 64 << 10]);
+                let mut image = NewImage::new(128 << 10);
+                (image.version, image.extended_l2) = (version, extended_l2);
+                image.backing_file = Some("base.raw".into());
+                image.backing_format = Some("raw".into());
+                make(&host, TOP, &image).await;
+                let options = OpenOptions::new().writable(true).backing_files(vec![below.clone()]);
+                let disk = Disk::open(host.any(), Path::new(TOP), &options).await.unwrap();
+                let resized = disk.resize(5 << 20, Preallocation::Off, false).await;
+                disk.close().await.unwrap();
+                let mut model = Model::new(128 << 10);
+                model.fill(0, 128 << 10, 7);
+                if version < 3 && below != Below::Named {
+                    let error = resized.unwrap_err().to_string();
+                    assert!(error.contains("compat=1.1"), "{error}");
+                } else {
+                    resized.unwrap();
+                    model.resize(5 << 20);
+                }
                 assert_agreed(&host, &model);
             });
         }

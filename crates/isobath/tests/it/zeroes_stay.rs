@@ -3,7 +3,7 @@
 use crate::common::{Ticking, complete};
 use futures_executor::block_on;
 use futures_util::join;
-use isobath_disk::{Disk, LiveDisk, MetadataMode, NewDisk, OpenOptions, ZeroFlags, create};
+use isobath_disk::{Below, Disk, LiveDisk, MetadataMode, NewDisk, OpenOptions, ZeroFlags, create};
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{JobOptions, MirrorOptions, MirrorSync, StreamOptions};
 use isobath_storage::memory::MemoryHost;
@@ -126,6 +126,22 @@ fn a_zero_write_that_must_be_fast_is_refused_where_a_raw_data_file_is_not() {
             disk.write_zeroes(offset, length, FLAGS).await.unwrap();
         }
         disk.close().await.unwrap();
+    });
+}
+
+#[test]
+fn zeroes_that_become_those_of_version_2_stay_if_the_named_backing_file_is_not_open() {
+    block_on(async {
+        let host = MemoryHost::new();
+        host.insert("base", &vec![1; SIZE]);
+        make(&host, "overlay", over_base()).await;
+        let options = OpenOptions::new().writable(true).backing_files(vec![Below::Nothing]);
+        let disk = Disk::open(host.any(), Path::new("overlay"), &options).await.unwrap();
+        disk.write_zeroes(0, SIZE as u64, FLAGS).await.unwrap();
+        disk.expand_zeroes().await.unwrap();
+        disk.close().await.unwrap();
+        drop(disk);
+        assert!(above_ones(&host, "overlay").await.iter().all(|byte| *byte == 0));
     });
 }
 
