@@ -28,10 +28,10 @@ use std::sync::Arc;
 /// How far past the end of the file recorded clusters may lie, in bytes: more than is ever kept in memory.
 const BEHIND: u64 = 64 << 20;
 
-/// The same in clusters, if that is further. Small writes whose bytes the journal is to have take clusters without
-/// making the file longer, and those that are discarded meanwhile are not taken again before a commit: a cluster for
-/// each byte that may wait for one, and as many for requests under way.
-const TAKEN: u64 = 2 * MAX_PENDING;
+/// In clusters, what is added to that. Small writes whose bytes the journal is to have take clusters without making the
+/// file longer, and those that are discarded meanwhile are not taken again before a commit: a cluster for each byte
+/// that may wait for one. Requests under way take more: as many as all frontends together can have, and far more.
+const TAKEN: u64 = MAX_PENDING + (1 << 20);
 
 /// Bytes of a table that are kept or left out together.
 const PAGE: usize = 4096;
@@ -212,7 +212,7 @@ async fn plan<S: Storage>(
     let size = geometry.cluster_size();
     let clusters = metadata.layer.size().div_ceil(size);
     let file = metadata.layer.length().await?.div_ceil(size);
-    let most = file + found_log.entries.len() as u64 * 2 + TAKEN.max(BEHIND / size);
+    let most = file + found_log.entries.len() as u64 * 2 + TAKEN + BEHIND / size;
     let mut changes = Vec::new();
     let (mut taken, mut released): (Counts, Counts) = Default::default();
     let mut alone = BTreeSet::new();
