@@ -40,11 +40,15 @@ class Samples(dict):
 
 
 def by_case(rounds, cases, names, measure):
-    """Samples of each case, a tuple, by each name, under the key of both: the names in another order each round."""
+    """Samples of each case, a tuple, by each name, under the key of both: the names in another order each round.
+
+    `names` may be a function of the case.
+    """
     samples = Samples()
+    of = names if callable(names) else lambda _: names
     for number in range(rounds):
         for case in cases:
-            for name in rotated(names, number):
+            for name in rotated(of(case), number):
                 samples.attempt((*case, name), lambda: measure(*case, name))
     return samples
 

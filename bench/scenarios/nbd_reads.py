@@ -43,7 +43,7 @@ def run(rounds, seconds):
         goal(
             loads, "CPU per 4 KiB read ÷ nbdkit raw", small, "cpu_us_per_request", "isobath", "nbdkit raw", at_most=0.55
         ),
-        goal(loads, "CPU per 4 KiB read ÷ qemu-nbd", small, "cpu_us_per_request", "isobath", "qemu-nbd", at_most=0.4),
+        goal(loads, "CPU per 4 KiB read ÷ qemu-nbd", small, "cpu_us_per_request", "isobath", "qemu-nbd", at_most=0.35),
         goal(loads, "IOPS ÷ qemu-nbd", small, "iops", "isobath", "qemu-nbd", at_least=1.3),
         goal(loads, "IOPS ÷ nbdkit raw", small, "iops", "isobath", "nbdkit raw", at_least=1.15),
         goal(loads, "sequential MiB/s ÷ nbdkit raw", large, "bytes_per_second", "isobath", "nbdkit raw", at_least=1.0),

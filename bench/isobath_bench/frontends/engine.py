@@ -52,8 +52,8 @@ def run(rounds, seconds):
     table = {
         "title": "The engine alone",
         "text": (
-            "4 KiB random reads that the page cache has, user and kernel time; imago waits in each, so it has one at a"
-            " time."
+            "4 KiB random reads that the page cache has, user and kernel time. Isobath reads through mappings, as its"
+            " servers do; imago waits in each read, so it has one at a time."
         ),
         "columns": ["engine", "layers", "queue depth", "CPU ns a read", "÷ imago", "allocations a read"],
         "rows": rows,

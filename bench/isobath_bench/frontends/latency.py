@@ -6,7 +6,7 @@ from . import images, load, paired, served
 
 RAW = "raw file"
 POLL, SLEEP = "polling", "sleeping"
-MOST = {POLL: 3, SLEEP: 12}
+MOST = {POLL: 1.2, SLEEP: 8}
 
 
 def measure(name, how, seconds):

@@ -36,6 +36,11 @@ def run(rounds, seconds):
         ]
         for key in keys
     ]  # fmt: skip
+    goals = []
+    if len(queues()) > 1:
+        what = "vhost-user-blk, 2 queues ÷ 1 queue, 2 cores for client and server: IOPS"
+        own, one = (served.ISOBATH, 2), (served.ISOBATH, 1)
+        goals.append(paired.goal(samples, what, own, one, "iops", at_least=1.8))
     table = {
         "title": "vhost-user-blk by queues: 4 KiB random reads, queue depth 32 in each",
         "text": (
@@ -45,4 +50,4 @@ def run(rounds, seconds):
         "columns": ["server", "queues", "IOPS", "÷ one queue", "CPU µs per I/O", "the server's"],
         "rows": rows,
     }
-    return paired.part(samples, [table], [])
+    return paired.part(samples, [table], goals)

@@ -7,7 +7,7 @@ from .paired import DIRECT, PAGE_CACHE
 
 RAW = "raw file"
 DATA, NEW = "clusters with data", "new clusters"
-LEAST = {DATA: 0.95, NEW: 0.85}
+LEAST = {DATA: 0.95, NEW: 0.9}
 CASES = [(cache, where) for cache in (PAGE_CACHE, DIRECT) for where in LEAST]
 CLUSTER = 64 << 10
 
