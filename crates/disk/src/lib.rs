@@ -35,6 +35,7 @@ pub mod device;
 pub mod disk;
 pub mod live;
 mod measure;
+mod named;
 mod parts;
 pub mod pausing;
 mod read;

@@ -2,13 +2,14 @@
 
 use super::{LiveDisk, backing_name};
 use crate::disk::Disk;
+use crate::named::has_format;
 use isobath_chain::chain::{Chain, LayerIndex};
 use isobath_chain::chain_index::ChainIndex;
 use isobath_chain::index;
 use isobath_chain::map::{Unit, UnitKind};
 use isobath_image::durability::MetadataMode;
 use isobath_image::layer::{ImageFormat, Layer};
-use isobath_image::name::{backing_format, name_in_header};
+use isobath_image::name::name_in_header;
 use isobath_image::open::{DATA_FILE, open_again};
 use isobath_image::options::{Below, OpenOptions, Trust};
 use isobath_image::sabotage::{self, Sabotage};
@@ -291,18 +292,6 @@ fn shows_more<S: Storage>(before: &Chain<S>, after: &Chain<S>, removed: &Range<u
     stay.zip(after.layers()).any(|((_, before), (_, after))| after.visible() > before.visible())
 }
 
-/// Whether the header of an image says that its backing file has the format in which it was opened. If it names none,
-/// that is detected.
-fn has_format<S: Storage>(layer: &Layer<S>, below: &Layer<S>) -> bool {
-    let Some(header) = layer.header() else { return false };
-    let name = header.backing_file.as_deref().unwrap_or_default();
-    match backing_format(layer.name(), name, header.backing_format()) {
-        Ok(Some(named)) => ImageFormat::of_backing(&named) == Some(below.format()),
-        Ok(None) => below.format() != ImageFormat::Raw || below.is_detected_raw(),
-        Err(_) => false,
-    }
-}
-
 impl<H: Host> Disk<H> {
     /// The name by which the header of the layer `top` should refer to the image below layer `next`: the one in
     /// `next`, if it means the same there; otherwise what the names that lead there make together, which is relative
@@ -428,28 +417,6 @@ impl<H: Host> Disk<H> {
             return target.check_opened_as_named(opened);
         }
         Ok(())
-    }
-
-    /// Whether the backing file that the header of `layer` names is the one that is open as `below`.
-    pub(crate) fn leads_to(&self, layer: &Layer<H::File>, below: &Layer<H::File>) -> bool {
-        let named = layer.header().and_then(|header| header.backing_file);
-        let file = below.storage().id();
-        named.is_some_and(|named| self.names(layer, "backing file", &named, (below.name(), file)))
-    }
-
-    /// Whether a name in the header of `layer` is that of an open file, or leads to it.
-    fn names(
-        &self,
-        layer: &Layer<H::File>,
-        field: &str,
-        name: &str,
-        (path, file): (&Path, FileId),
-    ) -> bool {
-        let Ok(plain) = name_in_header(&*self.host, layer.name(), field, name, &Trust::Full) else {
-            return false;
-        };
-        let named = self.host.resolve(layer.name(), &plain);
-        named == path || matches!(self.host.find(&named), Ok(Some(found)) if found == file)
     }
 
     /// Refuses what will be found by the names in the images' headers, if other files were given when the disk was

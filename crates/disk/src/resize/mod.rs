@@ -10,6 +10,7 @@ mod preallocate;
 
 use crate::device::ZeroFlags;
 use crate::disk::Disk;
+use crate::named::has_format;
 use isobath_chain::create::Preallocation;
 use isobath_chain::map::Source;
 use isobath_image::layer::{ImageFormat, Layer, Qcow2};
@@ -219,7 +220,7 @@ impl<H: Host> Disk<H> {
     /// Zeroes whatever is not zero in the new part: data that the active layer kept from before it was shrunk, and data
     /// of the backing file that the smaller size hid.
     async fn clear_new_part(&self, image: &Qcow2, new: Range<u64>) -> Result<()> {
-        if self.is_above_others(image) {
+        if self.is_above_others() {
             return self.hide_below(new).await;
         }
         let below = self.chain.top_down().nth(1).map_or(0, |(_, layer)| layer.size());
@@ -244,15 +245,22 @@ impl<H: Host> Disk<H> {
         Ok(())
     }
 
-    /// Whether the active layer's header names a backing file that is not the one below: what that has is not known.
-    fn is_above_others(&self, image: &Qcow2) -> bool {
-        let named = image.header.read().backing_file.is_some();
-        let mut layers = self.chain.top_down().map(|(_, layer)| layer);
-        let (active, below) = (layers.next(), layers.next());
-        let is_named = active.zip(below).is_some_and(|(active, below)| {
-            self.host.kept(below.name()).is_some() || self.leads_to(active, below)
-        });
-        named && !is_named
+    /// Whether a layer's header names a backing file, or a format of it, other than what is open below it: what others
+    /// find there is not known.
+    fn is_above_others(&self) -> bool {
+        let mut layers = self.chain.top_down().map(|(_, layer)| layer).peekable();
+        while let Some(layer) = layers.next() {
+            let named = layer.header().is_some_and(|header| header.backing_file.is_some());
+            let is_named = layers.peek().is_some_and(|below| {
+                self.host.kept(layer.name()).is_some()
+                    || self.host.kept(below.name()).is_some()
+                    || (self.leads_to(layer, below) && has_format(layer, below))
+            });
+            if named && !is_named {
+                return true;
+            }
+        }
+        false
     }
 
     /// Makes a range read as zeroes in the active layer, whatever is below.

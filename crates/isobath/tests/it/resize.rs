@@ -223,6 +223,40 @@ fn the_new_part_is_zeroes_above_the_named_backing_file_whatever_is_below_meanwhi
 }
 
 #[test]
+fn the_new_part_is_zeroes_if_another_file_is_further_below_or_one_in_another_format() {
+    let short =
+        Below::Given(BackingFile { name: "short.raw".into(), format: Some(ImageFormat::Raw) });
+    let as_qcow2 = Below::NamedWithFormat(ImageFormat::Qcow2);
+    for deeper in [short, Below::Nothing, as_qcow2] {
+        block_on(async {
+            let host = MemoryHost::new();
+            // Its header says that it is raw, so that its tables are what the disk shows.
+            make(&host, "base", &NewImage::new(64 << 10)).await;
+            host.insert("short.raw", &vec![8; 64 << 10]);
+            let base = host.contents("base").unwrap();
+            let mut image = NewImage::new(5 << 20);
+            image.backing_file = Some("base".into());
+            image.backing_format = Some("raw".into());
+            make(&host, "mid.qcow2", &image).await;
+            image = NewImage::new(64 << 10);
+            image.backing_file = Some("mid.qcow2".into());
+            image.backing_format = Some("qcow2".into());
+            make(&host, TOP, &image).await;
+            let options = OpenOptions::new().writable(true);
+            let options = options.backing_files(vec![Below::Named, deeper]);
+            let disk = Disk::open(host.any(), Path::new(TOP), &options).await.unwrap();
+            disk.resize(5 << 20, Preallocation::Off, false).await.unwrap();
+            disk.close().await.unwrap();
+            assert!(base[64 << 10..].iter().any(|byte| *byte != 0));
+            let mut model = Model::from_bytes(&base);
+            model.resize(64 << 10);
+            model.resize(5 << 20);
+            assert_agreed(&host, &model);
+        });
+    }
+}
+
+#[test]
 fn a_shrunken_image_gives_its_space_back() {
     block_on(async {
         let host = MemoryHost::new();
