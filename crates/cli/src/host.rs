@@ -11,7 +11,7 @@ use isobath_remote::served::{self, RemoteHost};
 use isobath_storage::either::{EitherHost, Side};
 use isobath_storage::window::{Part, WindowHost};
 use isobath_storage::{FileId, Host, Locking, OpenMode, StorageExt};
-use isobath_storage_file::FileHost;
+use isobath_storage_file::{FileHost, WriteAtOnce};
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
@@ -57,7 +57,7 @@ pub(crate) fn map_reads(most: Option<u64>) {
 
 /// Lets images be written to by the thread that serves them, where that hardly ever waits.
 pub(crate) fn write_at_once() {
-    FileHost.write_at_once();
+    FileHost.write_at_once(WriteAtOnce::OnDisks);
 }
 
 /// Bytes of memory that the machine has; 0 if the system does not say.

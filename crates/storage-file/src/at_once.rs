@@ -1,15 +1,29 @@
 //! Writes into the page cache by the thread that wants them. On ext4 a write through the ring is made by a thread of
 //! the kernel, which costs more than the write.
 
+use super::disks::is_on_disks;
 use super::sys;
 use isobath_ring::{Attempts, Brief, may_go_on};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::OnceLock;
 
 /// The longest write that is made at once, in bytes. A longer one is better made by another thread, while this one goes
 /// on.
 const MOST: usize = 64 << 10;
+
+/// Which files are written to at once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WriteAtOnce {
+    /// None.
+    #[default]
+    Never,
+    /// Those that are on disks alone. For a program that serves disks, of which this machine's kernel may make a device
+    /// (NBD, ublk, a loop device on a FUSE file) with a file system that has images in turn: a write to one of these
+    /// may wait for what only the thread itself can do.
+    OnDisks,
+    /// All. For a program that serves no disk to the machine that it runs on.
+    Anywhere,
+}
 
 /// How a file is written to at once. Each looks into the page cache first.
 enum Way {
@@ -23,10 +37,24 @@ enum Way {
 }
 
 /// Whether, and how, a file is written to at once.
-#[derive(Default)]
-pub(super) struct AtOnce(OnceLock<Way>);
+pub(super) struct AtOnce(Way);
 
 impl AtOnce {
+    /// How a regular file is, if `files` are.
+    pub(super) fn of(file: &OwnedFd, files: WriteAtOnce) -> Self {
+        let found = sys::file_system(file);
+        let never_waits = || Way::NeverWaits(Attempts::default());
+        Self(match (files, found) {
+            (WriteAtOnce::OnDisks | WriteAtOnce::Anywhere, Ok(sys::XFS)) => never_waits(),
+            (WriteAtOnce::Anywhere, Ok(sys::EXT)) => Way::HardlyWaits,
+            (WriteAtOnce::OnDisks, Ok(sys::EXT)) => match sys::stat(file) {
+                Ok(stat) if is_on_disks(stat.st_dev) => Way::HardlyWaits,
+                _ => Way::None,
+            },
+            _ => Way::None,
+        })
+    }
+
     /// Writes a part of the buffer, from its start on; returns its length. The rest is for the ring, which reports
     /// errors as well.
     pub(super) fn write(&self, file: &OwnedFd, buf: &[u8], offset: u64) -> usize {
@@ -47,7 +75,7 @@ impl AtOnce {
     ) -> usize {
         let length = vectors.iter().map(|vector| vector.iov_len).sum();
         // SAFETY: passed on to the caller.
-        self.write_by(file, length, offset, |waits| unsafe {
+        self.write_by(length, offset, |waits| unsafe {
             if waits {
                 sys::pwritev(file, vectors, offset)
             } else {
@@ -58,7 +86,6 @@ impl AtOnce {
 
     fn write_by(
         &self,
-        file: &OwnedFd,
         length: usize,
         offset: u64,
         write: impl FnOnce(bool) -> io::Result<usize>,
@@ -66,7 +93,7 @@ impl AtOnce {
         if length > MOST {
             return 0;
         }
-        match self.0.get_or_init(|| way_of(file)) {
+        match &self.0 {
             Way::NeverWaits(attempts) => {
                 if !attempts.is_due() || !may_go_on(length) {
                     return 0;
@@ -101,22 +128,10 @@ impl AtOnce {
     }
 }
 
-fn way_of(file: &OwnedFd) -> Way {
-    match sys::file_system(file) {
-        Ok(sys::EXT) => Way::HardlyWaits,
-        Ok(sys::XFS) => Way::NeverWaits(Attempts::default()),
-        _ => Way::None,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::cell::Cell;
-
-    fn at_once(way: Way) -> AtOnce {
-        AtOnce(OnceLock::from(way))
-    }
 
     /// How many of so many writes are tried, each of which ends so, and what the last one gives.
     fn tried(
@@ -124,10 +139,9 @@ mod tests {
         writes: usize,
         result: impl Fn() -> io::Result<usize>,
     ) -> (usize, usize) {
-        let file = OwnedFd::from(tempfile::tempfile().unwrap());
         let (calls, mut last) = (Cell::new(0), 0);
         for _ in 0..writes {
-            last = at_once.write_by(&file, 4096, 0, |_| {
+            last = at_once.write_by(4096, 0, |_| {
                 calls.set(calls.get() + 1);
                 result()
             });
@@ -137,20 +151,20 @@ mod tests {
 
     #[test]
     fn calls_that_would_wait_become_rare_and_what_is_not_supported_is_tried_once() {
-        let often = at_once(Way::NeverWaits(Attempts::default()));
+        let often = AtOnce(Way::NeverWaits(Attempts::default()));
         assert_eq!(tried(&often, 100, || Ok(4096)), (100, 4096));
         let error = |number| move || Err(io::Error::from_raw_os_error(number));
         let (calls, last) = tried(&often, 1000, error(libc::EAGAIN));
         assert!((10..30).contains(&calls), "{calls}");
         assert_eq!(last, 0);
-        let unsupported = at_once(Way::NeverWaits(Attempts::default()));
+        let unsupported = AtOnce(Way::NeverWaits(Attempts::default()));
         assert_eq!(tried(&unsupported, 1000, error(libc::EOPNOTSUPP)), (1, 0));
-        assert_eq!(tried(&at_once(Way::None), 1000, || Ok(4096)), (0, 0));
+        assert_eq!(tried(&AtOnce(Way::None), 1000, || Ok(4096)), (0, 0));
     }
 
     #[test]
     fn what_a_call_leaves_or_fails_at_is_for_the_ring() {
-        let at_once = at_once(Way::HardlyWaits);
+        let at_once = AtOnce(Way::HardlyWaits);
         assert_eq!(tried(&at_once, 1, || Ok(512)), (1, 512));
         assert_eq!(tried(&at_once, 1, || Err(io::ErrorKind::StorageFull.into())), (1, 0));
     }

@@ -4,6 +4,7 @@
 //! reports a smaller size (an `NVMe` disk's is no larger than its atomic write unit), and file systems rely on it.
 //! Larger units that `statx` reports apply only to writes marked `RWF_ATOMIC`.
 
+use super::disks::DISKS;
 use super::sys;
 use isobath_storage::SECTOR;
 use std::fs;
@@ -16,10 +17,6 @@ const PAGE: u64 = 4096;
 /// File systems whose blocks are on the device that `stat` names, aligned to their size, and are overwritten in place,
 /// by their numbers in `statfs(2)`.
 const IN_PLACE: [u64; 2] = [sys::EXT, sys::XFS];
-
-/// Disks, by the prefix of their names. Other devices give no such guarantee (persistent memory writes 8 bytes
-/// atomically, whatever it reports), or the device below is unknown (loop devices, arrays, the network).
-const DISKS: [&str; 5] = ["sd", "vd", "xvd", "nvme", "mmcblk"];
 
 /// How many device-mapper devices may be stacked.
 const DEPTH: u32 = 8;
@@ -61,6 +58,8 @@ fn writes_pages(device: &Path, depth: u32) -> Option<bool> {
     }
     let name = disk.file_name()?.to_str()?;
     if !name.starts_with("dm-") {
+        // Other devices give no such guarantee (persistent memory writes 8 bytes atomically, whatever it reports), or
+        // the device below is unknown (loop devices, arrays, the network).
         return Some(DISKS.iter().any(|prefix| name.starts_with(prefix)));
     }
     // It reports the largest block size of its parts.

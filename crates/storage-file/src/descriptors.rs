@@ -7,6 +7,7 @@
 //! The limit is soft: if no descriptor can be given up it is exceeded, and the system may then report an error. Lock
 //! order: the pool's queue, then a shared file's descriptor.
 
+use super::at_once::WriteAtOnce;
 use super::beside::Besides;
 use super::mapped::Mappings;
 use super::pause::pause;
@@ -14,7 +15,7 @@ use super::transfer::Target;
 use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Weak};
 use std::time::Duration;
 
@@ -91,7 +92,7 @@ pub(super) struct Pool {
     /// The files that are read by handles that let writers in.
     besides: Arc<Besides>,
     mappings: Arc<Mappings>,
-    writes_at_once: AtomicBool,
+    writes_at_once: Mutex<WriteAtOnce>,
 }
 
 /// A descriptor's place in the pool, until it is dropped.
@@ -121,17 +122,17 @@ impl Pool {
             queue: Mutex::default(),
             besides: Arc::default(),
             mappings: Arc::default(),
-            writes_at_once: AtomicBool::new(false),
+            writes_at_once: Mutex::default(),
         }
     }
 
-    /// Lets its files be written to by the threads that want it.
-    pub(super) fn write_at_once(&self) {
-        self.writes_at_once.store(true, Ordering::Relaxed);
+    /// Lets files be written to by the threads that want it.
+    pub(super) fn write_at_once(&self, files: WriteAtOnce) {
+        *self.writes_at_once.lock() = files;
     }
 
-    pub(super) fn writes_at_once(&self) -> bool {
-        self.writes_at_once.load(Ordering::Relaxed)
+    pub(super) fn writes_at_once(&self) -> WriteAtOnce {
+        *self.writes_at_once.lock()
     }
 
     pub(super) fn besides(&self) -> &Arc<Besides> {

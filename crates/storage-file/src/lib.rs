@@ -28,6 +28,7 @@ mod copies;
 pub mod descriptor_sets;
 mod descriptors;
 mod direct;
+mod disks;
 mod flush;
 mod handed_in;
 mod host;
@@ -51,6 +52,7 @@ mod transfer;
 mod users;
 mod zero;
 
+pub use at_once::WriteAtOnce;
 pub use flush::syncs;
 pub use handed_in::{HandedIn, TooMany};
 pub use host::{FileHost, LimitedHost};

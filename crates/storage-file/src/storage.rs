@@ -58,7 +58,8 @@ pub(super) struct Found {
     pub(super) clones: OnceLock<Option<u64>>,
     /// Whether flushes are cheaper in written space, once known.
     pub(super) gains: OnceLock<bool>,
-    pub(super) at_once: AtOnce,
+    /// How it is written to without a ring, once known.
+    pub(super) at_once: OnceLock<AtOnce>,
     /// The device's atomic write size, once known.
     pub(super) atomic: OnceLock<u64>,
 }
@@ -215,8 +216,9 @@ impl FileStorage {
 
     /// How it is written to without a ring, if it may be.
     pub(super) fn at_once(&self) -> Option<&AtOnce> {
-        let may = self.kind == Kind::Regular && self.file.pool.writes_at_once();
-        may.then(|| &self.found().at_once)
+        let target = self.kept().ok().filter(|_| self.kind == Kind::Regular)?;
+        let new = || AtOnce::of(&target.file, self.file.pool.writes_at_once());
+        Some(self.found().at_once.get_or_init(new))
     }
 
     /// Whether the file system is one where flushes are cheaper in written space.

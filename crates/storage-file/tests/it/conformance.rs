@@ -3,7 +3,7 @@
 use isobath_ring::block_on;
 use isobath_ring::{Config, Executor};
 use isobath_storage::memory::MemoryHost;
-use isobath_storage_file::FileHost;
+use isobath_storage_file::{FileHost, WriteAtOnce};
 use isobath_storage_test::any::ToAny;
 use isobath_storage_test::conformance;
 use std::path::Path;
@@ -54,7 +54,7 @@ fn files_without_a_ring() {
 #[test]
 fn files_that_are_written_to_at_once() {
     let host = FileHost::with_descriptors(10);
-    host.write_at_once();
+    host.write_at_once(WriteAtOnce::Anywhere);
     let executor = Executor::new(&Config::default()).unwrap();
     executor.block_on(conformance::check(&host, directory().path(), false));
     executor.block_on(conformance::check(&host, directory().path(), true));

@@ -2,7 +2,7 @@
 
 use isobath_ring::{Config, Executor, Worker, block_on};
 use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, StorageExt, ZeroMode};
-use isobath_storage_file::{FileHost, FileStorage, LimitedHost};
+use isobath_storage_file::{FileHost, FileStorage, LimitedHost, WriteAtOnce};
 use std::fs::{self, OpenOptions};
 use std::path::Path;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ fn host() -> LimitedHost {
     let host = FileHost::with_descriptors(10);
     host.map_reads(64 << 30);
     // Writes by system calls go to what is mapped.
-    host.write_at_once();
+    host.write_at_once(WriteAtOnce::Anywhere);
     host
 }
 

@@ -3,7 +3,7 @@
 use crate::mounted::Mounted;
 use isobath_ring::{Config, Executor};
 use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, StorageExt};
-use isobath_storage_file::{FileHost, FileStorage, LimitedHost};
+use isobath_storage_file::{FileHost, FileStorage, LimitedHost, WriteAtOnce};
 use std::future::{Future, poll_fn};
 use std::path::Path;
 use std::pin::pin;
@@ -13,7 +13,7 @@ const WRITABLE: OpenMode = OpenMode { writable: true, direct: false, locking: Lo
 
 fn host() -> LimitedHost {
     let host = FileHost::with_descriptors(10);
-    host.write_at_once();
+    host.write_at_once(WriteAtOnce::Anywhere);
     host
 }
 
