@@ -2,6 +2,7 @@
 
 import os
 
+from .. import report
 from ..rounds import Samples, rotated
 from . import images, load, paired, served
 
@@ -38,9 +39,11 @@ def run(rounds, seconds):
     ]  # fmt: skip
     goals = []
     if len(queues()) > 1:
-        what = "vhost-user-blk, 2 queues ÷ 1 queue, 2 cores for client and server: IOPS"
         own, one = (served.ISOBATH, 2), (served.ISOBATH, 1)
-        goals.append(paired.goal(samples, what, own, one, "iops", at_least=1.8))
+        each = paired.ratio(samples, one, own, "server_cpu_us")
+        what = "vhost-user-blk, 2 queues ÷ 1 queue: reads for the CPU time of as many cores of the server alone"
+        why = samples.failure(own) or samples.failure(one)
+        goals.append(report.limit(what, each and 2 * each, at_least=1.8, why=why))
     table = {
         "title": "vhost-user-blk by queues: 4 KiB random reads, queue depth 32 in each",
         "text": (
