@@ -74,6 +74,7 @@ use open::Kind;
 use source::Source;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 impl Storage for FileStorage {
     fn identity(&self) -> Identity<'_> {
@@ -87,6 +88,7 @@ impl Storage for FileStorage {
             read_only,
             extends_with_zeroes: self.kind == Kind::Regular,
             gains_from_written_space: !read_only && self.gains_from_written_space(),
+            extends_one_at_a_time: !read_only && self.extends_one_at_a_time(),
             atomic_write: if read_only { SECTOR } else { self.atomic_write() },
             clone_alignment: if read_only { None } else { self.clone_alignment() },
             is_device: self.kind != Kind::Regular,
@@ -338,6 +340,19 @@ impl Hints for FileStorage {
             let begun = unblock(move || sys::begin_write_back(&target.file)).await;
             if let Err(error) = begun {
                 tracing::debug!(name = ?self.file.name, %error, "cannot begin to write back");
+            }
+        })
+    }
+
+    fn expect_length(&self, length: u64) -> BoxFuture<'_, ()> {
+        Box::pin(async move {
+            if length == 0 || self.check(Operation::SetLength, length, 0).is_err() {
+                return;
+            }
+            self.landed().await;
+            if let Err(error) = self.make_longer(length).await {
+                tracing::debug!(name = ?self.file.name, %error, "cannot make the file longer ahead of need");
+                self.abilities.no_growth.store(true, Ordering::Relaxed);
             }
         })
     }

@@ -19,14 +19,16 @@ use isobath_storage::{Allocation, IoBuf, Result, SECTOR};
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// The modes that the file system has rejected, so that they are not tried again.
+/// What the file system has rejected, so that it is not tried again.
 #[derive(Default)]
 pub(super) struct Abilities {
     pub(super) no_punch: AtomicBool,
     pub(super) no_zero: AtomicBool,
+    /// The file cannot be made longer ahead of need.
+    pub(super) no_growth: AtomicBool,
 }
 
 /// An open regular file or block device.
@@ -277,6 +279,29 @@ impl FileStorage {
             sys::ftruncate(&target.file, length)
         })
         .await
+    }
+
+    /// Whether the kernel extends the file by one write at a time, as it does with `O_DIRECT`.
+    pub(super) fn extends_one_at_a_time(&self) -> bool {
+        self.direct.is_some()
+            && self.kind == Kind::Regular
+            && !self.abilities.no_growth.load(Ordering::Relaxed)
+    }
+
+    /// Makes the file this long, if it is shorter, at the cost of a block at its end. Setting the length could truncate
+    /// what a write has added meanwhile.
+    pub(super) async fn make_longer(&self, length: u64) -> io::Result<()> {
+        let Some(direct) = self.direct.as_ref().filter(|_| self.extends_one_at_a_time()) else {
+            return Ok(());
+        };
+        let target = self.kept()?;
+        // The kernel would send a signal.
+        if length > sys::longest_file() || length <= self.length_of(&target.file)? {
+            return Ok(());
+        }
+        let start = direct.last_block(length);
+        let guard = direct.share(&target.lease, start, length).await;
+        transfer::fallocate(&target.leased(guard), 0, start, length - start).await
     }
 
     pub(super) fn find_allocation(&self, file: &OwnedFd, offset: u64) -> io::Result<Allocation> {
