@@ -5,7 +5,7 @@
 //! its end is reached, which takes a block of space, in steps that follow its growth. What is too long is cut when the
 //! image is closed, as is what is [prepared](Allocator::prepare).
 
-use super::Allocator;
+use super::{Allocator, TailCut};
 use crate::{DiskError, Result};
 use isobath_storage::Storage;
 use std::ops::Range;
@@ -41,6 +41,11 @@ impl Length {
         }
     }
 
+    /// Whether the file was made longer.
+    fn is_ahead(&self) -> bool {
+        self.step > 0
+    }
+
     /// Whether at most half of a step is left after `used` clusters.
     pub(super) fn is_short(&self, used: u64) -> bool {
         self.until.saturating_sub(used) <= self.step / 2
@@ -57,6 +62,14 @@ impl<S: Storage> Allocator<S> {
         if let Some(clusters) = self.next_length().await? {
             let length = clusters << self.geometry.cluster_bits();
             self.layer.storage().expect_length(length).await;
+        }
+        Ok(())
+    }
+
+    /// Truncates the file after its last cluster in use if it was made longer.
+    pub async fn cut_what_was_added(&self) -> Result<()> {
+        if self.state().await.length.is_ahead() {
+            self.cut_tail(TailCut::KeepingData).await?;
         }
         Ok(())
     }
