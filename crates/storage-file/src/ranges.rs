@@ -46,7 +46,8 @@ impl Holders {
 }
 
 /// The ranges held in one file. Any number of shared holders may overlap; an exclusive holder overlaps with no other.
-/// Those that exclude each other get their ranges in order of arrival.
+/// Those that exclude each other get their ranges in order of arrival, so whoever waits must be polled: others wait
+/// behind it.
 #[derive(Default)]
 pub(super) struct Ranges(Mutex<Holders>);
 
@@ -77,7 +78,10 @@ struct Place<'a> {
 
 impl Drop for Place<'_> {
     fn drop(&mut self) {
-        self.ranges.change(|state| state.waiting.retain(|(range, _)| range.id != self.id));
+        self.ranges.change(|state| {
+            let index = state.waiting.iter().position(|(range, _)| range.id == self.id);
+            index.map(|index| state.waiting.remove(index))
+        });
     }
 }
 
@@ -96,14 +100,18 @@ impl Ranges {
             let id = place.as_ref().map_or(state.next, |place| place.id);
             let range = Range { start, end, exclusive, id };
             if state.must_wait(&range) {
-                match state.waiting.iter_mut().find(|(other, _)| other.id == id) {
-                    Some((_, waker)) => waker.clone_from(context.waker()),
-                    None => {
-                        state.next += 1;
-                        state.waiting.push((range, context.waker().clone()));
-                        place = Some(Place { ranges: self, id });
-                    }
-                }
+                let waker = context.waker().clone();
+                let known = state.waiting.iter_mut().find(|(other, _)| other.id == id);
+                let former = if let Some((_, last)) = known {
+                    Some(std::mem::replace(last, waker))
+                } else {
+                    state.next += 1;
+                    state.waiting.push((range, waker));
+                    place = Some(Place { ranges: self, id });
+                    None
+                };
+                drop(state);
+                drop(former);
                 return Poll::Pending;
             }
             if place.is_none() {
@@ -117,10 +125,11 @@ impl Ranges {
         Arc::new(Guard { ranges: self.clone(), lease: lease.clone(), id })
     }
 
-    /// Makes a change after which others may go on, and wakes them.
-    fn change(&self, change: impl FnOnce(&mut Holders)) {
+    /// Makes a change after which others may go on, and wakes them. What it returns is dropped once nothing is locked:
+    /// the last waker of a task drops the task, which may hold ranges.
+    fn change<T>(&self, change: impl FnOnce(&mut Holders) -> T) {
         let mut state = self.0.lock();
-        change(&mut state);
+        let _removed = change(&mut state);
         let waiting: Vec<Waker> = state.waiting.iter().map(|(_, waker)| waker.clone()).collect();
         drop(state);
         waiting.into_iter().for_each(Waker::wake);

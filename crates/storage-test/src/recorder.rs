@@ -149,8 +149,10 @@ async fn apply(file: &impl Storage, change: &Change, fate: Fate) -> Result<()> {
         }
         Change::Discard(range) => file.discard(range.start, range.end - range.start).await,
         Change::SetLength(length) => file.set_len(*length).await,
-        Change::Lengthen(length) if file.len().await? >= *length => Ok(()),
-        Change::Lengthen(length) => file.set_len(*length).await,
+        Change::Lengthen(length) => {
+            let there = file.len().await?;
+            file.set_len(there.max(*length)).await
+        }
         Change::Create | Change::Remove | Change::Flush { .. } => Ok(()),
     }
 }

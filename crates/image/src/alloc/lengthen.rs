@@ -13,6 +13,8 @@ use std::sync::atomic::Ordering;
 
 /// The smallest and the largest step, in bytes.
 const STEPS: Range<u64> = 1 << 20..64 << 20;
+/// The least step, in clusters.
+const LEAST: u64 = 8;
 
 /// How long the file was made.
 #[derive(Debug)]
@@ -21,12 +23,14 @@ pub(super) struct Length {
     until: u64,
     /// The last step, in clusters.
     step: u64,
+    /// It was made longer since it was last cut.
+    pub(super) is_ahead: bool,
 }
 
 impl Length {
     /// Of a file with this many clusters.
     pub(super) fn new(clusters: u64) -> Self {
-        Self { until: clusters, step: 0 }
+        Self { until: clusters, step: 0, is_ahead: false }
     }
 
     /// Of a file that is not made longer.
@@ -41,9 +45,9 @@ impl Length {
         }
     }
 
-    /// Whether the file was made longer.
-    fn is_ahead(&self) -> bool {
-        self.step > 0
+    /// It is not made longer any more.
+    fn leave(&mut self) {
+        self.until = u64::MAX;
     }
 
     /// Whether at most half of a step is left after `used` clusters.
@@ -68,10 +72,17 @@ impl<S: Storage> Allocator<S> {
 
     /// Truncates the file after its last cluster in use if it was made longer.
     pub async fn cut_what_was_added(&self) -> Result<()> {
-        if self.state().await.length.is_ahead() {
-            self.cut_tail(TailCut::KeepingData).await?;
+        if !self.state().await.length.is_ahead {
+            return Ok(());
         }
-        Ok(())
+        match self.cut_tail(TailCut::KeepingData).await {
+            // Everything is written: a longer file does no harm.
+            Err(DiskError::Storage(error)) => {
+                tracing::warn!(%error, "cannot truncate the file after its last cluster in use");
+                Ok(())
+            }
+            result => result,
+        }
     }
 
     /// How many clusters long the file is to be, if it is to be made longer.
@@ -81,19 +92,20 @@ impl<S: Storage> Allocator<S> {
         if !state.length.is_short(state.never_used) {
             return Ok(None);
         }
-        let step = (state.length.step << bits << 1).clamp(STEPS.start, STEPS.end);
+        let least = STEPS.start.max(LEAST << bits);
+        let step = (state.length.step << bits << 1).clamp(least, STEPS.end);
         // A small disk never needs that much.
         let step = step.min(self.layer.size() / 8) >> bits;
         let start = state.never_used;
         if step == 0 {
-            state.length = Length::left_alone();
+            state.length.leave();
             return Ok(None);
         }
         match self.free_behind(&mut state, step).await {
             Ok(found) if found == start => {}
             // Clusters in use behind the end were lost when the file was truncated: they must not read as zeroes.
             Ok(_) => {
-                state.length = Length::left_alone();
+                state.length.leave();
                 return Ok(None);
             }
             Err(DiskError::Storage(error)) => {
@@ -102,7 +114,7 @@ impl<S: Storage> Allocator<S> {
             }
             Err(error) => return Err(error),
         }
-        state.length = Length { until: start + step, step };
+        state.length = Length { until: start + step, step, is_ahead: true };
         Ok(Some(start + step))
     }
 }
@@ -116,7 +128,7 @@ mod tests {
         let length = Length::new(10);
         assert!(!length.is_short(9));
         assert!(length.is_short(10) && length.is_short(11));
-        let mut length = Length { until: 100, step: 16 };
+        let mut length = Length { until: 100, step: 16, is_ahead: true };
         assert!(!length.is_short(91));
         assert!(length.is_short(92) && length.is_short(200));
         length.cut(50);

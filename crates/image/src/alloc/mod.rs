@@ -522,6 +522,9 @@ impl<S: Storage> Allocator<S> {
                 violated("a block that the table does not list yet is in memory");
             }
         }
+        if state.length.is_ahead && state.room.is_some() {
+            violated("a device is not made longer");
+        }
         for (number, area) in state.areas.iter().enumerate() {
             if area.end > state.never_used {
                 violated("an area lies before what was never used");
@@ -743,7 +746,7 @@ mod tests {
     #[test]
     fn broken_refcounts_are_noticed() {
         type Change = fn(&mut AllocState);
-        let cases: [(&str, Change); 8] = [
+        let cases: [(&str, Change); 9] = [
             ("a block with references that are not in the file is in memory", |state| {
                 state.blocks.clear();
             }),
@@ -763,6 +766,9 @@ mod tests {
             ("an area lies before what was never used", |state| {
                 let end = state.never_used + 1;
                 state.areas = std::iter::once(1..end).collect();
+            }),
+            ("a device is not made longer", |state| {
+                (state.length.is_ahead, state.room) = (true, Some(1 << 30));
             }),
             ("areas do not overlap", |state| state.areas = vec![1..3, 2..4]),
         ];
