@@ -20,7 +20,7 @@ const LEAST: u64 = 8;
 #[derive(Debug)]
 pub(super) struct Length {
     /// In clusters; it may be longer.
-    until: u64,
+    pub(super) until: u64,
     /// The last step, in clusters.
     step: u64,
     /// It was made longer since it was last cut.

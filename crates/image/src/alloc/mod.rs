@@ -522,8 +522,8 @@ impl<S: Storage> Allocator<S> {
                 violated("a block that the table does not list yet is in memory");
             }
         }
-        if state.length.is_ahead && state.room.is_some() {
-            violated("a device is not made longer");
+        if state.length.is_ahead && state.length.until <= state.added_from {
+            violated("a file that was made longer is longer than when it was opened");
         }
         for (number, area) in state.areas.iter().enumerate() {
             if area.end > state.never_used {
@@ -767,8 +767,8 @@ mod tests {
                 let end = state.never_used + 1;
                 state.areas = std::iter::once(1..end).collect();
             }),
-            ("a device is not made longer", |state| {
-                (state.length.is_ahead, state.room) = (true, Some(1 << 30));
+            ("a file that was made longer is longer than when it was opened", |state| {
+                (state.length.is_ahead, state.added_from) = (true, state.length.until);
             }),
             ("areas do not overlap", |state| state.areas = vec![1..3, 2..4]),
         ];
