@@ -36,6 +36,7 @@ impl<S: Storage> Metadata<S> {
 impl<'a, S: Storage> Placement<'a, S> {
     /// Takes between 1 and `want` adjacent free clusters.
     pub async fn allocate(&mut self, want: u64) -> Result<Run> {
+        self.metadata.alloc.lengthen().await?;
         let run = self.metadata.alloc.allocate(want).await?;
         self.add_run(&run)?;
         Ok(run)
@@ -43,6 +44,7 @@ impl<'a, S: Storage> Placement<'a, S> {
 
     /// Takes `count` adjacent clusters past everything ever used.
     pub async fn allocate_adjacent(&mut self, count: u64) -> Result<Run> {
+        self.metadata.alloc.lengthen().await?;
         let run = self.metadata.alloc.allocate_adjacent(count).await?;
         self.add_run(&run)?;
         Ok(run)
@@ -60,6 +62,7 @@ impl<'a, S: Storage> Placement<'a, S> {
 
     /// Takes `length` bytes for compressed data, which may share clusters with other compressed data.
     pub async fn allocate_packed(&mut self, length: u64) -> Result<HostOffset> {
+        self.metadata.alloc.lengthen().await?;
         let host = self.metadata.alloc.allocate_packed(length).await?;
         let geometry = self.metadata.tables.geometry();
         let first = geometry.host_cluster_of(host).get();

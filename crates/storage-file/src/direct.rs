@@ -60,6 +60,11 @@ impl Direct {
         (buf.as_ptr() as u64).is_multiple_of(self.memory) && self.in_blocks(buf.len() as u64)
     }
 
+    /// Where the last block of a file of this length begins, which is not empty.
+    pub(super) fn last_block(&self, length: u64) -> u64 {
+        self.down(length - 1)
+    }
+
     /// Excludes partial writes to the blocks of `[start, end)`.
     pub(super) async fn share(&self, lease: &Lease, start: u64, end: u64) -> Arc<Guard> {
         self.ranges.hold(lease, self.down(start), self.up(end), false).await

@@ -13,7 +13,7 @@ use super::open::{
 };
 use super::role::Writing;
 use super::source::Source;
-use super::storage::{Abilities, FileStorage};
+use super::storage::{FileStorage, Rejected};
 use super::sys;
 use arc_swap::ArcSwap;
 use isobath_ring::place::{self, Identity, Place};
@@ -441,7 +441,7 @@ fn storage_of(
         direct,
         cached: Cached::default(),
         durability,
-        abilities: Abilities::default(),
+        rejected: Rejected::default(),
         timed: OnceLock::new(),
         found: OnceLock::new(),
     })

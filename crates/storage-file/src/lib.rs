@@ -74,6 +74,7 @@ use open::Kind;
 use source::Source;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 impl Storage for FileStorage {
     fn identity(&self) -> Identity<'_> {
@@ -87,6 +88,7 @@ impl Storage for FileStorage {
             read_only,
             extends_with_zeroes: self.kind == Kind::Regular,
             gains_from_written_space: !read_only && self.gains_from_written_space(),
+            extends_one_at_a_time: !read_only && self.extends_one_at_a_time(),
             atomic_write: if read_only { SECTOR } else { self.atomic_write() },
             clone_alignment: if read_only { None } else { self.clone_alignment() },
             is_device: self.kind != Kind::Regular,
@@ -342,6 +344,19 @@ impl Hints for FileStorage {
         })
     }
 
+    fn expect_length(&self, length: u64) -> BoxFuture<'_, ()> {
+        Box::pin(async move {
+            if length == 0 || self.check(Operation::SetLength, length, 0).is_err() {
+                return;
+            }
+            self.landed().await;
+            if let Err(error) = self.make_longer(length).await {
+                tracing::debug!(name = ?self.file.name, %error, "cannot make the file longer ahead of need");
+                self.rejected.growth.store(true, Ordering::Relaxed);
+            }
+        })
+    }
+
     fn lay_out(&self, layout: Layout) -> BoxFuture<'_, ()> {
         Box::pin(async move {
             let Ok(target) = self.target().await else { return };
@@ -436,6 +451,34 @@ mod tests {
             Roles::retire(&file).await.unwrap();
             assert!(file.flush().await.is_err(), "what is lost stays lost");
             assert_eq!(&*file.read_at(0, IoBuf::zeroed(4)).await.unwrap(), b"kept");
+        });
+    }
+
+    /// While a file system makes a file longer, a write behind the new end may be in flight.
+    #[test]
+    fn a_file_is_made_longer_once_nobody_writes_behind_the_new_end() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("image");
+        block_on(async {
+            let mut file = FileHost.create(&path, WRITABLE).await.unwrap();
+            file.direct = Some(Box::new(Direct::new(4096, 4096, true).unwrap()));
+            file.found.get_or_init(Box::default).lengthens.set(true).unwrap();
+            let (direct, target) = (file.direct.as_ref().unwrap(), file.kept().unwrap());
+            let before = direct.share(&target.lease, 0, 1 << 20).await;
+            Hints::expect_length(&file, 2 << 20).await;
+            assert_eq!(
+                file.len().await.unwrap(),
+                2 << 20,
+                "a write before the new end is in nobody's way"
+            );
+            let behind = direct.share(&target.lease, 9 << 20, 10 << 20).await;
+            let mut longer = Hints::expect_length(&file, 4 << 20);
+            let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+            assert!(longer.as_mut().poll(&mut context).is_pending());
+            std::fs::File::options().write(true).open(&path).unwrap().set_len(10 << 20).unwrap();
+            drop((before, behind));
+            longer.await;
+            assert_eq!(file.len().await.unwrap(), 10 << 20);
         });
     }
 

@@ -19,14 +19,20 @@ use isobath_storage::{Allocation, IoBuf, Result, SECTOR};
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// The modes that the file system has rejected, so that they are not tried again.
+/// File systems whose files are made longer ahead of need, by their numbers in `statfs(2)`: the new end takes a block,
+/// and the rest is a hole. Others might fill it, or change how later writes are stored.
+const LENGTHENED: [u64; 2] = [sys::EXT, sys::XFS];
+
+/// What the file system has rejected, so that it is not tried again.
 #[derive(Default)]
-pub(super) struct Abilities {
-    pub(super) no_punch: AtomicBool,
-    pub(super) no_zero: AtomicBool,
+pub(super) struct Rejected {
+    pub(super) punch: AtomicBool,
+    pub(super) zero: AtomicBool,
+    /// The file cannot be made longer ahead of need.
+    pub(super) growth: AtomicBool,
 }
 
 /// An open regular file or block device.
@@ -44,7 +50,7 @@ pub struct FileStorage {
     pub(super) cached: Cached,
     /// Once it was changed or flushed, or created. There may be thousands of files that are only read.
     pub(super) durability: OnceLock<Arc<Durability>>,
-    pub(super) abilities: Abilities,
+    pub(super) rejected: Rejected,
     /// Whether the file system's times can be trusted, once known.
     pub(super) timed: OnceLock<bool>,
 }
@@ -58,6 +64,8 @@ pub(super) struct Found {
     pub(super) clones: OnceLock<Option<u64>>,
     /// Whether flushes are cheaper in written space, once known.
     pub(super) gains: OnceLock<bool>,
+    /// Whether it is made longer ahead of need, once known.
+    pub(super) lengthens: OnceLock<bool>,
     /// How it is written to without a ring, once known.
     pub(super) at_once: OnceLock<AtOnce>,
     /// The device's atomic write size, once known.
@@ -277,6 +285,37 @@ impl FileStorage {
             sys::ftruncate(&target.file, length)
         })
         .await
+    }
+
+    /// Whether the kernel extends the file by one write at a time, as it does with `O_DIRECT`, and can make it longer
+    /// before.
+    pub(super) fn extends_one_at_a_time(&self) -> bool {
+        self.direct.is_some()
+            && self.kind == Kind::Regular
+            && !self.rejected.growth.load(Ordering::Relaxed)
+            && *self.found().lengthens.get_or_init(|| {
+                let found = self.kept().and_then(|target| sys::file_system(&target.file));
+                found.is_ok_and(|number| LENGTHENED.contains(&number))
+            })
+    }
+
+    /// Makes the file this long, if it is shorter, at the cost of a block at its end. Nothing behind is written
+    /// meanwhile: file systems have been seen to truncate what a direct write adds while they allocate.
+    pub(super) async fn make_longer(&self, length: u64) -> io::Result<()> {
+        let Some(direct) = self.direct.as_ref().filter(|_| self.extends_one_at_a_time()) else {
+            return Ok(());
+        };
+        let target = self.kept()?;
+        // The kernel would send a signal.
+        if length > sys::longest_file() {
+            return Ok(());
+        }
+        let start = direct.last_block(length);
+        let guard = direct.hold_from(&target.lease, start).await;
+        if length <= self.length_of(&target.file)? {
+            return Ok(());
+        }
+        transfer::fallocate(&target.leased(guard), 0, start, length - start).await
     }
 
     pub(super) fn find_allocation(&self, file: &OwnedFd, offset: u64) -> io::Result<Allocation> {

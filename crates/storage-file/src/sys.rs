@@ -155,6 +155,15 @@ pub(super) fn has_limited_address_space() -> bool {
     !known || limit.rlim_cur != libc::RLIM_INFINITY
 }
 
+/// The longest file that the process may write, in bytes (`RLIMIT_FSIZE`). Beyond, the kernel sends a signal that ends
+/// the process unless it is ignored.
+pub(super) fn longest_file() -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: there is room for the answer.
+    let known = unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) } == 0;
+    if known { limit.rlim_cur } else { 0 }
+}
+
 pub(super) fn pwrite(file: &OwnedFd, buf: &[u8], offset: u64) -> io::Result<usize> {
     let offset = signed(offset)?;
     // SAFETY: the buffer is readable for its length.

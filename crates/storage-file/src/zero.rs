@@ -24,8 +24,8 @@ impl FileStorage {
     /// cannot do that.
     async fn allocate(&self, target: &Target, mode: i32, start: u64, end: u64) -> io::Result<bool> {
         let refused = match mode {
-            PUNCH => &self.abilities.no_punch,
-            _ => &self.abilities.no_zero,
+            PUNCH => &self.rejected.punch,
+            _ => &self.rejected.zero,
         };
         if refused.load(Ordering::Relaxed) {
             return Ok(false);

@@ -4,6 +4,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a check fails by a panic")]
 
+use futures_util::future::join;
 use isobath_storage::{Host, IoBuf, Locking, OpenMode, Storage, StorageExt, ZeroMode};
 use std::io::ErrorKind;
 use std::path::Path;
@@ -37,6 +38,7 @@ pub async fn check<H: Host>(host: &H, directory: &Path, direct: bool) {
     opening(host, &name, writable, read_only).await;
     let file = host.create(&name, writable).await.unwrap();
     lengths(&file).await;
+    expected_lengths(&file).await;
     edges(&file).await;
     zeroes(&file).await;
     holes(&file).await;
@@ -142,6 +144,40 @@ async fn lengths(file: &impl Storage) {
     file.write_at((3 << 40) - 1, IoBuf::copy_of(b"end")).await.unwrap();
     assert_eq!(file.len().await.unwrap(), (3 << 40) + 2);
     file.set_len(0).await.unwrap();
+}
+
+/// A hint about the length makes a file longer or leaves it alone, and changes no byte.
+async fn expected_lengths(file: &impl Storage) {
+    file.set_len(0).await.unwrap();
+    let bytes = pattern(0, 5000, 1);
+    file.write_at(0, IoBuf::copy_of(&bytes)).await.unwrap();
+    for length in [0, 100, 4096, 5000] {
+        file.expect_length(length).await;
+        assert_eq!(file.len().await.unwrap(), 5000);
+    }
+    let mut model = bytes;
+    for (round, length) in [70_000, 70_001, 1 << 20, 8 << 20].into_iter().enumerate() {
+        file.expect_length(length).await;
+        if file.extends_one_at_a_time() {
+            model.resize(model.len().max(length as usize), 0);
+        }
+        assert_eq!(file.len().await.unwrap(), model.len() as u64);
+        // Before what was there, across its end, and behind it.
+        for (number, at) in [length / 2, length - 9, length + 20_000].into_iter().enumerate() {
+            let piece = pattern(at, 9000, 10 * round as u64 + number as u64);
+            let longer = file.expect_length(at + 5);
+            let write = file.write_at(at, IoBuf::copy_of(&piece));
+            let ((), written) = join(longer, write).await;
+            written.unwrap();
+            let end = at as usize + piece.len();
+            model.resize(model.len().max(end), 0);
+            model[at as usize..end].copy_from_slice(&piece);
+        }
+        assert_eq!(file.len().await.unwrap(), model.len() as u64);
+        assert!(read(file, 0, model.len()).await == model);
+    }
+    file.set_len(0).await.unwrap();
+    assert_eq!(file.len().await.unwrap(), 0);
 }
 
 async fn edges(file: &impl Storage) {

@@ -56,6 +56,8 @@ pub enum Call<'a> {
     Flush,
     /// [`Storage::set_len`].
     SetLength(u64),
+    /// [`Hints::expect_length`].
+    ExpectLength(u64),
     /// Operations that change nothing: [`Storage::len`], [`Storage::allocation`] and [`Stamps`].
     Query,
     /// [`Reflink::clone_range`].
@@ -373,6 +375,18 @@ impl<S: Storage, K: Hooks> Hints for PassThroughFile<S, K> {
         Box::pin(async {
             self.hooks.begin_write_back().await;
             self.inner.begin_write_back().await;
+        })
+    }
+
+    fn expect_length(&self, length: u64) -> BoxFuture<'_, ()> {
+        Box::pin(async move {
+            let request = Call::ExpectLength(length);
+            let inner = async {
+                self.inner.expect_length(length).await;
+                Ok(())
+            };
+            // A hint that fails does nothing.
+            self.around(request, inner).await.ok();
         })
     }
 

@@ -30,6 +30,8 @@ pub enum Change {
     Discard(Range<u64>),
     /// The length was set.
     SetLength(u64),
+    /// The file was made this long, if it was shorter.
+    Lengthen(u64),
     /// Every change to the file that completed before entry `started` of the record is durable.
     Flush {
         /// The length of the record when the flush began.
@@ -147,6 +149,10 @@ async fn apply(file: &impl Storage, change: &Change, fate: Fate) -> Result<()> {
         }
         Change::Discard(range) => file.discard(range.start, range.end - range.start).await,
         Change::SetLength(length) => file.set_len(*length).await,
+        Change::Lengthen(length) => {
+            let there = file.len().await?;
+            file.set_len(there.max(*length)).await
+        }
         Change::Create | Change::Remove | Change::Flush { .. } => Ok(()),
     }
 }
@@ -227,6 +233,7 @@ impl Hooks for FileRecorder {
             Some(Call::Discard { offset, length }) => Change::Discard(offset..offset + length),
             Some(Call::Flush | Call::Retire) => Change::Flush { started: asked },
             Some(Call::SetLength(length)) => Change::SetLength(length),
+            Some(Call::ExpectLength(length)) => Change::Lengthen(length),
             // Recorded as the writes that it replaces.
             Some(Call::Clone { offset, length }) => {
                 let mut done = 0;

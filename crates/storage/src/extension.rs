@@ -201,6 +201,14 @@ pub trait Hints {
         Box::pin(async {})
     }
 
+    /// Tells the host that the file will soon be written to up to `length`, in bytes. A host whose files [extend one
+    /// write at a time](Capabilities::extends_one_at_a_time) makes the file so long now: what is added reads as zeroes
+    /// and takes next to no space. A file that is longer, or that others make longer meanwhile, stays as long as it is.
+    fn expect_length(&self, length: u64) -> BoxFuture<'_, ()> {
+        let _ = length;
+        Box::pin(async {})
+    }
+
     /// Tells the host how to lay out a file that was just created, before its first bytes are written. What it does not
     /// support it ignores.
     fn lay_out(&self, layout: Layout) -> BoxFuture<'_, ()> {
@@ -248,6 +256,18 @@ pub trait StorageExt {
         }
     }
 
+    /// As [`Hints::expect_length`]; nothing without hints.
+    fn expect_length(&self, length: u64) -> impl Future<Output = ()>
+    where
+        Self: Storage,
+    {
+        async move {
+            if let Some(hints) = self.extensions().hints {
+                hints.expect_length(length).await;
+            }
+        }
+    }
+
     /// The name given to [`Host::open`](crate::Host::open), for messages.
     fn name(&self) -> &Path
     where
@@ -278,6 +298,14 @@ pub trait StorageExt {
         Self: Storage,
     {
         self.capabilities().extends_with_zeroes
+    }
+
+    /// As [`Capabilities::extends_one_at_a_time`].
+    fn extends_one_at_a_time(&self) -> bool
+    where
+        Self: Storage,
+    {
+        self.capabilities().extends_one_at_a_time
     }
 
     /// As [`Capabilities::gains_from_written_space`].

@@ -121,6 +121,9 @@ pub struct Capabilities {
     /// nothing: on file systems that never overwrite (Btrfs), in memory, on block devices, and over a network, where
     /// the remote storage is unknown. A handle that only reads may not know it.
     pub gains_from_written_space: bool,
+    /// Whether writes past the end of the file are made one after another, while others wait: a file that will grow is
+    /// better [made longer](Hints::expect_length) before. Linux does so for files that bypass the page cache.
+    pub extends_one_at_a_time: bool,
     /// Bytes that the device writes atomically, even if its power fails: each aligned block of this size in the file
     /// holds either its old contents or what was written. A power of two, at least 512, which a handle that only reads
     /// may give in any case.
@@ -140,6 +143,7 @@ impl Default for Capabilities {
             read_only: false,
             extends_with_zeroes: false,
             gains_from_written_space: false,
+            extends_one_at_a_time: false,
             atomic_write: SECTOR,
             is_device: false,
             begins_at: 0,

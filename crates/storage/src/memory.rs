@@ -8,9 +8,9 @@ use crate::error::{Operation, StorageError};
 use crate::lock;
 use crate::restart_memory::RESTART_MEMORY_BYTES;
 use crate::{
-    Allocation, BoxFuture, Capabilities, Extensions, FileId, Host, Identity, IoBuf, MemoryUse,
-    OpenMode, Reflink, RestartMemories, RestartMemory, Result, Roles, SECTOR, Stamp, Stamps,
-    Storage, ZeroMode,
+    Access, Allocation, BoxFuture, Capabilities, Extensions, FileId, Hints, Host, Identity, IoBuf,
+    MemoryUse, OpenMode, Reflink, RestartMemories, RestartMemory, Result, Roles, SECTOR, Stamp,
+    Stamps, Storage, ZeroMode,
 };
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -480,6 +480,8 @@ impl Storage for MemoryFile {
             read_only,
             extends_with_zeroes: !self.is_device(),
             gains_from_written_space: self.settings.gains.load(Ordering::Relaxed),
+            // It does not, but then all that is above it makes files longer ahead.
+            extends_one_at_a_time: !read_only && !self.is_device(),
             atomic_write: self.settings.atomic_write.load(Ordering::Relaxed),
             clone_alignment: (alignment > 0 && !read_only).then_some(alignment),
             is_device: self.is_device(),
@@ -493,6 +495,7 @@ impl Storage for MemoryFile {
             roles: Some(self),
             stamps: Some(self),
             restart_memories: Some(self),
+            hints: Some(self),
             ..Extensions::default()
         }
     }
@@ -558,6 +561,23 @@ impl Storage for MemoryFile {
 
     async fn allocation(&self, offset: u64) -> Result<Allocation> {
         Ok(self.node.contents.lock().allocation(offset))
+    }
+}
+
+impl Hints for MemoryFile {
+    fn advise(&self, _: Access) -> BoxFuture<'_, ()> {
+        Box::pin(async {})
+    }
+
+    fn expect_length(&self, length: u64) -> BoxFuture<'_, ()> {
+        Box::pin(async move {
+            if self.check(Operation::SetLength, length, 0).is_ok() && !self.is_device() {
+                let mut contents = self.node.contents.lock();
+                if length > contents.length {
+                    contents.set_length(length);
+                }
+            }
+        })
     }
 }
 

@@ -445,6 +445,8 @@ impl<S: Storage> Storage for WindowFile<S> {
                     crate::SECTOR
                 },
                 clone_alignment: None,
+                // Hints speak of the whole file.
+                extends_one_at_a_time: false,
                 begins_at: own.begins_at + start,
                 ..own
             },

@@ -41,6 +41,7 @@ pub fn record(entries: &[Entry], image: &Path, start: &[u8]) -> Result<Record, S
             recorder::Change::Zero(range) => fill(range, true),
             recorder::Change::Discard(range) => fill(range, false),
             recorder::Change::SetLength(length) => Action::SetLength(*length),
+            recorder::Change::Lengthen(length) => fill(&(*length..*length), true),
             recorder::Change::Flush { started } => {
                 let issued = asked(*started);
                 flushes.push(Flush { file: 0, issued, completed: completed(number) });

@@ -5,9 +5,9 @@ use super::world::{Users, World};
 use super::{Access, SimHost, busy};
 use crate::record::{Action, Flush};
 use isobath_storage::{
-    BoxFuture, Capabilities, Extensions, FileId, Identity, IoBuf, MemoryUse, Operation, Reflink,
-    RestartMemories, RestartMemory, Result, Roles, Stamp, Stamps, Storage, StorageError, Usage,
-    ZeroMode,
+    BoxFuture, Capabilities, Extensions, FileId, Hints, Identity, IoBuf, MemoryUse, Operation,
+    Reflink, RestartMemories, RestartMemory, Result, Roles, Stamp, Stamps, Storage, StorageError,
+    Usage, ZeroMode,
 };
 use isobath_storage_test::give_way;
 use parking_lot::{Mutex, MutexGuard};
@@ -271,6 +271,7 @@ impl Storage for SimFile {
             extends_with_zeroes: !self.fixed,
             // In half of the histories, so that the engine grows files ahead.
             gains_from_written_space: self.gains,
+            extends_one_at_a_time: !self.fixed,
             atomic_write: self.atomic,
             clone_alignment: self.clones.filter(|_| !read_only),
             is_device: self.fixed,
@@ -285,7 +286,7 @@ impl Storage for SimFile {
             stamps: Some(self),
             restart_memories: Some(self),
             usage: Some(self),
-            ..Extensions::default()
+            hints: Some(self),
         }
     }
 
@@ -382,6 +383,23 @@ impl Storage for SimFile {
 
     async fn set_len(&self, length: u64) -> Result<()> {
         self.change(Operation::SetLength, Kind::Length, Action::SetLength(length)).await
+    }
+}
+
+impl Hints for SimFile {
+    fn advise(&self, _: isobath_storage::Access) -> BoxFuture<'_, ()> {
+        Box::pin(async {})
+    }
+
+    fn expect_length(&self, length: u64) -> BoxFuture<'_, ()> {
+        Box::pin(async move {
+            // Space that is short is counted by the length.
+            if self.fixed || self.world().conduct.faults.space.is_some() {
+                return;
+            }
+            let action = Action::Fill { offset: length, length: 0, byte: 0, extend: true };
+            self.change(Operation::SetLength, Kind::Length, action).await.ok();
+        })
     }
 }
 

@@ -54,6 +54,7 @@ impl<S: Storage> Allocator<S> {
             end = self.data_end(end, state.added_from).await?;
         }
         state.never_used = end;
+        state.length.cut(end);
         state.added_from = state.added_from.min(end);
         state.prepared = 0..0;
         state.first_maybe_free = state.first_maybe_free.min(end);

@@ -12,6 +12,7 @@ mod block;
 mod cut;
 mod device;
 mod grow;
+mod lengthen;
 mod marked;
 mod own;
 mod stage;
@@ -29,6 +30,7 @@ use futures_util::future::try_join_all;
 use isobath_qcow2::{Geometry, HostCluster, HostOffset, RefcountTableEntry};
 use isobath_storage::{IoBuf, Storage};
 use isobath_sync::{AsyncMutex, AsyncMutexGuard};
+use lengthen::Length;
 use marked::Marked;
 use parking_lot::RwLock;
 use std::collections::btree_map::Entry;
@@ -75,6 +77,8 @@ pub struct Allocator<S> {
     marked: Marked,
     /// Bytes past everything used before that were newly used in place since the last commit.
     grown: AtomicU64,
+    /// The end of the file is near.
+    is_short: AtomicBool,
     /// Tables were found to be inconsistent.
     contradicted: AtomicBool,
 }
@@ -116,6 +120,7 @@ struct AllocState {
     /// Free clusters that were filled with zeroes.
     prepared: Range<u64>,
     growth: Growth,
+    length: Length,
     /// The host byte offset for the next compressed cluster, in a cluster with room left.
     packing: Option<u64>,
 }
@@ -196,6 +201,7 @@ impl<S: Storage> Allocator<S> {
             table.push(entry);
         }
         let tables = own::own_clusters(&layer, qcow2, &table).await?;
+        let extends = layer.storage().extends_one_at_a_time();
         let state = AllocState {
             table_offset,
             table,
@@ -214,6 +220,11 @@ impl<S: Storage> Allocator<S> {
             freed: None,
             prepared: 0..0,
             growth: Growth::default(),
+            length: if extends {
+                Length::new(geometry.clusters_for(length))
+            } else {
+                Length::left_alone()
+            },
             packing: None,
         };
         let alloc = Self {
@@ -223,6 +234,7 @@ impl<S: Storage> Allocator<S> {
             own: RwLock::new(OwnClusters { tables, journal: 0..0 }),
             marked: Marked::new(),
             grown: AtomicU64::new(0),
+            is_short: AtomicBool::new(false),
             contradicted: AtomicBool::new(false),
         };
         if !alloc.layer.storage().extends_with_zeroes() {
@@ -510,6 +522,9 @@ impl<S: Storage> Allocator<S> {
                 violated("a block that the table does not list yet is in memory");
             }
         }
+        if state.length.is_ahead && state.length.until <= state.added_from {
+            violated("a file that was made longer is longer than when it was opened");
+        }
         for (number, area) in state.areas.iter().enumerate() {
             if area.end > state.never_used {
                 violated("an area lies before what was never used");
@@ -605,7 +620,12 @@ impl<S: Storage> Allocator<S> {
             state.prepared.start = end.min(state.prepared.end);
         }
         let zeroed = prepared || beyond;
-        state.never_used = state.never_used.max(end);
+        if end > state.never_used {
+            state.never_used = end;
+            if state.length.is_short(end) {
+                self.is_short.store(true, Ordering::Relaxed);
+            }
+        }
         self.layer.give_out(end << self.geometry.cluster_bits());
         if state.first_maybe_free == start {
             state.first_maybe_free = start + count;
@@ -726,7 +746,7 @@ mod tests {
     #[test]
     fn broken_refcounts_are_noticed() {
         type Change = fn(&mut AllocState);
-        let cases: [(&str, Change); 8] = [
+        let cases: [(&str, Change); 9] = [
             ("a block with references that are not in the file is in memory", |state| {
                 state.blocks.clear();
             }),
@@ -746,6 +766,9 @@ mod tests {
             ("an area lies before what was never used", |state| {
                 let end = state.never_used + 1;
                 state.areas = std::iter::once(1..end).collect();
+            }),
+            ("a file that was made longer is longer than when it was opened", |state| {
+                (state.length.is_ahead, state.added_from) = (true, state.length.until);
             }),
             ("areas do not overlap", |state| state.areas = vec![1..3, 2..4]),
         ];

@@ -354,6 +354,7 @@ impl<S: Storage> Writer<S> {
             if stored || qcow2.metadata.alloc.is_dirty().await {
                 self.commit(readers).await?;
             }
+            qcow2.metadata.alloc.cut_what_was_added().await?;
             qcow2.pad_file().await?;
         }
         self.group.close();

@@ -22,6 +22,7 @@ mod first_overlay;
 mod heads;
 mod hostile;
 mod journal;
+mod lengthen;
 mod library;
 mod live;
 mod manifest;

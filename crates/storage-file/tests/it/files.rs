@@ -1,5 +1,6 @@
 //! Files of the operating system: what may be opened, many operations at once, dropped futures.
 
+use crate::mounted::Mounted;
 use isobath_ring::block_on;
 use isobath_ring::{Config, Executor, Worker, spawn, yield_now};
 use isobath_storage::{
@@ -355,6 +356,26 @@ fn flushes_are_cheaper_in_written_space_on_ext4_and_xfs_only() {
             assert!([512, 4096].contains(&file.atomic_write()));
         }
     });
+}
+
+/// A longer file takes hardly any space; one that is written through the page cache is left alone.
+#[test]
+fn direct_files_are_made_longer_on_ext4_and_xfs() {
+    for (program, package) in [("mkfs.ext4", "e2fsprogs"), ("mkfs.xfs", "xfsprogs")] {
+        let mounted = Mounted::new(program, package, &["-q"]);
+        executor().block_on(async {
+            for mode in [WRITABLE, DIRECT] {
+                let file = FileHost.create(&mounted.path().join("file"), mode).await.unwrap();
+                assert_eq!(file.extends_one_at_a_time(), mode.direct, "{program}");
+                file.write_at(0, IoBuf::copy_of(&[7; 4096])).await.unwrap();
+                file.expect_length(64 << 20).await;
+                let length = if mode.direct { 64 << 20 } else { 4096 };
+                assert_eq!(file.len().await.unwrap(), length, "{program}");
+                let taken = file.extensions().usage.unwrap().allocated().await.unwrap().unwrap();
+                assert!(taken <= 256 << 10, "{program}: {taken}");
+            }
+        });
+    }
 }
 
 /// Writes whose futures are dropped while the kernel has them, and later ones to the same places.

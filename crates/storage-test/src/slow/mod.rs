@@ -239,6 +239,7 @@ impl Hooks for Place {
             Call::WriteZeroes { .. }
             | Call::Discard { .. }
             | Call::SetLength(_)
+            | Call::ExpectLength(_)
             | Call::Clone { .. } => Job::Other,
             Call::Query | Call::AdmitWriter => return Ok(None),
         };
