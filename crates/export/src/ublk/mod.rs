@@ -10,7 +10,7 @@
 //! once nobody uses it. When its server is killed, the keeper deletes it; what has not been flushed is then lost, as
 //! when a disk is pulled out. With a parameter it first waits for another server of the image, to which the kernel
 //! hands the requests again ([decision
-//! 0059](https://example.invalid/isobath/docs/decisions/0059-ublk-user-recovery.md)).
+//! 0060](https://example.invalid/isobath/docs/decisions/0060-ublk-user-recovery.md)).
 
 mod frontend;
 mod geometry;
