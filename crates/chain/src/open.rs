@@ -38,6 +38,23 @@ pub async fn open_chain<H: Host>(
     Ok(chain)
 }
 
+/// Calls `see` for each layer of the disk `name`, from the active one down, without reading more of them than their
+/// headers say: journals and restart logs change nothing of which files a disk is made of, and can take long to apply.
+///
+/// # Errors
+/// As [`open_chain`], and those of `see`.
+pub async fn see_layers<H: Host, E: From<DiskError>>(
+    host: &H,
+    name: &Path,
+    options: &OpenOptions,
+    mut see: impl FnMut(&Layer<H::File>) -> std::result::Result<(), E>,
+) -> std::result::Result<(), E> {
+    let mut options = options.clone().writable(false);
+    options.recovers = false;
+    let chain = open_chain(host, name, &options).await?;
+    chain.top_down().try_for_each(|(_, layer)| see(layer))
+}
+
 /// The same, with an index that is in the files of its layers.
 async fn open_with_index<H: Host>(
     host: &H,

@@ -65,6 +65,7 @@ pub use isobath_chain::info::{
     BitmapInfo, ForeignInfo, ImageInfo, InfoOptions, Qcow2Info, backing_chain_info, full_name, info,
 };
 pub use isobath_chain::map::MapStats;
+pub use isobath_chain::open::see_layers;
 pub use isobath_formats::{VmdkExtent, VmdkInfo};
 pub use isobath_image::amend::{Amend, amend, check_amend};
 pub use isobath_image::bitmaps::{BitmapAction, BitmapBits, BitmapEditor, read_bitmap};

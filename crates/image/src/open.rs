@@ -401,7 +401,11 @@ pub(crate) async fn load_qcow2<H: Host>(
         (false, _, None) => Purpose::View(LogUse::Look),
     };
     let Recovered { view: replayed, restart_log: found_log, unfit } =
-        recover(&**storage, name, &header, purpose).await?;
+        if writable || options.recovers {
+            recover(&**storage, name, &header, purpose).await?
+        } else {
+            Recovered::default()
+        };
     if header.incompatible.contains(IncompatibleFeatures::JOURNAL) {
         length = storage.len().await?;
         let mut start = storage.read_at(0, IoBuf::zeroed(4096)).await?;

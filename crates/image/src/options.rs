@@ -153,6 +153,9 @@ pub struct BackingFile {
 pub struct OpenOptions {
     /// Allow writes to the active layer.
     pub writable: bool,
+    /// Apply what killed servers and crashes have left in journals and restart logs; without it nothing of the disk may
+    /// be read, only its headers.
+    pub recovers: bool,
     /// Bypass the page cache (`--cache none`).
     pub direct: bool,
     /// Image locks to take.
@@ -216,6 +219,7 @@ impl Default for OpenOptions {
     fn default() -> Self {
         Self {
             writable: false,
+            recovers: true,
             direct: false,
             locking: Locking::default(),
             format: None,

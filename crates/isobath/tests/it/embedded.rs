@@ -2,10 +2,11 @@
 //! remains.
 
 use crate::common::{export, findings, has_journal, make};
+use crate::heads::Reads;
 use futures_executor::block_on;
 use futures_util::future::join;
 use isobath_disk::sabotage::Sabotage;
-use isobath_disk::{Disk, MetadataMode, OpenOptions, Preallocation};
+use isobath_disk::{Disk, DiskError, Layer, MetadataMode, OpenOptions, Preallocation, see_layers};
 use isobath_qcow2::NewImage;
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, Storage};
@@ -351,5 +352,41 @@ fn a_zone_ends_only_once_it_is_prepared() {
         assert!(stays_when_zones_end().await);
         let _broken = Sabotage::ZonePreparedLate.begin();
         assert!(!stays_when_zones_end().await, "the test finds what it is for");
+    });
+}
+
+/// Who only asks for a disk's files does not wait for a recovery.
+#[test]
+fn a_killed_disks_files_are_listed_without_its_journal_and_lead_blocks() {
+    block_on(async {
+        let memory = plain().await;
+        let disk = open(memory.clone()).await;
+        for cluster in 0..32 {
+            disk.write(cluster * CLUSTER, text(cluster as u8, CLUSTER)).await.unwrap();
+            disk.flush().await.unwrap();
+        }
+        drop(disk);
+        assert!(has_journal(&memory, NAME));
+        let read_by = async |listed: bool| {
+            let reads = Reads::default();
+            let host = PassThrough::around(memory.clone(), reads.clone());
+            let name = Path::new(NAME);
+            let options = OpenOptions::new();
+            if listed {
+                let mut files = Vec::new();
+                let see = |layer: &Layer<_>| {
+                    files.push(layer.name().to_owned());
+                    Ok::<_, DiskError>(())
+                };
+                see_layers(&host.any(), name, &options, see).await.unwrap();
+                assert_eq!(files, [name]);
+            } else {
+                Disk::open(host.any(), name, &options).await.unwrap();
+            }
+            let bytes: u64 = reads.bytes.lock().values().sum();
+            bytes
+        };
+        let (listed, recovered) = (read_by(true).await, read_by(false).await);
+        assert!(listed < CLUSTER && recovered > 1 << 20, "{listed} bytes, {recovered}");
     });
 }

@@ -10,7 +10,7 @@ use crate::server::endpoint::Endpoint;
 use crate::server::sandbox::{Confined, Held, ImageRules, Needs, SandboxArgs};
 use crate::stored;
 use isobath_disk::encryption::Secrets;
-use isobath_disk::{Disk, ImageFormat, Layer, MemoryLimit};
+use isobath_disk::{ImageFormat, Layer, MemoryLimit, see_layers};
 use isobath_remote::{Address, Place};
 use isobath_ring::place::{Identity, identity_of};
 use isobath_storage::{Host, Locking, OpenMode, Storage, is_descriptor_set};
@@ -101,6 +101,12 @@ struct Found {
 }
 
 impl Found {
+    /// Adds the files of an open layer.
+    fn add_layer(&mut self, layer: &Layer<ImageFile>) -> Result<(), Failure> {
+        self.add(layer.name(), &**layer.storage())?;
+        layer.files().try_for_each(|file| self.add(file.identity().name, file))
+    }
+
     /// Adds an open file, under this name.
     fn add<F: Storage>(&mut self, name: &Path, file: &F) -> Result<(), Failure> {
         self.connects |= is_export(name);
@@ -132,10 +138,7 @@ async fn overlay_files(
     found: &mut Found,
 ) -> Result<(), Failure> {
     if overlays::exists(overlay)? {
-        let see = |layer: &Layer<ImageFile>| {
-            found.add(layer.name(), &**layer.storage())?;
-            layer.files().try_for_each(|file| found.add(file.identity().name, file))
-        };
+        let see = |layer: &Layer<ImageFile>| found.add_layer(layer);
         return overlays::examine(images(), overlay, address, writable, see).await.map(|_| ());
     }
     match Held::directory_of(overlay) {
@@ -179,15 +182,8 @@ async fn image_files(
             continue;
         }
         let options = args.files_of(number, disks::options(args, secrets, memory))?;
-        let options = options.writable(false).locking(Locking::Unlocked);
-        let disk = Disk::open(images().clone(), image, &options).await?;
-        for layer in disk.layers() {
-            found.add(layer.name(), &**layer.storage())?;
-            for file in layer.files() {
-                found.add(file.identity().name, file)?;
-            }
-        }
-        disk.close().await?;
+        let options = options.locking(Locking::Unlocked);
+        see_layers(images(), image, &options, |layer| found.add_layer(layer)).await?;
     }
     Ok(found)
 }
