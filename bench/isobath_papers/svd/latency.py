@@ -165,8 +165,9 @@ def section(results):
                     "median_us",
                     cause=Cause.OURS,
                     why=(
-                        "without an index the tables of all layers are read for a piece of the map, where QEMU stops at"
-                        " the owner, half way on average; the piece then serves 32 MiB"
+                        "without an index the tables of all layers were read for a piece of the map, where QEMU stops"
+                        " at the owner, half way on average; since this was measured, the first read stops there, too"
+                        " ([decision 0060](../decisions/0060-slices-resolved-in-part.md))"
                     ),
                 )
             )

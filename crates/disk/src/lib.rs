@@ -27,6 +27,7 @@
 #![allow(clippy::trivially_copy_pass_by_ref)]
 #![allow(clippy::missing_errors_doc, reason = "errors are those of the storage and of the format")]
 
+mod begun;
 mod chain_map;
 pub mod clock;
 mod compare;

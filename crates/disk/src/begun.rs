@@ -1,0 +1,50 @@
+//! Slices that are resolved in part.
+
+use isobath_chain::map::resolve::Resolution;
+
+/// Bits for the slices of one lock. If there are more slices, some share one, and are resolved as a whole at once.
+const SEEN_BITS: usize = 1024;
+
+/// What is known of the slices of one lock that are not in the map.
+///
+/// The first request to a slice resolves it down to the owners of what it needs: without an index a layer costs a read,
+/// and of many layers half are below the owner on average. The second request resolves the rest.
+#[derive(Default)]
+pub struct Begun {
+    /// Slices of which a part was resolved, by number.
+    seen: [u64; SEEN_BITS / 64],
+    /// The last one of them, unless it became whole.
+    last: Option<Partial>,
+}
+
+/// A slice that is resolved in part.
+pub struct Partial {
+    /// Its number.
+    pub slice: u64,
+    /// The map's when that began.
+    pub generation: u64,
+    /// What is resolved.
+    pub resolution: Resolution,
+}
+
+impl Begun {
+    /// Notes that a part of a slice is resolved; returns whether that was so before.
+    pub fn see(&mut self, slice: u64) -> bool {
+        let bit = slice as usize % SEEN_BITS;
+        let word = &mut self.seen[bit / 64];
+        let before = *word;
+        *word |= 1 << (bit % 64);
+        before == *word
+    }
+
+    /// Keeps what was resolved of a slice, until another comes.
+    pub fn keep(&mut self, partial: Partial) {
+        self.last = Some(partial);
+    }
+
+    /// What was resolved of a slice, unless the map has changed since.
+    pub fn take(&mut self, slice: u64, generation: u64) -> Option<Resolution> {
+        let fits = |last: &mut Partial| last.slice == slice && last.generation == generation;
+        self.last.take_if(fits).map(|last| last.resolution)
+    }
+}
