@@ -364,6 +364,14 @@ impl<H: Host> Disk<H> {
         }
     }
 
+    /// See [`LiveDisk::require_restart_log`](crate::LiveDisk::require_restart_log).
+    pub(crate) async fn require_restart_log(&self) -> Result<()> {
+        match &self.writer {
+            Some(writer) => writer.require_restart_log().await,
+            None => Ok(()),
+        }
+    }
+
     /// Does a part of the work of [`close`](Self::close): in mode [`Embedded`](crate::MetadataMode::Embedded), it
     /// brings some embedded mappings into their final form. Call it while the disk is idle. Returns `false` if there
     /// was nothing to do.

@@ -9,6 +9,7 @@ use isobath_disk::memory::{OutOfMemory, Reserved};
 use isobath_disk::{BlockDevice, MemoryLimit};
 use isobath_ring::Handle;
 use isobath_ring::net::Listener;
+use isobath_storage::FileId;
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::future::{Future, ready};
@@ -51,9 +52,8 @@ pub struct Protocol {
     pub name: &'static str,
     /// Whether all exports share one server, where clients choose among them. Otherwise each export has its own server.
     pub shared: bool,
-    /// Whether clients continue after this process is killed and another replaces it. Completed writes must then
-    /// survive a kill.
-    pub clients_outlive: bool,
+    /// Whether clients continue after this process is killed and another replaces it.
+    pub clients_outlive: Outlive,
     /// Whether an export that is removed ends only once nobody uses it. A server waits for that before it ends anything
     /// else.
     pub ends_unused: bool,
@@ -62,6 +62,18 @@ pub struct Protocol {
     pub location: Parameter,
     /// The other parameters of an export.
     pub parameters: &'static [Parameter],
+}
+
+/// Whether clients continue after this process is killed and another replaces it. Completed writes must then survive a
+/// kill.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outlive {
+    /// They do not.
+    Never,
+    /// They do. Of a disk whose writes do not survive, the server says so.
+    Always,
+    /// Those of an export with this parameter do. A disk whose writes do not survive is not exported.
+    With(&'static str),
 }
 
 /// A parameter of an export.
@@ -219,8 +231,10 @@ pub struct ExportedDisk<D> {
     pub chosen_by: String,
     /// Whether clients may write, provided that the disk is writable.
     pub writable: bool,
-    /// Its image files, which cannot be used as mount points.
+    /// Its image files, which cannot be used as mount points; the active one is first.
     pub images: Vec<PathBuf>,
+    /// What identifies the file of the active one.
+    pub file: FileId,
 }
 
 /// The arguments for starting a frontend.

@@ -590,6 +590,227 @@ fn partitions_are_used_like_their_disk() {
 }
 
 #[test]
+fn programs_go_on_when_another_server_takes_the_device_of_a_killed_one() {
+    let world = World::new();
+    qemu::create(&world.at("files").join("old.qcow2"), "qcow2", SIZE, "compat=0.10");
+    let output = world.run(
+        world.guest().program("mkfs.ext4").program("fsck.ext4").program("fio"),
+        &format!(
+            "
+            killed() {{ kill -9 $pid; ends; test $status = 137; }}
+            serve empty.qcow2 --ublk 0 --ublk-recovery 60 --threads 2
+            test $(stat -c %a:%u /run/isobath) = 700:0
+            test $(stat -c %a:%u /run/isobath/ublk-0) = 600:0
+            mkfs.ext4 -q /dev/ublkb0
+            mount -t ext4 -o errors=panic /dev/ublkb0 /tmp/fs
+            dd if=/dev/urandom of=/tmp/random bs=1M count=3 2>/dev/null
+            cp /tmp/random /tmp/fs/before
+            # It has up to 16 requests in flight, flushes none of them, and reads all of them in the end.
+            fio --name=w --filename=/tmp/fs/fio --size=12M --bs=4k --rw=randwrite --direct=1 --ioengine=libaio \
+                --iodepth=16 --rate_iops=300 --verify=crc32c --minimal >/tmp/fio &
+            writer=$!
+            sleep 3
+            for threads in 2 1 3; do
+                killed
+                test -e /proc/$writer
+                serve empty.qcow2 --ublk 0 --ublk-recovery 60 --threads $threads
+                sleep 1
+                # The last server's has ended.
+                test $(keepers | wc -w) = 1
+            done
+            echo 'written meanwhile' >/tmp/fs/meanwhile
+            wait $writer
+            cmp /tmp/random /tmp/fs/before
+            umount /tmp/fs
+            fsck.ext4 -f -n /dev/ublkb0 >/tmp/fsck 2>&1
+            echo verified=yes
+
+            # What has completed is there, without a flush.
+            dd if=/tmp/random of=/dev/ublkb0 bs=64k seek=800 conv=notrunc oflag=direct 2>/dev/null
+            killed
+            # Nobody else gets the device.
+            refused() {{ fails isobath serve --ublk 0 \"$@\" >/tmp/why; cat /tmp/why; }}
+            refused top.qcow2 --ublk-recovery 60
+            grep -q \"/dev/ublkb0 is of '/mnt/empty.qcow2', not of '/mnt/top.qcow2'\" /tmp/why
+            refused empty.qcow2 --ublk-recovery 60 --read-only
+            grep -q 'cannot be taken over: it is writable, and the disk is read-only' /tmp/why
+            refused empty.qcow2
+            grep -q 'there is a ublk device 0 already.*--ublk-recovery serves one that waits' /tmp/why
+            # A program that reads waits.
+            dd if=/dev/ublkb0 bs=64k skip=800 count=48 iflag=direct 2>/dev/null >/tmp/read &
+            reader=$!
+            serve empty.qcow2 --ublk 0 --ublk-recovery 2
+            wait $reader
+            cmp /tmp/read /tmp/random
+            mount -t ext4 /dev/ublkb0 /tmp/fs
+            echo 'written meanwhile' | cmp - /tmp/fs/meanwhile
+            umount /tmp/fs
+            {NO_ERRORS}
+
+            # Without the last one's keeper the next server takes it over all the same, if the record says so.
+            kill -9 $(keepers)
+            killed
+            byte() {{ printf \"$2\" | dd of=/run/isobath/ublk-0 bs=1 seek=$1 conv=notrunc 2>/dev/null; }}
+            cp /run/isobath/ublk-0 /tmp/record
+            byte 40 '\\1'
+            refused empty.qcow2 --ublk-recovery 2
+            grep -q 'has lost a server that was just taking it over' /tmp/why
+            byte 40 '\\0'
+            byte 8 'another'
+            refused empty.qcow2 --ublk-recovery 2
+            grep -q 'there is a ublk device 0 already, and not one that waits for another server' /tmp/why
+            cat /tmp/record >/run/isobath/ublk-0
+            serve empty.qcow2 --ublk 0 --ublk-recovery 2
+            dd if=/dev/ublkb0 bs=64k skip=800 count=48 iflag=direct 2>/dev/null | cmp - /tmp/random
+            {NO_ERRORS}
+
+            # Nobody comes, and the device is gone after the time.
+            killed
+            before=$(date +%s)
+            sleep 1
+            test -e /dev/ublkb0
+            until_gone 0
+            test $(($(date +%s) - before)) -le 30
+            until_no_keeper
+            test ! -e /run/isobath/ublk-0
+            # One that ends by itself removes it at once.
+            serve empty.qcow2 --ublk 0 --ublk-recovery 60
+            dd if=/dev/ublkb0 bs=64k skip=800 count=48 2>/dev/null | cmp - /tmp/random
+            stops
+            gone 0
+            until_no_keeper
+            test ! -e /run/isobath/ublk-0
+
+            # Where what has completed would be lost, nobody is promised that it survives.
+            recovering() {{ fails isobath serve --ublk 0 --ublk-recovery 5 \"$@\" >/tmp/why; cat /tmp/why; }}
+            recovering empty.qcow2 --metadata ordered
+            grep -q \"metadata mode 'ordered'\" /tmp/why
+            recovering old.qcow2
+            grep -q 'version is 2' /tmp/why
+            mv /dev/shm /dev/shm.away
+            recovering empty.qcow2
+            grep -q 'there is no restart memory' /tmp/why
+            chmod 777 /run/isobath
+            recovering empty.qcow2
+            grep -q 'cannot use /run/isobath, which only root may: others may use it (mode 777)' /tmp/why
+            until_no_keeper
+            gone 0
+            echo whole=yes
+            "
+        ),
+    );
+    assert!(output.contains("verified=yes") && output.contains("whole=yes"), "{output}");
+}
+
+#[test]
+fn a_server_that_is_killed_while_it_takes_a_device_over_leaves_it_to_the_next_or_removes_it() {
+    let world = World::new();
+    let output = world.run(
+        world.guest().program("fio"),
+        "
+        dd if=/dev/urandom of=/tmp/random bs=1M count=2 2>/dev/null
+        serve empty.qcow2 --ublk 0 --ublk-recovery 60 --threads 2
+        dd if=/tmp/random of=/dev/ublkb0 bs=64k conv=notrunc oflag=direct 2>/dev/null
+        killed() { kill -9 $pid; ends; test $status = 137; }
+        next() {
+            isobath serve empty.qcow2 --ublk 0 --ublk-recovery 60 --threads 2 >/tmp/out 2>/tmp/err &
+            pid=$!
+        }
+        is_whole() {
+            dd if=/dev/ublkb0 bs=64k count=32 iflag=direct 2>/dev/null | cmp - /tmp/random
+        }
+        for round in $(seq 10); do
+            killed
+            next
+            usleep $((100000 + round * 60000))
+            killed
+            serve empty.qcow2 --ublk 0 --ublk-recovery 60 --threads 2
+            is_whole
+        done
+
+        # It is stopped before it fetches: its keeper writes the record, and then takes the device over for it.
+        half() {
+            touch /tmp/before
+            sleep 0.1
+            next
+            while [ ! /run/isobath/ublk-0 -nt /tmp/before ]; do :; done
+            kill -STOP $pid
+            sleep 1
+            dd if=/run/isobath/ublk-0 bs=1 skip=40 count=1 of=/tmp/recovering 2>/dev/null
+            printf '\\1' | cmp - /tmp/recovering
+            killed
+        }
+        # Of two queues nobody can tell which are fetched.
+        killed
+        half
+        until_gone 0
+        until_no_keeper
+        serve empty.qcow2 --ublk 0 --ublk-recovery 60 --threads 1
+        is_whole
+        # One either is or not.
+        killed
+        half
+        test -e /dev/ublkb0
+        half
+        serve empty.qcow2 --ublk 0 --ublk-recovery 60
+        is_whole
+        stops
+        until_no_keeper
+        # It has all requests that a queue can have, and the kernel notices its end by their time.
+        serve empty.qcow2 --ublk 0 --ublk-recovery 60 --throttle iops-total=1
+        fio --name=w --filename=/dev/ublkb0 --size=4M --bs=4k --number_ios=200 --rw=randwrite --direct=1 \
+            --ioengine=libaio --iodepth=100 --verify=crc32c --minimal >/tmp/fio &
+        writer=$!
+        sleep 3
+        kill -9 $pid
+        ends
+        serve empty.qcow2 --ublk 0 --ublk-recovery 60
+        wait $writer
+        stops
+        gone 0
+        until_no_keeper
+        # Servers that have given up their rights, and are confined.
+        mkdir /etc
+        echo 'nobody:x:65534:65534::/:/bin/sh' >/etc/passwd
+        echo 'nogroup:x:65534:' >/etc/group
+        chown -R 65534:65534 /mnt
+        serve empty.qcow2 --ublk 0 --ublk-recovery 60 --user nobody
+        dd if=/tmp/random of=/dev/ublkb0 bs=64k seek=300 conv=notrunc oflag=direct 2>/dev/null
+        killed
+        serve empty.qcow2 --ublk 0 --ublk-recovery 60 --user nobody
+        test \"$(stat -c %u /proc/$pid)\" = 65534
+        grep -q '^Seccomp:.2' /proc/$pid/status
+        dd if=/dev/ublkb0 bs=64k skip=300 count=32 iflag=direct 2>/dev/null | cmp - /tmp/random
+        stops
+        gone 0
+        until_no_keeper
+        if dmesg | grep -E 'WARNING:|BUG:'; then exit 1; fi
+        echo rounds=$round
+        ",
+    );
+    assert!(output.contains("rounds=10"), "{output}");
+}
+
+#[test]
+fn a_device_that_another_server_could_not_find_is_refused_at_once() {
+    let serve = |options: &[&str]| {
+        let mut command = Command::new(ISOBATH);
+        command.args(["serve", "none.qcow2"]).args(options);
+        run(&mut command).exits(1).report()
+    };
+    for (options, why) in [
+        (&["--ublk", "auto", "--ublk-recovery", "5"][..], "say which with --ublk N"),
+        (&["--ublk", "1", "--ublk-recovery", "0"], "at least a second"),
+        (&["--ublk", "1", "--ublk-recovery", "5", "--qmp", "unix:q"], "not with --qmp"),
+        (&["--ublk", "1", "--ublk-recovery", "5", "--snapshot", "a"], "not with --snapshot"),
+        (&["--ublk-recovery", "5"], "--ublk"),
+    ] {
+        let error = serve(options);
+        assert!(error.contains(why), "{options:?}: {error}");
+    }
+}
+
+#[test]
 fn a_kernel_without_the_driver_is_told_what_it_lacks() {
     let world = World::new();
     let output =

@@ -227,6 +227,17 @@ impl<H: Host> LiveDisk<H> {
         Ok(())
     }
 
+    /// From now on completed writes survive a kill of this process in any case, as long as the disk has the active
+    /// image that it has now: what cannot be logged is made durable before its request completes. The disk was opened
+    /// with [`OpenOptions::restart_log`], and nothing written to it so far.
+    ///
+    /// # Errors
+    /// The image cannot have a restart log.
+    pub async fn require_restart_log(&self) -> Result<()> {
+        let _graph = self.graph.lock().await;
+        self.current().require_restart_log().await
+    }
+
     /// Takes the disk for a job.
     ///
     /// # Errors

@@ -4,8 +4,8 @@ use super::mount::Mount;
 use super::options::{AllowOther, MOST_REQUESTS, Options};
 use crate::command_line::{absolute, quoted};
 use crate::frontend::{
-    CommandLineOption, Export, ExportControl, ExportedDisk, Frontend, FrontendError, Parameter,
-    Place, Presence, Protocol, RemoveError, RemoveMode, Settings, Shown, Start, Takes,
+    CommandLineOption, Export, ExportControl, ExportedDisk, Frontend, FrontendError, Outlive,
+    Parameter, Place, Presence, Protocol, RemoveError, RemoveMode, Settings, Shown, Start, Takes,
     requests_within,
 };
 use isobath_disk::memory::{OutOfMemory, Reserved};
@@ -18,7 +18,7 @@ use std::sync::Arc;
 pub const PROTOCOL: Protocol = Protocol {
     name: "fuse",
     shared: false,
-    clients_outlive: false,
+    clients_outlive: Outlive::Never,
     ends_unused: false,
     location: Parameter {
         name: "mountpoint",

@@ -2,7 +2,7 @@
 
 use super::wire::{
     ANY_DEVICE, CONTROL, Command, ControlPayload, DEAD, DeviceInfo, LIVE, NOBODY, Parameters,
-    feature,
+    QUIESCED, feature,
 };
 use isobath_ring::{command, command_unless};
 use std::fs::{File, OpenOptions};
@@ -24,6 +24,9 @@ const LOOK: Duration = Duration::from_millis(10);
 pub(crate) struct Control {
     file: File,
 }
+
+/// What a device needs for another server to take it over.
+pub(crate) const RECOVERY: u64 = feature::USER_RECOVERY | feature::USER_RECOVERY_REISSUE;
 
 /// A device that was added.
 #[derive(Debug)]
@@ -63,6 +66,14 @@ impl Control {
         Ok(control)
     }
 
+    /// Fails if the driver cannot keep a device for another server, for users.
+    pub(crate) fn check_recovery(&self) -> Result<(), String> {
+        let features = self.features();
+        check_recovery(
+            features.map_err(|error| format!("cannot send commands to {CONTROL}: {error}"))?,
+        )
+    }
+
     fn features(&self) -> io::Result<u64> {
         let mut features = 0_u64;
         self.send(Command::GetFeatures, ANY_DEVICE, &mut features, 0)?;
@@ -70,17 +81,27 @@ impl Control {
     }
 
     /// Adds a device with this number, in place of one that nobody serves any longer, or with any that is free for
-    /// [`ANY_DEVICE`].
+    /// [`ANY_DEVICE`]. With a `nonce`, which the driver then keeps, another server may take the device over.
     pub(crate) fn add(
         &self,
         number: u32,
         queues: u16,
         depth: u16,
         max_bytes: u32,
+        nonce: Option<u64>,
     ) -> io::Result<Added> {
-        let flags = feature::USER_COPY | feature::IOCTL_ENCODE;
-        let mut info =
-            DeviceInfo { queues, depth, max_bytes, device: number, flags, ..DeviceInfo::default() };
+        let recovery = if nonce.is_some() { RECOVERY } else { 0 };
+        let flags = feature::USER_COPY | feature::IOCTL_ENCODE | recovery;
+        let private_flags = nonce.unwrap_or_default();
+        let mut info = DeviceInfo {
+            queues,
+            depth,
+            max_bytes,
+            device: number,
+            flags,
+            private_flags,
+            ..DeviceInfo::default()
+        };
         let until = Instant::now() + GOING;
         loop {
             match self.send(Command::AddDevice, number, &mut info, 0) {
@@ -96,7 +117,9 @@ impl Control {
         }
         let added = Added { number: info.device, queues: info.queues };
         // What was not asked for is refused by name here, not by the first request.
-        let kept = info.flags & feature::USER_COPY != 0
+        let asked = feature::USER_COPY | recovery;
+        let kept = info.flags & asked == asked
+            && info.private_flags == private_flags
             && info.max_bytes == max_bytes
             && info.depth == depth;
         if kept {
@@ -126,6 +149,15 @@ impl Control {
         is_same && self.delete_open(number).is_ok()
     }
 
+    /// The device with this number; `None` if there is none.
+    pub(crate) fn device(&self, number: u32) -> io::Result<Option<DeviceInfo>> {
+        match self.info(number) {
+            Ok(info) => Ok(Some(info)),
+            Err(error) if is_no_device(&error) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
     fn info(&self, number: u32) -> io::Result<DeviceInfo> {
         let mut info = DeviceInfo::default();
         self.send(Command::GetDevice, number, &mut info, 0)?;
@@ -134,11 +166,33 @@ impl Control {
 
     /// Whether a device is a disk that is served.
     pub(crate) fn is_live(&self, number: u32) -> io::Result<bool> {
-        match self.info(number) {
-            Ok(info) => Ok(info.state == LIVE),
-            Err(error) if is_no_device(&error) => Ok(false),
-            Err(error) => Err(error),
+        Ok(self.device(number)?.is_some_and(|info| info.state == LIVE))
+    }
+
+    /// A device's parameters.
+    pub(crate) fn parameters(&self, number: u32) -> io::Result<Parameters> {
+        let mut parameters = Parameters::room();
+        self.send(Command::GetParameters, number, &mut parameters, 0)?;
+        Ok(parameters.set())
+    }
+
+    /// Has a disk that waits for another server forget the last one. The queues of all that had begun to serve it must
+    /// have been served: Linux 6.12 does not look.
+    ///
+    /// # Errors
+    /// [`ResourceBusy`](io::ErrorKind::ResourceBusy) while the last one has not ended completely.
+    pub(crate) fn start_recovery(&self, number: u32) -> io::Result<()> {
+        match self.send(Command::StartRecovery, number, &mut (), 0) {
+            // It has forgotten it already, and nobody has begun to serve it.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(()),
+            done => done,
         }
+    }
+
+    /// Lets a disk go on once all of its queues are served, which this waits for. The process that calls this must be
+    /// the one that has opened the device. Gives up as [`start`](Self::start) does.
+    pub(crate) fn end_recovery(&self, number: u32, order: BorrowedFd<'_>) -> io::Result<()> {
+        self.once_served(Command::EndRecovery, number, order)
     }
 
     /// Sets a device's parameters and makes it a disk, which this waits for: the kernel reads its partition table.
@@ -151,12 +205,16 @@ impl Control {
         order: BorrowedFd<'_>,
     ) -> io::Result<()> {
         self.send(Command::SetParameters, number, &mut parameters.clone(), 0)?;
+        self.once_served(Command::StartDevice, number, order)
+    }
+
+    /// Sends a command that waits until all queues are served.
+    fn once_served(&self, what: Command, number: u32, order: BorrowedFd<'_>) -> io::Result<()> {
         let process = u64::from(process::id());
         let payload = ControlPayload::new(number, (0, 0), process).payload();
-        let command = Command::StartDevice.code();
         // SAFETY: the command refers to no memory.
-        let started = unsafe { command_unless(self.file.as_fd(), command, payload, order) };
-        started?.map(drop).ok_or_else(|| io::Error::other("its server has ended"))
+        let done = unsafe { command_unless(self.file.as_fd(), what.code(), payload, order) };
+        done?.map(drop).ok_or_else(|| io::Error::other("its server has ended"))
     }
 
     /// Writes what the kernel still has of a disk, and removes it. The requests are served meanwhile.
@@ -202,6 +260,11 @@ fn is_abandoned(info: &DeviceInfo) -> bool {
     info.state == DEAD && info.process == NOBODY
 }
 
+/// Whether another server may take a device over once its own has ended: it is a disk.
+pub(crate) fn outlives(info: &DeviceInfo) -> bool {
+    info.flags & RECOVERY == RECOVERY && matches!(info.state, LIVE | QUIESCED)
+}
+
 /// Whether there is a process with this number.
 fn is_running(process: i32) -> bool {
     // SAFETY: no signal is sent.
@@ -230,6 +293,17 @@ fn check(features: u64) -> Result<(), String> {
     Ok(())
 }
 
+/// Fails if a driver lacks what a device needs that outlives its server.
+fn check_recovery(features: u64) -> Result<(), String> {
+    if features & RECOVERY != RECOVERY {
+        return Err(format!(
+            "this kernel's ublk driver does not keep a device for another server (UBLK_F_USER_RECOVERY, \
+             UBLK_F_USER_RECOVERY_REISSUE): {KERNEL} is needed"
+        ));
+    }
+    Ok(())
+}
+
 /// Opens the character device of a device that was added.
 pub(crate) fn open_device(number: u32) -> io::Result<OwnedFd> {
     let path = format!("/dev/ublkc{number}");
@@ -250,6 +324,11 @@ mod tests {
         {
             let error = check(features).unwrap_err();
             assert!(error.contains(lacks) && error.contains("Linux 6.5"), "{error}");
+        }
+        assert_eq!(check_recovery(0xd8), Ok(()));
+        for features in [0xd0, 0xc8, 0xc0] {
+            let error = check_recovery(features).unwrap_err();
+            assert!(error.contains("UBLK_F_USER_RECOVERY_REISSUE): Linux 6.5"), "{error}");
         }
     }
 }

@@ -1,18 +1,28 @@
 //! What a server and the keeper of its device tell each other, over a stream socket.
 
+use super::Image;
 use super::wire::Parameters;
+use isobath_storage::FileId;
+use std::ffi::OsString;
 use std::io::{self, Read, Write};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// The longest text.
 const LONGEST: usize = 16 << 10;
 
 /// What the server wants.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Order {
+    /// The device is to have this number, and to wait for another server for so many seconds once this one is killed.
+    Outlive { number: u32, seconds: u32 },
+    /// If a device waits for another server, and is of this image, this one may take it over.
+    Look { parameters: Parameters, image: Image },
+    /// This server takes it over.
+    Adopt,
     /// A device with this number, and at most so many queues of so many requests.
     Add { number: u32, queues: u16, depth: u16, max_bytes: u32 },
-    /// The device is to become a disk.
+    /// The device is to become a disk, or one that was taken over is to go on.
     Start { parameters: Parameters },
     /// Wait until nobody uses the disk, and then let nobody mount it any more.
     Release,
@@ -31,7 +41,10 @@ pub(crate) enum Order {
 pub(crate) enum Report {
     /// It has what it needs, or has done what was ordered.
     Done,
-    /// It has added the device with this number and so many queues, and sends its descriptor with the next byte.
+    /// A device waits for this server, with so many queues of so many requests.
+    Waits { queues: u16, depth: u16 },
+    /// It has added the device with this number and so many queues, or taken it over, and sends its descriptor with the
+    /// next byte.
     Added { number: u32, queues: u16 },
     /// It waits: the disk is used by these.
     InUse(String),
@@ -56,10 +69,14 @@ mod kind {
     pub(crate) const DELETE: u32 = 5;
     pub(crate) const DELETE_OPEN: u32 = 6;
     pub(crate) const WRITE_BACK: u32 = 7;
+    pub(crate) const OUTLIVE: u32 = 8;
+    pub(crate) const LOOK: u32 = 9;
+    pub(crate) const ADOPT: u32 = 10;
     pub(crate) const DONE: u32 = 16;
     pub(crate) const ADDED: u32 = 17;
     pub(crate) const IN_USE: u32 = 18;
     pub(crate) const FAILED: u32 = 19;
+    pub(crate) const WAITS: u32 = 20;
 }
 
 fn send(stream: &mut impl Write, kind: u32, numbers: [u32; 4], bytes: &[u8]) -> io::Result<()> {
@@ -92,7 +109,18 @@ fn invalid() -> io::Error {
 
 impl Order {
     pub(crate) fn send(&self, stream: &mut impl Write) -> io::Result<()> {
+        let sought;
         let (kind, numbers, bytes) = match self {
+            Self::Outlive { number, seconds } => {
+                (kind::OUTLIVE, [*number, *seconds, 0, 0], &[][..])
+            }
+            Self::Look { parameters, image: Image { name, file } } => {
+                let FileId { device, inode } = file;
+                let (numbers, name) = ([*device, *inode], name.as_os_str().as_bytes());
+                sought = [parameters.as_bytes(), numbers.as_bytes(), name].concat();
+                (kind::LOOK, [0; 4], &sought[..])
+            }
+            Self::Adopt => (kind::ADOPT, [0; 4], &[][..]),
             Self::Add { number, queues, depth, max_bytes } => {
                 let numbers = [*number, u32::from(*queues), u32::from(*depth), *max_bytes];
                 (kind::ADD, numbers, &[][..])
@@ -114,6 +142,16 @@ impl Order {
         };
         let short = |number: u32| u16::try_from(number).map_err(|_| invalid());
         Ok(Some(match kind {
+            kind::OUTLIVE => Self::Outlive { number: a, seconds: b },
+            kind::LOOK => {
+                let (parameters, rest) =
+                    Parameters::read_from_prefix(&bytes).map_err(|_| invalid())?;
+                let ([device, inode], name) =
+                    <[u64; 2]>::read_from_prefix(rest).map_err(|_| invalid())?;
+                let name = OsString::from_vec(name.to_vec()).into();
+                Self::Look { parameters, image: Image { name, file: FileId { device, inode } } }
+            }
+            kind::ADOPT => Self::Adopt,
             kind::ADD => Self::Add { number: a, queues: short(b)?, depth: short(c)?, max_bytes: d },
             kind::START => {
                 let parameters = Parameters::read_from_bytes(&bytes).map_err(|_| invalid())?;
@@ -137,6 +175,9 @@ impl Report {
         }
         let (kind, numbers, bytes) = match self {
             Self::Done => (kind::DONE, [0; 4], &[][..]),
+            Self::Waits { queues, depth } => {
+                (kind::WAITS, [u32::from(*queues), u32::from(*depth), 0, 0], &[][..])
+            }
             Self::Added { number, queues } => {
                 (kind::ADDED, [*number, u32::from(*queues), 0, 0], &[][..])
             }
@@ -152,11 +193,11 @@ impl Report {
             return Ok(None);
         };
         let text = || String::from_utf8_lossy(&bytes).into_owned();
+        let short = |number: u32| u16::try_from(number).map_err(|_| invalid());
         Ok(Some(match kind {
             kind::DONE => Self::Done,
-            kind::ADDED => {
-                Self::Added { number: a, queues: u16::try_from(b).map_err(|_| invalid())? }
-            }
+            kind::WAITS => Self::Waits { queues: short(a)?, depth: short(b)? },
+            kind::ADDED => Self::Added { number: a, queues: short(b)? },
             kind::IN_USE => Self::InUse(text()),
             kind::FAILED => Self::Failed(text()),
             _ => return Err(invalid()),
@@ -172,7 +213,15 @@ mod tests {
     #[test]
     fn what_is_sent_arrives() {
         let parameters = Parameters { length: 64, types: 3, ..Parameters::new_zeroed() };
+        let image = |name: &str| Image {
+            name: name.into(),
+            file: FileId { device: 1 << 40, inode: u64::MAX },
+        };
         let orders = [
+            Order::Outlive { number: 7, seconds: 60 },
+            Order::Look { parameters, image: image("/images/a b") },
+            Order::Look { parameters, image: image("") },
+            Order::Adopt,
             Order::Add { number: u32::MAX, queues: 2, depth: 64, max_bytes: 1 << 20 },
             Order::Start { parameters },
             Order::Release,
@@ -192,6 +241,7 @@ mod tests {
         assert_eq!(Order::receive(&mut stream).unwrap(), None);
         let reports = [
             Report::Done,
+            Report::Waits { queues: 4, depth: 64 },
             Report::Added { number: 3, queues: 2 },
             Report::InUse("mounted".into()),
             Report::Failed("é".repeat(LONGEST)),
@@ -201,7 +251,7 @@ mod tests {
             report.send(&mut sent).unwrap();
         }
         let mut stream = &*sent;
-        for report in &reports[..3] {
+        for report in &reports[..4] {
             assert_eq!(Report::receive(&mut stream).unwrap().as_ref(), Some(report));
         }
         let cut = Report::receive(&mut stream).unwrap();
@@ -210,13 +260,17 @@ mod tests {
 
     #[test]
     fn what_is_no_message_is_refused() {
-        for (kind, numbers, length) in [(99, [0; 4], 0), (1, [0, 1 << 16, 0, 0], 0), (2, [0; 4], 8)]
-        {
+        let orders =
+            [(99, [0; 4], 0), (1, [0, 1 << 16, 0, 0], 0), (2, [0; 4], 8), (9, [0; 4], 64 + 15)];
+        for (kind, numbers, length) in orders {
             let mut sent = Vec::new();
             send(&mut sent, kind, numbers, &vec![0; length]).unwrap();
             let error = Order::receive(&mut &*sent).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::InvalidData);
         }
+        let mut sent = Vec::new();
+        send(&mut sent, kind::WAITS, [1 << 16, 0, 0, 0], &[]).unwrap();
+        assert!(Report::receive(&mut &*sent).is_err());
         let mut sent = Vec::new();
         send(&mut sent, kind::FAILED, [0; 4], &vec![0; LONGEST + 1]).unwrap();
         assert!(Report::receive(&mut &*sent).is_err());

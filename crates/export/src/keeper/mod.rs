@@ -6,13 +6,17 @@
 
 mod control;
 mod message;
+mod outliving;
+mod record;
 mod rights;
 mod users;
 pub(crate) mod wire;
 
 use control::{Added, Control, open_device};
 use isobath_ring::net::Stream;
+use isobath_storage::FileId;
 use message::{Order, Report};
+use outliving::{Outliving, Successor};
 use parking_lot::Mutex;
 use std::fmt;
 use std::fs::File;
@@ -21,7 +25,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -46,8 +50,23 @@ pub(crate) struct Device {
     pub(crate) file: OwnedFd,
 }
 
-/// The keeper of a device that is to be added, from the server's side. When this is dropped, the keeper deletes the
-/// device, whoever uses it, and ends.
+/// A device that waits for a server.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Waiting {
+    pub(crate) queues: u16,
+    pub(crate) depth: u16,
+}
+
+/// The image that a device is of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Image {
+    /// Its name as an absolute path.
+    pub(crate) name: PathBuf,
+    pub(crate) file: FileId,
+}
+
+/// The keeper of a device that is to be added or taken over, from the server's side. When this is dropped, the keeper
+/// deletes the device, whoever uses it, and ends. A device that outlives its server first waits for another one.
 pub struct Keeper {
     number: Option<u32>,
     stream: Mutex<UnixStream>,
@@ -61,11 +80,24 @@ impl fmt::Debug for Keeper {
 
 impl Keeper {
     /// Starts the keeper of a device with this number, or with any that is free. `program` is one whose `main` calls
-    /// [`keep`]; it is given its standard streams here.
+    /// [`keep`]; it is given its standard streams here. With `outlives` the device waits for another server for so many
+    /// seconds if this one is killed. Such a device needs a number.
     ///
     /// # Errors
-    /// The program cannot be started, or it lacks the driver or a right: for users.
-    pub fn start(mut program: Command, number: Option<u32>) -> Result<Self, String> {
+    /// The program cannot be started, it lacks the driver or a right, or another server has a device with this number
+    /// that outlives it: for users.
+    pub fn start(
+        mut program: Command,
+        number: Option<u32>,
+        outlives: Option<u32>,
+    ) -> Result<Self, String> {
+        let outlives = match (number, outlives) {
+            (_, None) => None,
+            (Some(number), Some(seconds)) => Some(Order::Outlive { number, seconds }),
+            (None, Some(_)) => {
+                return Err("a device that outlives its server needs a number".into());
+            }
+        };
         let (ours, theirs) = UnixStream::pair().map_err(|error| error.to_string())?;
         program
             .stdin(Stdio::from(OwnedFd::from(theirs)))
@@ -77,14 +109,43 @@ impl Keeper {
         drop(program);
         let keeper = Self { number, stream: Mutex::new(ours) };
         keeper.done().map_err(|error| error.to_string())?;
+        if let Some(order) = outlives {
+            let told = tell(&mut keeper.stream.lock(), &order);
+            told.and_then(|()| keeper.done()).map_err(|error| error.to_string())?;
+        }
         Ok(keeper)
+    }
+
+    /// Looks whether a device waits for a server of this image. Blocks while the server before is still ending.
+    ///
+    /// # Errors
+    /// One does that cannot be the disk with these parameters, or there is another device with this number.
+    pub(crate) fn look(&self, parameters: Parameters, image: Image) -> io::Result<Option<Waiting>> {
+        let mut stream = self.stream.lock();
+        tell(&mut stream, &Order::Look { parameters, image })?;
+        match next(&mut stream)? {
+            Report::Waits { queues, depth } => Ok(Some(Waiting { queues, depth })),
+            Report::Done => Ok(None),
+            Report::Failed(error) => Err(io::Error::other(error)),
+            _ => Err(unexpected()),
+        }
+    }
+
+    /// Has the device taken over that waits. It goes on with [`start_disk`](Self::start_disk).
+    pub(crate) fn adopt(&self) -> io::Result<Device> {
+        self.device(&Order::Adopt)
     }
 
     /// Has the device added.
     pub(crate) fn add(&self, queues: u16, depth: u16, max_bytes: u32) -> io::Result<Device> {
-        let mut stream = self.stream.lock();
         let number = self.number.unwrap_or(ANY_DEVICE);
-        tell(&mut stream, Order::Add { number, queues, depth, max_bytes })?;
+        self.device(&Order::Add { number, queues, depth, max_bytes })
+    }
+
+    /// The device that comes of an order.
+    fn device(&self, order: &Order) -> io::Result<Device> {
+        let mut stream = self.stream.lock();
+        tell(&mut stream, order)?;
         match next(&mut stream)? {
             Report::Added { number, queues } => {
                 let (_, file) = stream.recv_with_fd(&mut [0; 1]).map_err(io::Error::from)?;
@@ -100,9 +161,10 @@ impl Keeper {
         }
     }
 
-    /// Has the device made a disk. Blocks until the kernel has read its partition table.
+    /// Has the device made a disk, which blocks until the kernel has read its partition table, or lets one go on that
+    /// was taken over. All queues must be served meanwhile.
     pub(crate) fn start_disk(&self, parameters: Parameters) -> io::Result<()> {
-        tell(&mut self.stream.lock(), Order::Start { parameters })?;
+        tell(&mut self.stream.lock(), &Order::Start { parameters })?;
         self.done()
     }
 
@@ -119,13 +181,13 @@ impl Keeper {
     /// does, whenever that changes.
     pub(crate) fn release(&self, mut waits: impl FnMut(&str)) -> io::Result<()> {
         let mut stream = self.stream.lock();
-        tell(&mut stream, Order::Release)?;
+        tell(&mut stream, &Order::Release)?;
         loop {
             match next(&mut stream)? {
                 Report::InUse(users) => waits(&users),
                 Report::Done => return Ok(()),
                 Report::Failed(error) => return Err(io::Error::other(error)),
-                Report::Added { .. } => return Err(unexpected()),
+                Report::Waits { .. } | Report::Added { .. } => return Err(unexpected()),
             }
         }
     }
@@ -135,25 +197,25 @@ impl Keeper {
     /// # Errors
     /// Something was not written. The kernel tells nobody of that when it writes at the end of a disk.
     pub(crate) fn write_back(&self) -> io::Result<()> {
-        tell(&mut self.stream.lock(), Order::WriteBack)?;
+        tell(&mut self.stream.lock(), &Order::WriteBack)?;
         self.done()
     }
 
     /// Removes the disk. Somebody must serve it meanwhile.
     pub(crate) fn stop(&self) -> io::Result<()> {
-        tell(&mut self.stream.lock(), Order::Stop)?;
+        tell(&mut self.stream.lock(), &Order::Stop)?;
         self.done()
     }
 
     /// Has the device deleted while it is open here, so that it is no other one of this number. Older kernels cannot.
     pub(crate) fn delete_open(&self) -> io::Result<()> {
-        tell(&mut self.stream.lock(), Order::DeleteOpen)?;
+        tell(&mut self.stream.lock(), &Order::DeleteOpen)?;
         self.done()
     }
 
     /// Has the device deleted, once it is closed here.
     pub(crate) fn delete(&self) -> io::Result<()> {
-        tell(&mut self.stream.lock(), Order::Delete)?;
+        tell(&mut self.stream.lock(), &Order::Delete)?;
         self.done()
     }
 
@@ -166,7 +228,7 @@ impl Keeper {
     }
 }
 
-fn tell(stream: &mut UnixStream, order: Order) -> io::Result<()> {
+fn tell(stream: &mut UnixStream, order: &Order) -> io::Result<()> {
     order.send(stream).map_err(|error| match error.kind() {
         io::ErrorKind::BrokenPipe => ended(),
         _ => error,
@@ -222,14 +284,17 @@ struct Keeping {
     seen: Option<File>,
     /// Its character device, until that is sent: only one process can have it open.
     file: Option<OwnedFd>,
+    /// What there is of a device that outlives its server.
+    outliving: Option<Outliving>,
     /// Held from [`Order::Release`] to the end of the disk.
     claim: Option<Claim>,
 }
 
 impl Keeping {
     fn new(control: Control, stream: UnixStream) -> Self {
-        let (has_added, device, seen, file, claim) = (false, None, None, None, None);
-        Self { control, stream, has_added, device, seen, file, claim }
+        let (has_added, device, seen, file, outliving, claim) =
+            (false, None, None, None, None, None);
+        Self { control, stream, has_added, device, seen, file, outliving, claim }
     }
 
     /// Until the server has ended.
@@ -237,7 +302,14 @@ impl Keeping {
         let served = self.serve();
         // What is left of a server that was killed.
         (self.claim, self.file) = (None, None);
-        let deleted = match self.device.take() {
+        let device = self.device.take().filter(|_| self.is_there());
+        if let (Some(number), Some(outliving)) = (device, &self.outliving)
+            && outliving.may_wait(&self.control, number)
+            && outliving.wait(|| self.is_there()) == Successor::Came
+        {
+            return served;
+        }
+        let deleted = match device {
             Some(number) if self.is_there() => {
                 // Others wait for a deletion, and not for this, if the server cannot end.
                 let _ = self.control.stop(number);
@@ -245,6 +317,9 @@ impl Keeping {
             }
             _ => Ok(()),
         };
+        if let (Some(outliving), Ok(())) = (&self.outliving, &deleted) {
+            outliving.end();
+        }
         served.and(deleted)
     }
 
@@ -269,14 +344,26 @@ impl Keeping {
     }
 
     fn carry_out(&mut self, order: Order) -> Result<Report, String> {
-        if let Order::Add { number, queues, depth, max_bytes } = order {
-            return self.add(number, queues, depth, max_bytes);
+        match order {
+            Order::Outlive { number, seconds } => return self.outlive(number, seconds),
+            Order::Look { parameters, image } => return self.look_for(&parameters, image),
+            Order::Adopt => return self.adopt(),
+            Order::Add { number, queues, depth, max_bytes } => {
+                return self.add(number, queues, depth, max_bytes);
+            }
+            _ => {}
         }
         let number = self.device.ok_or("there is no device")?;
         match order {
-            Order::Add { .. } => {}
+            Order::Outlive { .. } | Order::Look { .. } | Order::Adopt | Order::Add { .. } => {}
             Order::Start { parameters } => {
-                let started = self.control.start(number, &parameters, self.stream.as_fd());
+                let server = self.stream.as_fd();
+                let started = match &mut self.outliving {
+                    Some(outliving) if outliving.is_recovering() => {
+                        outliving.end_recovery(&self.control, number, server)
+                    }
+                    _ => self.control.start(number, &parameters, server),
+                };
                 started.map_err(|error| format!("the kernel refuses the disk: {error}"))?;
             }
             Order::Release => self.release(number)?,
@@ -310,14 +397,39 @@ impl Keeping {
         Ok(Report::Done)
     }
 
-    /// Adds a device and opens it.
-    fn add(
-        &mut self,
-        number: u32,
-        queues: u16,
-        depth: u16,
-        max_bytes: u32,
-    ) -> Result<Report, String> {
+    /// The device outlives its server.
+    fn outlive(&mut self, number: u32, seconds: u32) -> Result<Report, String> {
+        if self.has_added || self.outliving.is_some() {
+            return Err("there was a device already".into());
+        }
+        self.control.check_recovery()?;
+        let wait = |moment| is_readable(&self.stream, moment);
+        self.outliving = Some(Outliving::begin(number, seconds, wait)?);
+        Ok(Report::Done)
+    }
+
+    /// Looks for a device that waits.
+    fn look_for(&mut self, parameters: &Parameters, image: Image) -> Result<Report, String> {
+        let wait = |moment| is_readable(&self.stream, moment);
+        let outliving = self.outliving.as_mut().ok_or("the device does not outlive its server")?;
+        let waiting = outliving.look(&self.control, parameters, image, wait)?;
+        Ok(waiting
+            .map_or(Report::Done, |Waiting { queues, depth }| Report::Waits { queues, depth }))
+    }
+
+    /// Takes over the device that was found, and opens it.
+    fn adopt(&mut self) -> Result<Report, String> {
+        self.begin_device()?;
+        let wait = |moment| is_readable(&self.stream, moment);
+        let outliving = self.outliving.as_mut().ok_or("the device does not outlive its server")?;
+        let number = outliving.number;
+        let queues = outliving.adopt(&self.control, &mut self.device, wait)?;
+        self.opened(number)?;
+        Ok(Report::Added { number, queues })
+    }
+
+    /// There is to be a device, the only one.
+    fn begin_device(&mut self) -> Result<(), String> {
         if self.has_added {
             return Err("there was a device already".into());
         }
@@ -328,20 +440,44 @@ impl Keeping {
                 return Err(format!("there is no {directory}: mount the host's /sys and /proc"));
             }
         }
-        let added = self.control.add(number, queues, depth, max_bytes);
+        Ok(())
+    }
+
+    /// Opens the device, which is there.
+    fn opened(&mut self, number: u32) -> Result<(), String> {
+        self.device = Some(number);
+        self.seen = File::open(format!("/sys/class/ublk-char/ublkc{number}/uevent")).ok();
+        self.file = Some(open_device(number).map_err(|error| error.to_string())?);
+        Ok(())
+    }
+
+    /// Adds a device and opens it.
+    fn add(
+        &mut self,
+        number: u32,
+        queues: u16,
+        depth: u16,
+        max_bytes: u32,
+    ) -> Result<Report, String> {
+        self.begin_device()?;
+        let nonce = match &mut self.outliving {
+            Some(outliving) if outliving.number == number => Some(outliving.begin_new()?),
+            Some(_) => return Err("the device has another number".into()),
+            None => None,
+        };
+        let added = self.control.add(number, queues, depth, max_bytes, nonce);
         let Added { number, queues } = added.map_err(|error| match error.raw_os_error() {
             Some(libc::EEXIST) => format!(
                 "there is a ublk device {number} already: choose another number, or 'auto' for one that is free; \
-                 'ublk del -n {number}' removes one that nobody serves"
+                 'ublk del -n {number}' removes one that nobody serves, and --ublk-recovery serves one that waits for \
+                 another server"
             ),
             Some(libc::EPERM) => "adding a ublk device needs CAP_SYS_ADMIN: start the server as root \
                                   (see --user)"
                 .into(),
             _ => format!("cannot add a ublk device: {error}"),
         })?;
-        self.device = Some(number);
-        self.seen = File::open(format!("/sys/class/ublk-char/ublkc{number}/uevent")).ok();
-        self.file = Some(open_device(number).map_err(|error| error.to_string())?);
+        self.opened(number)?;
         Ok(Report::Added { number, queues })
     }
 

@@ -1,6 +1,6 @@
 //! The kernel's interface (`linux/ublk_cmd.h`): commands, their payloads, and places in the character device.
 
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 /// Where commands to the driver go.
 pub(crate) const CONTROL: &str = "/dev/ublk-control";
@@ -19,6 +19,10 @@ const TAG_BITS: u32 = 16;
 
 /// Features of the driver.
 pub(crate) mod feature {
+    /// Another server may take over the device of one that has ended,
+    pub(crate) const USER_RECOVERY: u64 = 1 << 3;
+    /// and gets the requests again that this one had.
+    pub(crate) const USER_RECOVERY_REISSUE: u64 = 1 << 4;
     /// Commands are encoded as those of `ioctl` are.
     pub(crate) const IOCTL_ENCODE: u64 = 1 << 6;
     /// The server copies data by reading and writing the character device.
@@ -32,9 +36,11 @@ pub(crate) mod attribute {
     pub(crate) const FUA: u32 = 1 << 3;
 }
 
-/// The states of a device that is no disk, and of one that is served; the process that serves a disk that was.
+/// The states of a device that is no disk, of one that is served, and of a disk that waits for another server; the
+/// process that serves a disk that was.
 pub(crate) const DEAD: u16 = 0;
 pub(crate) const LIVE: u16 = 1;
+pub(crate) const QUIESCED: u16 = 2;
 pub(crate) const NOBODY: i32 = -1;
 
 /// Commands to the driver, and those that fetch requests.
@@ -47,6 +53,9 @@ pub(crate) enum Command {
     StartDevice = 0x06,
     StopDevice = 0x07,
     SetParameters = 0x08,
+    GetParameters = 0x09,
+    StartRecovery = 0x10,
+    EndRecovery = 0x11,
     GetFeatures = 0x13,
     DeleteDeviceAsync = 0x14,
     Fetch = 0x20,
@@ -59,7 +68,7 @@ impl Command {
         const READ: u32 = 2;
         const WRITE: u32 = 1;
         let (direction, length) = match self {
-            Self::GetDevice | Self::GetFeatures | Self::DeleteDeviceAsync => {
+            Self::GetDevice | Self::GetParameters | Self::GetFeatures | Self::DeleteDeviceAsync => {
                 (READ, size_of::<ControlPayload>())
             }
             Self::Fetch | Self::CommitAndFetch => (READ | WRITE, size_of::<IoPayload>()),
@@ -112,6 +121,7 @@ pub(crate) struct DeviceInfo {
     pub(crate) process: i32,
     pub(crate) padding_1: u32,
     pub(crate) flags: u64,
+    /// The driver keeps it for the server, and does not look at it.
     pub(crate) private_flags: u64,
     pub(crate) owner: u32,
     pub(crate) group: u32,
@@ -127,6 +137,18 @@ pub(crate) struct Parameters {
     pub(crate) basic: Basic,
     pub(crate) discard: Discard,
     pub(crate) padding: u32,
+}
+
+impl Parameters {
+    /// Where the driver is to put a device's parameters.
+    pub(crate) fn room() -> Self {
+        Self { length: size_of::<Self>() as u32, ..Self::new_zeroed() }
+    }
+
+    /// These, without what the driver adds: the numbers of the device, which begin in the last four bytes.
+    pub(crate) fn set(self) -> Self {
+        Self { types: self.types & (BASIC | DISCARD), padding: 0, ..self }
+    }
 }
 
 /// `struct ublk_param_basic`
@@ -240,6 +262,9 @@ mod tests {
         assert_eq!(Command::StartDevice.code(), 0xc020_7506);
         assert_eq!(Command::StopDevice.code(), 0xc020_7507);
         assert_eq!(Command::SetParameters.code(), 0xc020_7508);
+        assert_eq!(Command::GetParameters.code(), 0x8020_7509);
+        assert_eq!(Command::StartRecovery.code(), 0xc020_7510);
+        assert_eq!(Command::EndRecovery.code(), 0xc020_7511);
         assert_eq!(Command::GetFeatures.code(), 0x8020_7513);
         assert_eq!(Command::DeleteDeviceAsync.code(), 0x8020_7514);
         assert_eq!(Command::Fetch.code(), 0xc010_7520);
@@ -257,6 +282,34 @@ mod tests {
         assert!(payload[24..].iter().all(|byte| *byte == 0));
         let payload = IoPayload::new(1, 2, -5).payload();
         assert_eq!(payload, [1, 0, 2, 0, 0xfb, 0xff, 0xff, 0xff, 0, 0, 0, 0, 0, 0, 0, 0]);
+    }
+
+    #[test]
+    fn a_device_has_its_fields_in_place() {
+        let mut bytes = [0_u8; 64];
+        for (at, byte) in bytes.iter_mut().enumerate() {
+            *byte = at as u8;
+        }
+        let info: DeviceInfo = zerocopy::transmute!(bytes);
+        assert_eq!((info.queues, info.depth, info.state), (0x100, 0x302, 0x504));
+        assert_eq!(
+            (info.max_bytes, info.device, info.process),
+            (0xb0a_0908, 0xf0e_0d0c, 0x1312_1110)
+        );
+        assert_eq!(info.flags, u64::from_ne_bytes(*bytes[24..].first_chunk().unwrap()));
+        assert_eq!(info.private_flags, u64::from_ne_bytes(*bytes[32..].first_chunk().unwrap()));
+        assert_eq!((info.owner, info.group), (0x2b2a_2928, 0x2f2e_2d2c));
+    }
+
+    #[test]
+    fn parameters_are_what_was_set() {
+        let room = Parameters::room();
+        assert_eq!((room.length, room.set()), (64, room));
+        // The driver says that there are numbers of the device, and has no room for more than the first one.
+        let told = Parameters { types: BASIC | 1 << 2, padding: 241, ..room };
+        assert_eq!(told.set(), Parameters { types: BASIC, ..room });
+        let sectors = Basic { sectors: 8, ..room.basic };
+        assert_ne!(Parameters { basic: sectors, ..told }.set(), told.set());
     }
 
     #[test]

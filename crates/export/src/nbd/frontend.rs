@@ -5,8 +5,8 @@ use super::places;
 use super::server::{Limits, Server};
 use crate::frontend::{
     CommandLineOption, Entrance, Export, ExportControl, ExportedDisk, Frontend, FrontendError,
-    Offered, Parameter, Place, Presence, Protocol, RemoveError, RemoveMode, Serving, Settings,
-    Shown, Start, Takes,
+    Offered, Outlive, Parameter, Place, Presence, Protocol, RemoveError, RemoveMode, Serving,
+    Settings, Shown, Start, Takes,
 };
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
@@ -24,7 +24,7 @@ const SHARE: usize = 4;
 pub const PROTOCOL: Protocol = Protocol {
     name: "nbd",
     shared: true,
-    clients_outlive: false,
+    clients_outlive: Outlive::Never,
     ends_unused: false,
     location: Parameter {
         name: "addr",

@@ -5,15 +5,15 @@ use super::geometry::{Geometry, MAX_BYTES};
 use super::queue::{POOL_BYTES, Queue};
 use crate::command_line::quoted;
 use crate::frontend::{
-    CommandLineOption, Export, ExportControl, ExportedDisk, Frontend, FrontendError, Parameter,
-    Place, Presence, Protocol, RemoveError, RemoveMode, Serving, Settings, Shown, Start, Takes,
-    requests_within,
+    CommandLineOption, Export, ExportControl, ExportedDisk, Frontend, FrontendError, Outlive,
+    Parameter, Place, Presence, Protocol, RemoveError, RemoveMode, Serving, Settings, Shown, Start,
+    Takes, requests_within,
 };
-use crate::keeper::{self, Device, Keeper};
+use crate::keeper::{self, Device, Image, Keeper, Waiting};
 use crate::stop::Stop;
 use isobath_disk::memory::{OutOfMemory, Reserved};
 use isobath_disk::{BlockDevice, MemoryLimit};
-use isobath_ring::{Handle, JoinError, spawn, unblock};
+use isobath_ring::{CommandRing, Handle, JoinError, spawn, unblock};
 use parking_lot::Mutex;
 use std::fs::File;
 use std::future::poll_fn;
@@ -26,7 +26,7 @@ use std::task::Poll;
 pub const PROTOCOL: Protocol = Protocol {
     name: "ublk",
     shared: false,
-    clients_outlive: false,
+    clients_outlive: Outlive::With(RECOVERY.name),
     ends_unused: true,
     location: Parameter {
         name: "device",
@@ -40,13 +40,33 @@ pub const PROTOCOL: Protocol = Protocol {
             default: None,
         }),
     },
-    parameters: &[],
+    parameters: &[RECOVERY],
 };
+
+/// How long a device waits for another server if its own is killed.
+const RECOVERY: Parameter = Parameter {
+    name: "recovery",
+    takes: Takes::Number { most: MOST_SECONDS },
+    qmp: Presence::Absent,
+    option: Some(CommandLineOption {
+        flag: "ublk-recovery",
+        value_name: "SECONDS",
+        help: "If the server is killed, keep the devices so long for another one that is started with the same image \
+               and number: programs that use them see a pause. What was written survives, flushed or not; an image \
+               that cannot promise that is refused. Needs numbers for --ublk, and excludes --qmp and --snapshot",
+        default: None,
+    }),
+};
+/// A day.
+const MOST_SECONDS: u64 = 24 * 60 * 60;
 
 /// The most requests in flight of each queue.
 const MOST_REQUESTS: usize = 64;
 /// The most queues that a device can have.
 const MOST_QUEUES: usize = 4096;
+
+/// What takes of a memory limit.
+const EXPORT: &str = "a ublk export";
 
 /// Exports disks as block devices.
 pub struct UblkFrontend {
@@ -63,8 +83,59 @@ const fn memory(requests: usize) -> usize {
 impl UblkFrontend {
     /// How many requests each of `queues` may have in flight, and what they take of a memory limit.
     fn requests(&self, queues: usize) -> Result<(usize, Option<Reserved>), OutOfMemory> {
-        requests_within(self.memory.as_ref(), "a ublk export", queues, MOST_REQUESTS, memory)
+        requests_within(self.memory.as_ref(), EXPORT, queues, MOST_REQUESTS, memory)
     }
+
+    /// What so many queues with so many requests each take of a memory limit.
+    fn reserve(&self, queues: u16, depth: u16) -> Result<Option<Reserved>, OutOfMemory> {
+        let bytes = usize::from(queues) * memory(depth.into());
+        self.memory.as_ref().map(|limit| limit.reserve(EXPORT, bytes as u64)).transpose()
+    }
+
+    /// Adds a device, with a queue for each thread.
+    fn add(&self, keeper: &Keeper) -> Result<Begun, FrontendError> {
+        let queues = self.workers.len().clamp(1, MOST_QUEUES);
+        let (requests, reserved) = self.requests(queues)?;
+        let depth = requests as u16;
+        let device = keeper.add(queues as u16, depth, MAX_BYTES)?;
+        let rings = rings(device.queues, depth)?;
+        Ok(Begun { device, depth, rings, reserved, is_adopted: false })
+    }
+
+    /// Takes over the device that waits, with the queues that it has. What can fail is done before.
+    fn adopt(
+        &self,
+        keeper: &Keeper,
+        Waiting { queues, depth }: Waiting,
+    ) -> Result<Begun, FrontendError> {
+        let reserved = self.reserve(queues, depth)?;
+        let rings = rings(queues, depth)?;
+        let device = keeper.adopt()?;
+        Ok(Begun { device, depth, rings, reserved, is_adopted: true })
+    }
+}
+
+/// A device that is to be served.
+struct Begun {
+    device: Device,
+    /// How many requests a queue may have in flight.
+    depth: u16,
+    /// A ring for each queue.
+    rings: Vec<CommandRing>,
+    reserved: Option<Reserved>,
+    /// It is a disk already, which waits for its queues to be served.
+    is_adopted: bool,
+}
+
+/// A ring for each of so many queues.
+fn rings(queues: u16, depth: u16) -> io::Result<Vec<CommandRing>> {
+    (0..queues).map(|_| CommandRing::new(depth.into())).collect()
+}
+
+/// The image that a disk is of.
+fn image_of<D>(disk: &ExportedDisk<D>) -> io::Result<Image> {
+    let name = disk.images.first().ok_or_else(|| io::Error::other("the disk has no image"))?;
+    Ok(Image { name: std::path::absolute(name)?, file: disk.file })
 }
 
 impl<D: BlockDevice> Frontend<D> for UblkFrontend {
@@ -84,18 +155,27 @@ impl<D: BlockDevice> Frontend<D> for UblkFrontend {
         let keeper = settings.take_keeper("device")?;
         let read_only = !disk.writable || disk.device.is_read_only();
         let geometry = Geometry::new(disk.device.size(), disk.device.preferred_block(), read_only)?;
-        let queues = self.workers.len().clamp(1, MOST_QUEUES);
-        let (requests, reserved) = self.requests(queues)?;
-        let depth = requests as u16;
-        let Device { number, queues, file } = keeper.add(queues as u16, depth, MAX_BYTES)?;
+        let waiting = match settings.number(RECOVERY.name) {
+            Some(_) => keeper.look(geometry.parameters(), image_of(&disk)?)?,
+            None => None,
+        };
+        let Begun { device, depth, rings, reserved, is_adopted } = match waiting {
+            Some(waiting) => self.adopt(&keeper, waiting)?,
+            None => self.add(&keeper)?,
+        };
+        let Device { number, file, .. } = device;
+        if is_adopted {
+            tracing::info!("taking over /dev/ublkb{number}");
+        }
         let file = Arc::new(File::from(file));
-        let queues = (0..queues).map(|queue| Queue::new(&file, queue, depth));
+        let queues = (0..).zip(rings).map(|(queue, ring)| Queue::new(&file, queue, depth, ring));
         let queues = queues.collect::<io::Result<Vec<_>>>()?;
         let kept = Kept { keeper: Arc::new(keeper), file };
         let served = Arc::new(Served {
             device: disk.device,
             geometry,
             number,
+            is_adopted,
             removed: Stop::default(),
             begun: Stop::default(),
             failure: Mutex::default(),
@@ -198,6 +278,12 @@ async fn serve<D: BlockDevice>(
         *served.failure.lock() = Some(error.to_string());
     }
     served.begun.request();
+    if served.is_adopted && started.is_err() {
+        // Whoever uses it can still be helped: it waits for another server.
+        served.abandoned.request();
+        let _ = parts.await;
+        return started;
+    }
 
     // Who waits for the start is told if it has failed.
     let is_disk = started.is_ok();

@@ -8,7 +8,9 @@
 //! Devices are added and removed by a [`Keeper`](crate::keeper::Keeper), a program beside the server: this needs rights
 //! that a server gives up, and waits in the kernel that whoever serves the device must not be in. A device is removed
 //! once nobody uses it. When its server is killed, the keeper deletes it; what has not been flushed is then lost, as
-//! when a disk is pulled out.
+//! when a disk is pulled out. With a parameter it first waits for another server of the image, to which the kernel
+//! hands the requests again ([decision
+//! 0060](https://example.invalid/isobath/docs/decisions/0060-ublk-user-recovery.md)).
 
 mod frontend;
 mod geometry;
@@ -28,6 +30,8 @@ struct Served<D> {
     device: Arc<D>,
     geometry: Geometry,
     number: u32,
+    /// It was another server's, which has been killed.
+    is_adopted: bool,
     /// Requested once the export is removed.
     removed: Stop,
     /// Requested once the disk is there, or has failed to be.

@@ -36,10 +36,14 @@ pub(super) struct Queue {
 }
 
 impl Queue {
-    /// A queue of a device, with requests of `depth` tags.
-    pub(super) fn new(file: &Arc<File>, number: u16, depth: u16) -> io::Result<Self> {
+    /// A queue of a device, with requests of `depth` tags, whose commands `ring` has room for.
+    pub(super) fn new(
+        file: &Arc<File>,
+        number: u16,
+        depth: u16,
+        ring: CommandRing,
+    ) -> io::Result<Self> {
         let descriptors = Descriptors::map(file, number, depth)?;
-        let ring = CommandRing::new(u32::from(depth))?;
         Ok(Self { number, depth, file: file.clone(), descriptors, ring })
     }
 

@@ -6,8 +6,8 @@ use super::server::Server;
 use crate::budget::Budget;
 use crate::command_line::{option_value, quoted};
 use crate::frontend::{
-    CommandLineOption, Export, ExportControl, ExportedDisk, Frontend, FrontendError, Parameter,
-    Place, Presence, Protocol, RemoveError, RemoveMode, Settings, Shown, Start, Takes,
+    CommandLineOption, Export, ExportControl, ExportedDisk, Frontend, FrontendError, Outlive,
+    Parameter, Place, Presence, Protocol, RemoveError, RemoveMode, Settings, Shown, Start, Takes,
 };
 use isobath_disk::memory::{OutOfMemory, Reserved};
 use isobath_disk::{BlockDevice, MemoryLimit};
@@ -25,7 +25,7 @@ use std::time::Duration;
 pub const PROTOCOL: Protocol = Protocol {
     name: "vhost-user-blk",
     shared: false,
-    clients_outlive: true,
+    clients_outlive: Outlive::Always,
     ends_unused: false,
     location: Parameter {
         name: "addr",

@@ -105,6 +105,8 @@ struct LogState {
     suspended: usize,
     /// The number of callers that promise nothing to clients.
     unpromised: usize,
+    /// Clients rely on the log, whoever promises nothing: where there is none, changes are debts.
+    required: bool,
     /// The last durable record of the journal.
     last: Lsn,
     entries: Part,
@@ -262,6 +264,26 @@ impl RestartLog {
         self.awake.load(Ordering::SeqCst)
     }
 
+    /// From now on a change that cannot be logged is made durable before its request completes, also where there can
+    /// be no log. Returns whether there can be one; nothing has been changed so far.
+    ///
+    /// # Errors
+    /// The memory cannot be created.
+    pub async fn require<S: Storage>(&self, storage: &S) -> isobath_storage::Result<bool> {
+        let known = self.state.lock().memory.clone();
+        let memory = match known.filter(|memory| memory.is_there()) {
+            Some(memory) => Some(memory),
+            None => storage.restart_memory(MemoryUse::Create).await?,
+        };
+        let Some(memory) = memory else { return Ok(false) };
+        let mut state = self.state.lock();
+        if !state.begun {
+            state.memory = Some(memory);
+        }
+        state.required = true;
+        Ok(true)
+    }
+
     /// Logs the new entry of a cluster, in the form that its table has. The caller keeps its batch open.
     pub fn entry(&self, cluster: u64, entry: [u8; 16]) {
         if !self.is_awake() {
@@ -343,7 +365,7 @@ impl RestartLog {
         let known = self.state.lock().memory.clone();
         let memory = match known.filter(|memory| memory.is_there()) {
             Some(memory) => Some(memory),
-            None => new_memory(storage).await,
+            None => self.new_memory(storage).await,
         };
         let state = &mut *self.state.lock();
         state.memory = memory;
@@ -375,7 +397,7 @@ impl RestartLog {
             image = %isobath_storage::shown(storage.name()),
             "the restart memory was removed; continuing in new restart memory"
         );
-        let memory = new_memory(storage).await;
+        let memory = self.new_memory(storage).await;
         let state = &mut *self.state.lock();
         if !state.memory.as_ref().is_some_and(|now| Arc::ptr_eq(now, &lost)) {
             // The log has ended meanwhile, and may have begun again.
@@ -470,8 +492,27 @@ impl RestartLog {
         }
     }
 
+    /// New memory for the log; if there is none, the reason is logged.
+    async fn new_memory<S: Storage>(&self, storage: &S) -> Option<Arc<dyn RestartMemory>> {
+        let found = storage.restart_memory(MemoryUse::Create).await.unwrap_or_else(|error| {
+            tracing::warn!("{error}");
+            None
+        });
+        if found.is_none() {
+            let then = if self.state.lock().required {
+                "each change waits until it is durable"
+            } else {
+                "unflushed writes will be lost if this process is killed"
+            };
+            let image = isobath_storage::shown(storage.name());
+            tracing::warn!(%image, "no restart memory; {then}");
+        }
+        found
+    }
+
     fn tell(&self, state: &LogState) {
-        let must_sync = state.lost != state.paid && state.unpromised == 0;
+        let promised = state.required || state.unpromised == 0;
+        let must_sync = state.lost != state.paid && promised;
         if must_sync != self.must_sync.load(Ordering::Relaxed) {
             self.must_sync.store(must_sync, Ordering::SeqCst);
         }
@@ -480,21 +521,6 @@ impl RestartLog {
             self.much.store(much, Ordering::Relaxed);
         }
     }
-}
-
-/// New memory for a log; if there is none, the reason is logged.
-async fn new_memory<S: Storage>(storage: &S) -> Option<Arc<dyn RestartMemory>> {
-    let found = storage.restart_memory(MemoryUse::Create).await.unwrap_or_else(|error| {
-        tracing::warn!("{error}");
-        None
-    });
-    if found.is_none() {
-        tracing::warn!(
-            image = %isobath_storage::shown(storage.name()),
-            "no restart memory; unflushed writes will be lost if this process is killed"
-        );
-    }
-    found
 }
 
 /// The value of a number in the memory.

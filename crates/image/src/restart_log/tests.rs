@@ -19,12 +19,23 @@ struct World {
     log: Arc<RestartLog>,
 }
 
-/// A log in use, and the header of the image to which it belongs.
-fn world() -> World {
+/// A file that may have memory.
+struct MemoryWorld {
+    host: MemoryHost,
+    file: MemoryFile,
+}
+
+fn memory_world() -> MemoryWorld {
     let host = MemoryHost::new();
     host.insert("image", &[0; 512]);
     let mode = OpenMode { writable: true, ..OpenMode::default() };
     let file = futures_executor::block_on(host.open(Path::new("image"), mode)).unwrap();
+    MemoryWorld { host, file }
+}
+
+/// A log in use, and the header of the image to which it belongs.
+fn world() -> World {
+    let MemoryWorld { host, file } = memory_world();
     let log = Arc::new(RestartLog::default());
     log.wake();
     futures_executor::block_on(log.begin(&file, ID, LAST));
@@ -285,6 +296,27 @@ fn steps_of_commits_that_do_not_follow_each_other_are_noticed() {
         let _ = drop_closed(Some(log), None);
     });
     assert!(kept.contains("drops from the log what it closed in it"), "{kept}");
+}
+
+#[test]
+fn a_log_that_is_required_owes_what_it_has_no_memory_for() {
+    let MemoryWorld { host, file } = memory_world();
+    for required in [true, false] {
+        host.set_restart_memories(true);
+        let log = RestartLog::default();
+        log.wake();
+        if required {
+            assert!(futures_executor::block_on(log.require(&file)).unwrap());
+        }
+        host.forget_restart_memories();
+        host.set_restart_memories(false);
+        assert!(!futures_executor::block_on(RestartLog::default().require(&file)).unwrap());
+        futures_executor::block_on(log.begin(&file, ID, LAST));
+        log.entry(1, entry(1));
+        assert_eq!(log.must_sync(), required);
+        commit(&log);
+        assert!(!log.must_sync());
+    }
 }
 
 #[test]

@@ -24,6 +24,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+/// Why there can be no restart log.
+const WITHOUT_MEMORY: &str = "writes that were not flushed would be lost if the server is killed: there is no restart \
+                              memory in /dev/shm";
+
 /// The number of pending changes at which a commit is made without a flush from the guest, since they take memory until
 /// then.
 const PENDING_LIMIT: usize = 64 << 10;
@@ -206,6 +210,30 @@ impl<S: Storage> Writer<S> {
         }
         // The journal that is set up next has a log.
         self.without_journal(readers, wake).await
+    }
+
+    /// From now on completed writes survive a kill of this process in any case: what cannot be logged is made durable
+    /// before its request completes. The log was [begun](Self::begin_restart_log), and nothing written so far.
+    ///
+    /// # Errors
+    /// The image cannot have a log.
+    pub async fn require_restart_log(&self) -> Result<()> {
+        // Others are written in place.
+        let Some(qcow2) = &self.qcow2 else { return Ok(()) };
+        let refused = |reason: String| {
+            Err(DiskError::Refused { image: self.layer.name().to_owned(), reason })
+        };
+        let Some(log) = self.log() else {
+            let reason = "in metadata mode 'ordered' writes that were not flushed are lost if the server is killed; \
+                          use another one, such as auto";
+            return refused(reason.into());
+        };
+        self.policy.refuse_without_journal(&qcow2.metadata.layer).await?;
+        match log.require(&**self.layer.storage()).await {
+            Ok(true) => Ok(()),
+            Ok(false) => refused(format!("{WITHOUT_MEMORY}, and its file has none")),
+            Err(error) => refused(format!("{WITHOUT_MEMORY}: {error}")),
+        }
     }
 
     /// Ensures that a program that opens the image after this process was killed finds the restart log.

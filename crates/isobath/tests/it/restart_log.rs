@@ -7,8 +7,8 @@ use crate::common::{ALWAYS, Ticking, complete, export, findings, make, run};
 use futures_executor::block_on;
 use futures_util::future::{LocalBoxFuture, join_all};
 use isobath_disk::{
-    CheckOptions, Disk, LiveDisk, MetadataMode, NewDisk, OpenOptions, Overlay, Preallocation,
-    Repair, ZeroFlags, check, create,
+    CheckOptions, Disk, ImageFormat, LiveDisk, MetadataMode, NewDisk, OpenOptions, Overlay,
+    Preallocation, Repair, ZeroFlags, check, create,
 };
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{CommitOptions, JobOptions, MirrorOptions, MirrorSync};
@@ -466,6 +466,46 @@ fn after_a_power_failure_and_without_such_memory_there_is_what_was_flushed() {
         let disk = open(memory.clone(), &logged()).await;
         assert_lost(&disk, 8).await;
         close(disk, &memory).await;
+    });
+}
+
+#[test]
+fn where_a_log_is_required_nothing_is_lost_or_the_image_is_refused() {
+    block_on(async {
+        let memory = overlay(16).await;
+        let required = async |name: &str, options: &OpenOptions| {
+            let live = open_live(&memory, name, options).await;
+            live.require_restart_log().await.map_err(|error| error.to_string())
+        };
+        let ordered = required(NAME, &logged().metadata(MetadataMode::Ordered)).await.unwrap_err();
+        assert!(ordered.contains("metadata mode 'ordered'"), "{ordered}");
+        let mut old = NewImage::new(1 << 20);
+        old.version = 2;
+        make(&memory, "old.qcow2", &old).await;
+        let old = required("old.qcow2", &logged()).await.unwrap_err();
+        assert!(old.contains("a journal needs version 3"), "{old}");
+        assert_eq!(required(NAME, &logged()).await, Ok(()));
+        assert_eq!(required(NAME, &logged().writable(false)).await, Ok(()), "nothing is written");
+
+        let live = open_live(&memory, NAME, &logged()).await;
+        live.require_restart_log().await.unwrap();
+        memory.forget_restart_memories();
+        memory.set_restart_memories(false);
+        for n in 0..4 {
+            live.write(n * CLUSTER + 512, IoBuf::copy_of(&[n as u8 + 1; 4096])).await.unwrap();
+        }
+        drop(live);
+        // Killed, and there is no log.
+        let without = required(NAME, &logged()).await.unwrap_err();
+        assert!(without.contains("there is no restart memory in /dev/shm"), "{without}");
+        let disk = open(memory.clone(), &logged()).await;
+        for n in 0..4 {
+            assert_reads(&disk, n * CLUSTER + 512, n as u8 + 1, 4096).await;
+        }
+        close(disk, &memory).await;
+        // In a raw image all is written in place.
+        let raw = logged().format(Some(ImageFormat::Raw));
+        assert_eq!(required("base.raw", &raw).await, Ok(()));
     });
 }
 

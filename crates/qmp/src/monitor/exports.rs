@@ -8,13 +8,13 @@ use crate::server::ClientFiles;
 use event_listener::Event;
 use isobath_disk::LiveDisk;
 use isobath_export::frontend::{
-    Export, ExportControl, ExportedDisk, Frontend, Parameter, Place, Presence, Protocol,
+    Export, ExportControl, ExportedDisk, Frontend, Outlive, Parameter, Place, Presence, Protocol,
     RemoveError, RemoveMode, Setting, Settings, Shown, Takes,
 };
 use isobath_export::registry::PROTOCOLS;
 use isobath_ring::net::Listener;
 use isobath_ring::{JoinHandle, spawn, unblock};
-use isobath_storage::Host;
+use isobath_storage::{Host, StorageExt};
 use serde_json::{Value, json};
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -151,12 +151,17 @@ impl<H: Host + Clone> Monitor<H> {
         writable: bool,
         settings: Settings,
     ) -> Result<()> {
+        let layers = drive.layers();
+        let Some(active) = layers.first() else {
+            return Err(QmpError::new("the disk has no layers"));
+        };
         let disk = ExportedDisk {
+            file: active.storage().id(),
             device: drive.disk().clone(),
             name: self.name_of(drive),
             chosen_by: chosen_by.to_owned(),
             writable,
-            images: drive.layers().iter().map(|layer| layer.name().to_owned()).collect(),
+            images: layers.iter().map(|layer| layer.name().to_owned()).collect(),
         };
         let Export { control, serving } = frontend.export(disk, settings).map_err(QmpError::new)?;
         let (exports, events, name) =
@@ -302,7 +307,7 @@ impl<H: Host + Clone> Monitor<H> {
         if flag(arguments, "writethrough").unwrap_or(false) {
             return Err(QmpError::new("'writethrough' is not supported; clients can flush"));
         }
-        if writable && frontend.protocol().clients_outlive {
+        if writable && frontend.protocol().clients_outlive == Outlive::Always {
             found.drive.disk().begin_restart_log().await.map_err(QmpError::new)?;
         }
         let settings = settings(frontend.protocol(), arguments, client).await?;

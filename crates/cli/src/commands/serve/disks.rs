@@ -34,7 +34,8 @@ pub(super) async fn open<H: Host + Clone>(
             if let Some(overlay) = args.overlay_of(number) {
                 let options = options.index(false).format(ImageFormat::Qcow2);
                 let options = options.restart_log(restart_log);
-                disks.push(open_overlay(host, overlay, &chain, &options).await?);
+                let disk = open_overlay(host, overlay, &chain, &options).await?;
+                disks.push(disk_that_outlives(disk, args, number).await?);
                 continue;
             }
             options = stored::options_of(&chain, options);
@@ -58,9 +59,24 @@ pub(super) async fn open<H: Host + Clone>(
                 image.display()
             )));
         }
-        disks.push(disk);
+        disks.push(disk_that_outlives(disk, args, number).await?);
     }
     Ok(disks)
+}
+
+/// A disk whose completed writes survive a kill of this server, if those who use it rely on that.
+async fn disk_that_outlives<H: Host + Clone>(
+    disk: Arc<LiveDisk<H>>,
+    args: &Args,
+    number: usize,
+) -> Result<Arc<LiveDisk<H>>, Failure> {
+    if let Some(option) = args.frontends.must_outlive(number)
+        && let Err(error) = disk.require_restart_log().await
+    {
+        disk.close().await?;
+        return Err(Failure::from(error).context(option));
+    }
+    Ok(disk)
 }
 
 /// Opens the local image above a chain in a store, which is made if it does not exist.

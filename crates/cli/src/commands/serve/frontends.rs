@@ -12,7 +12,7 @@ use clap::builder::{
 };
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches, ValueHint};
 use isobath_disk::LiveDisk;
-use isobath_export::frontend::{Parameter, Protocol, Setting, Settings, Takes};
+use isobath_export::frontend::{Outlive, Parameter, Protocol, Setting, Settings, Takes};
 use isobath_export::keeper::Keeper;
 use isobath_export::registry::{Frontends, Listeners, PROTOCOLS};
 use isobath_qmp::monitor::{Drive, Monitor};
@@ -219,6 +219,18 @@ impl Given {
         format!("--{flag}")
     }
 
+    /// The option by which its exports wait for another server once this one is killed, and for how many seconds.
+    fn recovery(&self) -> Option<(String, u64)> {
+        let Outlive::With(name) = self.protocol.clients_outlive else { return None };
+        let given = self.others.iter().find(|(parameter, _)| parameter.name == name);
+        match given? {
+            (Parameter { option: Some(option), .. }, Value::Number(seconds)) => {
+                Some((format!("--{}", option.flag), *seconds))
+            }
+            _ => None,
+        }
+    }
+
     /// The settings of the export at `location`; without one, of an export of a shared server.
     fn settings(
         &self,
@@ -259,8 +271,43 @@ impl FrontendArgs {
 
     /// Whether clients of the image with this number continue when this server is killed and restarted.
     pub(super) fn outlives(&self, image: usize) -> bool {
-        let mut given = self.own_servers().filter(|given| given.protocol.clients_outlive);
-        given.any(|given| image < given.locations.len())
+        let always = |given: &&Given| given.protocol.clients_outlive == Outlive::Always;
+        let mut given = self.own_servers().filter(always);
+        given.any(|given| image < given.locations.len()) || self.must_outlive(image).is_some()
+    }
+
+    /// The option by which they do, if the image is not to be served unless its writes survive.
+    pub(super) fn must_outlive(&self, image: usize) -> Option<String> {
+        let mut given = self.own_servers().filter(|given| image < given.locations.len());
+        given.find_map(|given| given.recovery().map(|(option, _)| option))
+    }
+
+    /// Refuses devices that are to wait for another server where that would not recognize them: one without a number,
+    /// or of a disk whose image is not the one of the command line.
+    pub(super) fn check_recovery(&self, qmp: bool, snapshot: bool) -> Result<(), Failure> {
+        for given in self.own_servers() {
+            let Some((option, seconds)) = given.recovery() else { continue };
+            let refused = |why: &str| Err(Failure::usage(format!("{option}: {why}")));
+            if seconds == 0 {
+                return refused("a device waits for at least a second");
+            }
+            if given.locations.contains(&Value::Device(None)) {
+                return refused(&format!(
+                    "the next server finds a device by its number; say which with {} N, not 'auto'",
+                    given.option()
+                ));
+            }
+            if qmp {
+                return refused(
+                    "not with --qmp: after a snapshot or a job the next server would have to be started with another \
+                     image",
+                );
+            }
+            if snapshot {
+                return refused("not with --snapshot: serve the image itself");
+            }
+        }
+        Ok(())
     }
 
     /// Refuses more exports of a frontend than there are images.
@@ -305,7 +352,10 @@ impl FrontendArgs {
         for given in self.own_servers() {
             for location in &given.locations {
                 if let Value::Device(number) = location {
-                    let started = keeper::start(*number);
+                    let seconds = given.recovery().map(|(_, seconds)| u32::try_from(seconds));
+                    let seconds = seconds.transpose();
+                    let seconds = seconds.map_err(Failure::new)?;
+                    let started = keeper::start(*number, seconds);
                     keepers.push_back(
                         started.map_err(|error| Failure::new(error).context(given.option()))?,
                     );
@@ -479,5 +529,28 @@ mod tests {
         let values: Vec<_> = given.0[1].others.iter().map(|(_, value)| value.clone()).collect();
         assert_eq!(values, [Value::Number(64), Value::Number(0)]);
         assert!(parse(&["--vhost-user-blk", "unix:/a", "--queues", "65536"]).is_err());
+    }
+
+    #[test]
+    fn a_device_that_waits_for_another_server_is_found_again() {
+        assert!(parse(&["--ublk-recovery", "5"]).is_err(), "without a device");
+        assert!(parse(&["--ublk", "3", "--ublk-recovery", "86401"]).is_err());
+        let plain = parse(&["--ublk", "auto"]).unwrap();
+        assert!(!plain.outlives(0) && plain.check_recovery(true, true).is_ok());
+        let given =
+            |arguments: &[&str]| parse(&[&["--ublk-recovery", "5"], arguments].concat()).unwrap();
+        let good = given(&["--ublk", "3", "--ublk", "/dev/ublkb4"]);
+        assert!(good.check_recovery(false, false).is_ok());
+        assert_eq!(good.must_outlive(1).as_deref(), Some("--ublk-recovery"));
+        assert!(good.outlives(1) && !good.outlives(2));
+        let why = |given: &FrontendArgs, qmp, snapshot| {
+            given.check_recovery(qmp, snapshot).unwrap_err().message.unwrap()
+        };
+        assert!(why(&good, true, false).contains("not with --qmp"));
+        assert!(why(&good, false, true).contains("not with --snapshot"));
+        let any = why(&given(&["--ublk", "3", "--ublk", "auto"]), false, false);
+        assert!(any.contains("say which with --ublk N"), "{any}");
+        let none = parse(&["--ublk", "3", "--ublk-recovery", "0"]).unwrap();
+        assert!(why(&none, false, false).contains("at least a second"));
     }
 }

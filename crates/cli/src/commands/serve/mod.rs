@@ -47,6 +47,7 @@ pub(crate) fn run(args: &Args, out: &mut dyn Write) -> Outcome {
     handed_in::check(args.handed_in())?;
     args.add_fd.iter().try_for_each(AddFd::add)?;
     args.frontends.check(args.images().len())?;
+    args.frontends.check_recovery(!args.qmp.is_empty(), args.snapshot.is_some())?;
     args.check_files()?;
     throttle::check(&args.throttle, &names)?;
     pausing::check(&args.werror, &args.rerror, args.images().len(), !args.qmp.is_empty())?;

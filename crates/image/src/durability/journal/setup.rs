@@ -31,7 +31,8 @@ impl Journal {
             tracing::warn!(%image, %error, "cannot set up a journal; continuing without one");
             state.impossible = true;
             // Without a restart log, which belongs to a journal, requests wait for a commit. That is too slow to be
-            // done for an image that has no room for a journal; a failing device is slow in any case.
+            // done for an image that has no room for a journal, unless a log is required; a failing device is slow in
+            // any case.
             let no_room = matches!(error.errno(), libc::ENOSPC | libc::EDQUOT | libc::EFBIG);
             let failing = matches!(error, DiskError::Storage(_)) && !no_room;
             if let Some(log) = metadata.log.as_ref().filter(|_| !failing) {
