@@ -393,6 +393,7 @@ pub(crate) async fn load_qcow2<H: Host>(
     }
     let protection = Box::pin(unlock(&**storage, name, &header, key)).await?;
     let purpose = match (writable, options.locking, &options.snapshot) {
+        (true, ..) if options.continues => Purpose::Continue,
         (true, ..) => Purpose::Write,
         // Restart logs know nothing of internal snapshots.
         (false, _, Some(_)) => Purpose::Examine,

@@ -206,6 +206,10 @@ pub struct OpenOptions {
     /// it up with the first change, and nothing is embedded. While the journal cannot be set up because the device
     /// fails, each change is made durable before it is answered.
     pub restart_log: bool,
+    /// Clients of a killed process go on with this disk, and rely on all that they were told has completed: an image
+    /// whose journal is in use is refused, and nothing changed, unless the [restart log](Self::restart_log) that this
+    /// process left is there and fits.
+    pub continues: bool,
     /// The repair of an image opens it: its corrupt bit is no reason not to.
     pub(crate) repairing: bool,
     /// Who opens it has asked for its repair: that may take as long, and as much memory, as it takes.
@@ -236,6 +240,7 @@ impl Default for OpenOptions {
             map_cache: None,
             memory: None,
             restart_log: false,
+            continues: false,
             repairing: false,
             unbounded_repair: false,
         }
@@ -296,6 +301,7 @@ setters! {
     map_cache: usize,
     memory: Option<Arc<MemoryLimit>>,
     restart_log: bool,
+    continues: bool,
 }
 
 impl OpenOptions {

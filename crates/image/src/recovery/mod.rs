@@ -18,6 +18,7 @@
 //! | data | one after that, whose cluster does not match | ignored | the write was not durable, and was never reported as durable |
 //! | memory | a restart log of this journal, up to its last durable record | area and data written in place, the journal emptied and left in use; then [`finish`] | completed writes are newer than both, and may need clusters |
 //! | memory | one that ends at another record, or does not match the tables | set aside under another name, with a warning | the image was restored to an earlier state, or changed by another program |
+//! | memory | none or one that does not match, while clients of the killed process [go on](Purpose::Continue) | refused, nothing changed that the image did not have | they would lose writes that they were told had completed |
 //! | memory | one that is damaged or cannot be read | refused, nothing changed | continuing would lose writes that a guest was told had completed |
 //! | any | this recovery's own work, after a crash | done again from the start | nothing that it reads is changed before its replacement is durable |
 //!
@@ -35,9 +36,9 @@ mod verify;
 
 pub(crate) use restart::{finish, overlay};
 
-use crate::Result;
 use crate::replayed::Replayed;
 use crate::restart_log::{FoundLog, LogUse};
+use crate::{DiskError, Result};
 use isobath_qcow2::{Header, IncompatibleFeatures};
 use isobath_storage::Storage;
 use std::path::Path;
@@ -56,6 +57,27 @@ pub(crate) enum Purpose {
     View(LogUse),
     /// The image is repaired, or opened for writing.
     Write,
+    /// The image is opened for writing, and [goes on](crate::options::OpenOptions::continues) for clients of a killed
+    /// process.
+    Continue,
+}
+
+impl Purpose {
+    /// Whether the image is written to.
+    fn writes(self) -> bool {
+        matches!(self, Self::Write | Self::Continue)
+    }
+}
+
+/// Why an image cannot go on for clients of a killed process.
+fn discontinued(name: &Path, log: &str) -> DiskError {
+    DiskError::Refused {
+        image: name.to_owned(),
+        reason: format!(
+            "its server was killed, and the log of its unflushed writes {log}: those who still use the disk would lose \
+             what they were told had completed"
+        ),
+    }
 }
 
 /// The result of a recovery.
@@ -87,8 +109,13 @@ pub(crate) async fn recover<S: Storage>(
     let found = match purpose {
         Purpose::Examine => None,
         Purpose::View(how) => FoundLog::find(storage, name, header, how).await?,
-        Purpose::Write => FoundLog::find(storage, name, header, LogUse::Take).await?,
+        Purpose::Write | Purpose::Continue => {
+            FoundLog::find(storage, name, header, LogUse::Take).await?
+        }
     };
+    if purpose == Purpose::Continue && found.is_none() {
+        return Err(discontinued(name, "is not there"));
+    }
     let examined = records::examine(storage, name, header).await?;
     let mut restart_log = found;
     let mut unfit = false;
@@ -97,6 +124,9 @@ pub(crate) async fn recover<S: Storage>(
     {
         let reason = "the image was restored to an earlier state after its server was killed; the writes acknowledged \
              since are not replayed";
+        if purpose == Purpose::Continue {
+            return Err(discontinued(name, "is of a later state of the image"));
+        }
         if purpose == Purpose::Write {
             found.set_aside(name, reason)?;
         } else {
@@ -108,7 +138,7 @@ pub(crate) async fn recover<S: Storage>(
     if restart_log.is_some() {
         place::refuse_zones(name, &examined)?;
     }
-    if purpose != Purpose::Write {
+    if !purpose.writes() {
         return Ok(Recovered { view: Some(examined.replayed), restart_log, unfit });
     }
     place::write(storage, name, header, &examined.replayed).await?;

@@ -3,7 +3,7 @@
 //! The image's journal stays in use, but empty, until that is done: a process that is killed meanwhile leaves the log
 //! valid, and no other program changes the image in between.
 
-use super::place;
+use super::{discontinued, place};
 use crate::alloc::Allocator;
 use crate::durability::data_journal::MAX_PENDING;
 use crate::durability::zones::Zones;
@@ -48,8 +48,13 @@ struct Change {
 /// use. A log that does not fit the image changes nothing.
 ///
 /// # Errors
-/// If the storage fails; the image must then be opened again.
-pub(crate) async fn finish<S: Storage>(metadata: &Metadata<S>, found_log: &FoundLog) -> Result<()> {
+/// If the storage fails, or the image [`continues`](crate::options::OpenOptions::continues) and the log does not fit;
+/// the image must then be opened again.
+pub(crate) async fn finish<S: Storage>(
+    metadata: &Metadata<S>,
+    found_log: &FoundLog,
+    continues: bool,
+) -> Result<()> {
     let header = metadata.layer.header().ok_or(DiskError::ReadOnly)?;
     let area = area(metadata)?;
     metadata.alloc.set_aside(area.clone()).await;
@@ -63,6 +68,10 @@ pub(crate) async fn finish<S: Storage>(metadata: &Metadata<S>, found_log: &Found
             );
             found_log.set_unclean(metadata.layer.name())?;
             apply(metadata, plan).await?;
+        }
+        Err(reason) if continues => {
+            let log = format!("does not match it ({reason})");
+            return Err(discontinued(metadata.layer.name(), &log));
         }
         Err(reason) => {
             found_log.set_aside(metadata.layer.name(), &unfit(reason))?;

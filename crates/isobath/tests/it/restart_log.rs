@@ -509,6 +509,88 @@ fn where_a_log_is_required_nothing_is_lost_or_the_image_is_refused() {
     });
 }
 
+#[test]
+fn where_clients_go_on_an_image_without_the_log_that_fits_is_refused_and_stays_as_it_is() {
+    let goes_on = || logged().continues(true);
+    let refused = async |host: AnyHost, name: &Path| {
+        let error = Disk::open(host, name, &goes_on()).await.err().unwrap().to_string();
+        assert!(error.contains("they were told had completed"), "{error}");
+        error
+    };
+    block_on(async {
+        // Its server has closed it, or has left the log.
+        let memory = overlay(16).await;
+        open(memory.clone(), &goes_on()).await.close().await.unwrap();
+        leave(memory.clone(), 0).await;
+        let disk = open(memory.clone(), &goes_on()).await;
+        assert_left(&disk, 0).await;
+        drop(disk);
+
+        leave(memory.clone(), 8).await;
+        memory.forget_restart_memories();
+        let before = memory.contents(NAME).unwrap();
+        // However often it is attempted.
+        for _ in 0..2 {
+            let error = refused(memory.any(), Path::new(NAME)).await;
+            assert!(error.contains("the log of its unflushed writes is not there"), "{error}");
+            assert!(memory.contents(NAME).unwrap() == before);
+        }
+        // Without those clients it is as after a power failure.
+        let disk = open(memory.clone(), &logged()).await;
+        assert_lost(&disk, 8).await;
+        // The journal is set up for the first.
+        write(&disk, 19 * CLUSTER, 9, 4096).await;
+        disk.flush().await.unwrap();
+        let earlier = memory.contents(NAME).unwrap();
+        write(&disk, 20 * CLUSTER, 9, 4096).await;
+        disk.flush().await.unwrap();
+        write(&disk, 21 * CLUSTER, 9, 4096).await;
+        disk.flush().await.unwrap();
+        write(&disk, 22 * CLUSTER, 9, 4096).await;
+        drop(disk);
+        let later = memory.contents(NAME).unwrap();
+        let put = async |bytes: &[u8]| {
+            let mode = OpenMode { writable: true, ..OpenMode::default() };
+            let file = memory.open(Path::new(NAME), mode).await.unwrap();
+            file.set_len(bytes.len() as u64).await.unwrap();
+            file.write_at(0, IoBuf::copy_of(bytes)).await.unwrap();
+        };
+        put(&earlier).await;
+        for _ in 0..2 {
+            let error = refused(memory.any(), Path::new(NAME)).await;
+            assert!(error.contains("is of a later state of the image"), "{error}");
+            assert!(memory.contents(NAME).unwrap() == earlier);
+        }
+        // The log was left alone.
+        put(&later).await;
+        let disk = open(memory.clone(), &goes_on()).await;
+        assert_reads(&disk, 22 * CLUSTER, 9, 4096).await;
+        close(disk, &memory).await;
+    });
+    isobath_ring::block_on(async {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join(NAME);
+        qemu::create(&image, "qcow2", 64 << 20, "");
+        let disk = Disk::open(FileHost.any(), &image, &logged()).await.unwrap();
+        write(&disk, 0, 7, 4096).await;
+        disk.flush().await.unwrap();
+        write(&disk, CLUSTER, 8, 4096).await;
+        drop(disk);
+        use_up(&image);
+        let log = log_of(&image);
+        for _ in 0..2 {
+            let error = refused(FileHost.any(), &image).await;
+            assert!(error.contains("does not match it"), "{error}");
+            assert!(log.exists());
+        }
+        let disk = Disk::open(FileHost.any(), &image, &logged()).await.unwrap();
+        assert_reads(&disk, 0, 7, 4096).await;
+        assert_reads(&disk, CLUSTER, 0, 4096).await;
+        disk.close().await.unwrap();
+        std::fs::remove_file(format!("{}.aside-0", log.display())).unwrap();
+    });
+}
+
 /// An entry that refers to new data in an external data file may be durable only behind it, also in a recovery.
 #[test]
 fn data_in_another_file_is_durable_before_an_entry_that_a_log_adds() {
