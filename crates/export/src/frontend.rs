@@ -233,8 +233,19 @@ pub struct ExportedDisk<D> {
     pub writable: bool,
     /// Its image files, which cannot be used as mount points; the active one is first.
     pub images: Vec<PathBuf>,
-    /// What identifies the file of the active one.
-    pub file: FileId,
+    /// The files that it is written to: that of the active image, and its data file if it has one.
+    pub files: Vec<DiskFile>,
+    /// What identifies all other files, from the top, as far as it is known.
+    pub below: Vec<FileId>,
+}
+
+/// A file of a disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskFile {
+    /// The name by which it was opened.
+    pub name: PathBuf,
+    /// What identifies it.
+    pub id: FileId,
 }
 
 /// The arguments for starting a frontend.

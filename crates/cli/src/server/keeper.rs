@@ -23,5 +23,6 @@ pub(crate) fn start(number: Option<u32>, outlives: Option<u32>) -> Result<Keeper
 
 /// If this process is a keeper, is one until the server has ended.
 pub(crate) fn keep() -> Option<ExitCode> {
-    (env::args_os().next()? == NAME).then(keeper::keep)
+    let mut arguments = env::args_os();
+    (arguments.next()? == NAME).then(|| keeper::keep(arguments))
 }

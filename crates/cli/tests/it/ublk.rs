@@ -16,7 +16,9 @@ const NO_ERRORS: &str =
 
 /// Script lines with a file system at `/mnt` that has the images. `serve` starts a server and waits until it is ready,
 /// with its number of process in `$pid` and its output in `/tmp/out`; `ends` waits for its end, whose status is in
-/// `$status`; `fails` runs a command that has to fail.
+/// `$status`; `fails` runs a command that has to fail. `byte` changes one of the record of the device 0, and
+/// `is_set` tells whether one is 1; `killed` kills the server, and `until_waits` then waits until its keeper waits for
+/// another one.
 const BEGIN: &str = "
     mount -t ext4 -o commit=300 /dev/vda /mnt
     cd /mnt
@@ -50,6 +52,10 @@ const BEGIN: &str = "
         done
     }
     until_no_keeper() { while [ -n \"$(keepers)\" ]; do sleep 0.1; done; }
+    byte() { printf \"$2\" | dd of=/run/isobath/ublk-0 bs=1 seek=$1 conv=notrunc 2>/dev/null; }
+    is_set() { test \"$(dd if=/run/isobath/ublk-0 bs=1 skip=$1 count=1 2>/dev/null)\" = \"$(printf '\\1')\"; }
+    killed() { kill -9 $pid; ends; test $status = 137; }
+    until_waits() { while ! is_set 44; do sleep 0.1; done; }
     flushes() { set -- $(cat /sys/block/vda/stat); echo ${16}; }
     fails() { if \"$@\" >/tmp/failed 2>&1; then echo \"not refused: $*\"; return 1; fi; cat /tmp/failed; }
 ";
@@ -597,8 +603,8 @@ fn programs_go_on_when_another_server_takes_the_device_of_a_killed_one() {
         world.guest().program("mkfs.ext4").program("fsck.ext4").program("fio"),
         &format!(
             "
-            killed() {{ kill -9 $pid; ends; test $status = 137; }}
             serve empty.qcow2 --ublk 0 --ublk-recovery 60 --threads 2
+            test \"$(tr '\\0' ' ' </proc/$(keepers)/cmdline)\" = 'isobath-ublk-keeper 0 60 '
             test $(stat -c %a:%u /run/isobath) = 700:0
             test $(stat -c %a:%u /run/isobath/ublk-0) = 600:0
             mkfs.ext4 -q /dev/ublkb0
@@ -650,7 +656,6 @@ fn programs_go_on_when_another_server_takes_the_device_of_a_killed_one() {
             # Without the last one's keeper the next server takes it over all the same, if the record says so.
             kill -9 $(keepers)
             killed
-            byte() {{ printf \"$2\" | dd of=/run/isobath/ublk-0 bs=1 seek=$1 conv=notrunc 2>/dev/null; }}
             cp /run/isobath/ublk-0 /tmp/record
             byte 40 '\\1'
             refused empty.qcow2 --ublk-recovery 2
@@ -706,14 +711,13 @@ fn programs_go_on_when_another_server_takes_the_device_of_a_killed_one() {
 fn a_server_that_is_killed_while_it_takes_a_device_over_leaves_it_to_the_next_or_removes_it() {
     let world = World::new();
     let output = world.run(
-        world.guest().program("fio"),
+        world.guest().program("fio").program("flock"),
         "
         dd if=/dev/urandom of=/tmp/random bs=1M count=2 2>/dev/null
         serve empty.qcow2 --ublk 0 --ublk-recovery 60 --threads 2
         dd if=/tmp/random of=/dev/ublkb0 bs=64k conv=notrunc oflag=direct 2>/dev/null
-        killed() { kill -9 $pid; ends; test $status = 137; }
         next() {
-            isobath serve empty.qcow2 --ublk 0 --ublk-recovery 60 --threads 2 >/tmp/out 2>/tmp/err &
+            isobath serve empty.qcow2 --ublk 0 --ublk-recovery 60 --threads 2 >/tmp/out 2>/tmp/err 9<&- &
             pid=$!
         }
         is_whole() {
@@ -728,30 +732,67 @@ fn a_server_that_is_killed_while_it_takes_a_device_over_leaves_it_to_the_next_or
             is_whole
         done
 
-        # It is stopped before it fetches: its keeper writes the record, and then takes the device over for it.
-        half() {
-            touch /tmp/before
-            sleep 0.1
+        # Server and keeper go on in turns until a condition holds when the keeper has carried out an order, and the
+        # server does not know it.
+        asks() {
+            while ! cat /proc/$1/task/*/wchan 2>/dev/null | grep -q unix_stream; do
+                if [ ! -e /proc/$1/fd/0 ]; then cat /tmp/err; return 1; fi
+                sleep 0.01
+            done
+        }
+        pauses() {
+            kill -STOP $1
+            while grep -h '^State' /proc/$1/task/*/status | grep -qv 'T (stopped)'; do sleep 0.01; done
+        }
+        until_done() {
+            until_waits
+            cp /run/isobath/ublk-0 /tmp/record
+            # It waits for the record.
+            exec 9</run/isobath/ublk-0
+            flock -x 9
             next
-            while [ ! /run/isobath/ublk-0 -nt /tmp/before ]; do :; done
-            kill -STOP $pid
-            sleep 1
-            dd if=/run/isobath/ublk-0 bs=1 skip=40 count=1 of=/tmp/recovering 2>/dev/null
-            printf '\\1' | cmp - /tmp/recovering
+            keeper=
+            while [ -z \"$keeper\" ]; do
+                sleep 0.01
+                read -r keeper </proc/$pid/task/$pid/children || true
+            done
+            pauses $keeper
+            exec 9<&-
+            while :; do
+                asks $pid
+                pauses $pid
+                kill -CONT $keeper
+                asks $keeper
+                if \"$@\"; then break; fi
+                pauses $keeper
+                kill -CONT $pid
+            done
             killed
         }
-        # Of two queues nobody can tell which are fetched.
+        is_another_keepers() {
+            dd if=/run/isobath/ublk-0 bs=8 skip=2 count=1 of=/tmp/number 2>/dev/null
+            if dd if=/tmp/record bs=8 skip=2 count=1 2>/dev/null | cmp -s - /tmp/number; then return 1; fi
+        }
+        # It has the device, and serves nothing yet: the next one can, whatever the number of queues.
         killed
-        half
+        until_done is_another_keepers
+        if is_set 40; then exit 1; fi
+        test -e /dev/ublkb0
+        until_done is_another_keepers
+        serve empty.qcow2 --ublk 0 --ublk-recovery 60 --threads 2
+        is_whole
+        # It is about to serve the queues. Of two nobody can tell which are served.
+        killed
+        until_done is_set 40
         until_gone 0
         until_no_keeper
         serve empty.qcow2 --ublk 0 --ublk-recovery 60 --threads 1
         is_whole
         # One either is or not.
         killed
-        half
+        until_done is_set 40
         test -e /dev/ublkb0
-        half
+        until_done is_set 40
         serve empty.qcow2 --ublk 0 --ublk-recovery 60
         is_whole
         stops
@@ -789,6 +830,147 @@ fn a_server_that_is_killed_while_it_takes_a_device_over_leaves_it_to_the_next_or
         ",
     );
     assert!(output.contains("rounds=10"), "{output}");
+}
+
+#[test]
+fn a_server_that_is_killed_while_a_device_starts_that_outlives_it_leaves_nothing() {
+    let world = World::new();
+    let output = world.run(
+        world.guest(),
+        "
+        # If the kernel read the partition table, it would wait for a second after the first request.
+        for round in $(seq 6); do
+            isobath serve empty.qcow2 --ublk 0 --ublk-recovery 1 --throttle iops-total=1 >/tmp/out 2>/tmp/err &
+            pid=$!
+            while [ ! -e /dev/ublkb0 ]; do test -e /proc/$pid; done
+            killed
+            for moment in $(seq 600); do
+                if [ -z \"$(keepers)\" ]; then break; fi
+                sleep 0.1
+            done
+            test -z \"$(keepers)\"
+            gone 0
+        done
+        serve empty.qcow2 --ublk 0 --ublk-recovery 60
+        test $(cat /sys/block/ublkb0/partscan) = 0
+        stops
+        gone 0
+        if dmesg | grep -E 'WARNING:|BUG:'; then exit 1; fi
+        echo rounds=$round
+        ",
+    );
+    assert!(output.contains("rounds=6"), "{output}");
+}
+
+#[test]
+fn a_device_is_not_taken_over_with_an_image_that_is_not_as_its_server_left_it() {
+    let world = World::new();
+    let output = world.run(
+        world.guest(),
+        "
+        dd if=/dev/urandom of=/tmp/random bs=1M count=2 2>/dev/null
+        writes() { dd if=/tmp/random of=/dev/ublkb0 bs=64k seek=$1 conv=notrunc oflag=direct 2>/dev/null; }
+        has() { dd if=/dev/ublkb0 bs=64k skip=$1 count=32 iflag=direct 2>/dev/null | cmp - /tmp/random; }
+        refused() {
+            fails isobath serve empty.qcow2 --ublk 0 --ublk-recovery 40 >/tmp/why
+            cat /tmp/why
+            grep -q \"$1\" /tmp/why
+            grep -q \"'ublk del -n 0' removes\" /tmp/why
+        }
+        serve empty.qcow2 --ublk 0 --ublk-recovery 40
+        writes 0
+        killed
+        # The log of what was not flushed is not there, and the image stays as it is.
+        mv /dev/shm/isobath-0 /dev/shm/away
+        refused 'the log of its unflushed writes is not there'
+        refused 'the log of its unflushed writes is not there'
+        mv /dev/shm/away /dev/shm/isobath-0
+        serve empty.qcow2 --ublk 0 --ublk-recovery 40
+        has 0
+        # Several devices are taken over as well.
+        stops
+        gone 0
+        serve empty.qcow2 top.qcow2 --ublk 0 --ublk 1 --ublk-recovery 40 --threads 2
+        writes 40
+        dd if=/tmp/random of=/dev/ublkb1 bs=64k seek=40 conv=notrunc oflag=direct 2>/dev/null
+        killed
+        serve empty.qcow2 top.qcow2 --ublk 0 --ublk 1 --ublk-recovery 40 --threads 2
+        has 40
+        dd if=/dev/ublkb1 bs=64k skip=40 count=32 iflag=direct 2>/dev/null | cmp - /tmp/random
+        stops
+        gone 0
+        gone 1
+        until_no_keeper
+        # Somebody has changed it since.
+        serve empty.qcow2 --ublk 0 --ublk-recovery 40
+        writes 80
+        killed
+        until_waits
+        touch empty.qcow2
+        refused 'is not as the server of /dev/ublkb0 has left it'
+        refused 'is not as the server of /dev/ublkb0 has left it'
+        # Then it goes, and the image is served as after a power failure, or as the log says.
+        until_gone 0
+        until_no_keeper
+        serve empty.qcow2 --ublk 0 --ublk-recovery 2
+        has 80
+        writes 120
+        killed
+        rm -r /dev/shm/isobath-0
+        until_gone 0
+        until_no_keeper
+        serve empty.qcow2 --ublk 0 --ublk-recovery 40
+        has 80
+        stops
+        gone 0
+        if dmesg | grep -E 'WARNING:|BUG:'; then exit 1; fi
+        echo whole=yes
+        ",
+    );
+    assert!(output.contains("whole=yes"), "{output}");
+}
+
+#[test]
+fn what_is_written_while_a_device_that_outlives_its_server_is_removed_is_refused_or_kept() {
+    let world = World::new();
+    let output = world.run(
+        world.guest(),
+        "
+        serve empty.qcow2 --ublk 0 --ublk-recovery 40 --throttle bps-write=2M
+        # While it is open, the kernel has no reason to write it.
+        exec 3<>/dev/ublkb0
+        sleep 1000 3<&3 &
+        other=$!
+        exec 3<&-
+        dd if=/dev/urandom of=/dev/ublkb0 bs=1M count=12 conv=notrunc 2>/dev/null
+        keeper=$(keepers)
+        kill $pid
+        says 'has it open'
+        kill $other
+        # The keeper has the disk, and writes for seconds: whoever only opens it meanwhile is not seen.
+        claimed() { for link in /proc/$keeper/fd/*; do readlink $link; done | grep -q '^/dev/ublkb0$'; }
+        while ! claimed; do sleep 0.05; done
+        number=0
+        while printf \"%4096s\" $number >/tmp/block &&
+            dd if=/tmp/block of=/dev/ublkb0 bs=4k seek=$number count=1 conv=notrunc 2>/dev/null; do
+            number=$((number + 1))
+        done
+        echo written=$number
+        ends
+        test $status = 0
+        gone 0
+        until_no_keeper
+        serve empty.qcow2 --ublk 0
+        for one in $(seq 0 $((number - 1))); do
+            printf \"%4096s\" $one >/tmp/block
+            dd if=/dev/ublkb0 bs=4k skip=$one count=1 2>/dev/null | cmp - /tmp/block
+        done
+        stops
+        gone 0
+        echo whole=yes
+        ",
+    );
+    assert!(output.contains("whole=yes") && !output.contains("written=0"), "{output}");
 }
 
 #[test]

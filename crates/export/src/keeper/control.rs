@@ -5,7 +5,7 @@ use super::wire::{
     QUIESCED, feature,
 };
 use isobath_ring::{command, command_unless};
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process;
@@ -15,6 +15,10 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 /// The kernel that has all that is needed.
 const KERNEL: &str = "Linux 6.5 or newer";
+/// The same for a device that outlives its server. Those before have the features, but some fail by a null pointer when
+/// another server begins to take a device over that nobody serves completely.
+const RECOVERY_KERNEL: &str = "Linux 6.12 or newer";
+const RECOVERY_RELEASE: (u32, u32) = (6, 12);
 
 /// How long a number may still be taken by a device that has been deleted, and how often that is looked at.
 const GOING: Duration = Duration::from_secs(10);
@@ -69,9 +73,11 @@ impl Control {
     /// Fails if the driver cannot keep a device for another server, for users.
     pub(crate) fn check_recovery(&self) -> Result<(), String> {
         let features = self.features();
-        check_recovery(
-            features.map_err(|error| format!("cannot send commands to {CONTROL}: {error}"))?,
-        )
+        let features =
+            features.map_err(|error| format!("cannot send commands to {CONTROL}: {error}"))?;
+        let release = fs::read_to_string("/proc/sys/kernel/osrelease");
+        let release = release.map_err(|error| format!("cannot tell the kernel's version: {error}"));
+        check_recovery(features, &release?)
     }
 
     fn features(&self) -> io::Result<u64> {
@@ -195,7 +201,8 @@ impl Control {
         self.once_served(Command::EndRecovery, number, order)
     }
 
-    /// Sets a device's parameters and makes it a disk, which this waits for: the kernel reads its partition table.
+    /// Sets a device's parameters and makes it a disk, which this waits for. The kernel reads its partition table,
+    /// unless a thread that serves it lacks `CAP_SYS_ADMIN`.
     /// The process that calls this must be the one that has opened the device. Gives up once `order` can be read, or
     /// its other end is closed.
     pub(crate) fn start(
@@ -293,12 +300,20 @@ fn check(features: u64) -> Result<(), String> {
     Ok(())
 }
 
-/// Fails if a driver lacks what a device needs that outlives its server.
-fn check_recovery(features: u64) -> Result<(), String> {
+/// Fails if a driver lacks what a device needs that outlives its server, or does it wrong in kernels of this release.
+fn check_recovery(features: u64, release: &str) -> Result<(), String> {
     if features & RECOVERY != RECOVERY {
         return Err(format!(
             "this kernel's ublk driver does not keep a device for another server (UBLK_F_USER_RECOVERY, \
-             UBLK_F_USER_RECOVERY_REISSUE): {KERNEL} is needed"
+             UBLK_F_USER_RECOVERY_REISSUE): {RECOVERY_KERNEL} is needed"
+        ));
+    }
+    let mut numbers = release.trim().split(|other: char| !other.is_ascii_digit()).map(str::parse);
+    let number = (numbers.next().and_then(Result::ok)).zip(numbers.next().and_then(Result::ok));
+    if number.is_none_or(|number: (u32, u32)| number < RECOVERY_RELEASE) {
+        return Err(format!(
+            "this kernel ({}) may fail when another server takes a ublk device over: {RECOVERY_KERNEL} is needed",
+            release.trim().escape_debug()
         ));
     }
     Ok(())
@@ -325,10 +340,16 @@ mod tests {
             let error = check(features).unwrap_err();
             assert!(error.contains(lacks) && error.contains("Linux 6.5"), "{error}");
         }
-        assert_eq!(check_recovery(0xd8), Ok(()));
         for features in [0xd0, 0xc8, 0xc0] {
-            let error = check_recovery(features).unwrap_err();
-            assert!(error.contains("UBLK_F_USER_RECOVERY_REISSUE): Linux 6.5"), "{error}");
+            let error = check_recovery(features, "6.12.1").unwrap_err();
+            assert!(error.contains("UBLK_F_USER_RECOVERY_REISSUE): Linux 6.12"), "{error}");
+        }
+        for release in ["6.12.117+deb13-cloud-amd64\n", "6.12-rc1", "6.13", "7.0.0", "10.1"] {
+            assert_eq!(check_recovery(0xd8, release), Ok(()));
+        }
+        for release in ["6.11.9", "6.5.0-9-generic", "5.14.0", "", "7", "x6.12"] {
+            let error = check_recovery(0xd8, release).unwrap_err();
+            assert!(error.contains(&format!("this kernel ({release}) may fail")), "{error}");
         }
     }
 }

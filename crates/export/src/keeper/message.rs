@@ -1,11 +1,12 @@
 //! What a server and the keeper of its device tell each other, over a stream socket.
 
-use super::Image;
+use super::image::{Image, ImageFile};
 use super::wire::Parameters;
 use isobath_storage::FileId;
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::PathBuf;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// The longest text.
@@ -14,14 +15,16 @@ const LONGEST: usize = 16 << 10;
 /// What the server wants.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Order {
-    /// The device is to have this number, and to wait for another server for so many seconds once this one is killed.
-    Outlive { number: u32, seconds: u32 },
+    /// The server is about to open the image of this name, an absolute path, for the device that waits.
+    Open { name: PathBuf },
     /// If a device waits for another server, and is of this image, this one may take it over.
     Look { parameters: Parameters, image: Image },
     /// This server takes it over.
     Adopt,
-    /// A device with this number, and at most so many queues of so many requests.
-    Add { number: u32, queues: u16, depth: u16, max_bytes: u32 },
+    /// The queues of the device that it has taken over are about to be mapped and served.
+    Serve,
+    /// A device with at most so many queues of so many requests.
+    Add { queues: u16, depth: u16, max_bytes: u32 },
     /// The device is to become a disk, or one that was taken over is to go on.
     Start { parameters: Parameters },
     /// Wait until nobody uses the disk, and then let nobody mount it any more.
@@ -69,9 +72,10 @@ mod kind {
     pub(crate) const DELETE: u32 = 5;
     pub(crate) const DELETE_OPEN: u32 = 6;
     pub(crate) const WRITE_BACK: u32 = 7;
-    pub(crate) const OUTLIVE: u32 = 8;
+    pub(crate) const OPEN: u32 = 8;
     pub(crate) const LOOK: u32 = 9;
     pub(crate) const ADOPT: u32 = 10;
+    pub(crate) const SERVE: u32 = 11;
     pub(crate) const DONE: u32 = 16;
     pub(crate) const ADDED: u32 = 17;
     pub(crate) const IN_USE: u32 = 18;
@@ -109,21 +113,22 @@ fn invalid() -> io::Error {
 
 impl Order {
     pub(crate) fn send(&self, stream: &mut impl Write) -> io::Result<()> {
-        let sought;
+        let mut sought;
         let (kind, numbers, bytes) = match self {
-            Self::Outlive { number, seconds } => {
-                (kind::OUTLIVE, [*number, *seconds, 0, 0], &[][..])
-            }
-            Self::Look { parameters, image: Image { name, file } } => {
-                let FileId { device, inode } = file;
-                let (numbers, name) = ([*device, *inode], name.as_os_str().as_bytes());
-                sought = [parameters.as_bytes(), numbers.as_bytes(), name].concat();
+            Self::Open { name } => (kind::OPEN, [0; 4], name.as_os_str().as_bytes()),
+            Self::Look { parameters, image: Image { files, below } } => {
+                sought = [parameters.as_bytes(), below.as_bytes()].concat();
+                for ImageFile { name, id: FileId { device, inode }, .. } in files {
+                    let name = name.as_os_str().as_bytes();
+                    sought.extend_from_slice([*device, *inode, name.len() as u64].as_bytes());
+                    sought.extend_from_slice(name);
+                }
                 (kind::LOOK, [0; 4], &sought[..])
             }
             Self::Adopt => (kind::ADOPT, [0; 4], &[][..]),
-            Self::Add { number, queues, depth, max_bytes } => {
-                let numbers = [*number, u32::from(*queues), u32::from(*depth), *max_bytes];
-                (kind::ADD, numbers, &[][..])
+            Self::Serve => (kind::SERVE, [0; 4], &[][..]),
+            Self::Add { queues, depth, max_bytes } => {
+                (kind::ADD, [u32::from(*queues), u32::from(*depth), *max_bytes, 0], &[][..])
             }
             Self::Start { parameters } => (kind::START, [0; 4], parameters.as_bytes()),
             Self::Release => (kind::RELEASE, [0; 4], &[][..]),
@@ -137,22 +142,16 @@ impl Order {
 
     /// The next order; `None` if the server has ended.
     pub(crate) fn receive(stream: &mut impl Read) -> io::Result<Option<Self>> {
-        let Some((Header { kind, numbers: [a, b, c, d], .. }, bytes)) = receive(stream)? else {
+        let Some((Header { kind, numbers: [a, b, c, _], .. }, bytes)) = receive(stream)? else {
             return Ok(None);
         };
         let short = |number: u32| u16::try_from(number).map_err(|_| invalid());
         Ok(Some(match kind {
-            kind::OUTLIVE => Self::Outlive { number: a, seconds: b },
-            kind::LOOK => {
-                let (parameters, rest) =
-                    Parameters::read_from_prefix(&bytes).map_err(|_| invalid())?;
-                let ([device, inode], name) =
-                    <[u64; 2]>::read_from_prefix(rest).map_err(|_| invalid())?;
-                let name = OsString::from_vec(name.to_vec()).into();
-                Self::Look { parameters, image: Image { name, file: FileId { device, inode } } }
-            }
+            kind::OPEN => Self::Open { name: OsString::from_vec(bytes).into() },
+            kind::LOOK => sought(&bytes).ok_or_else(invalid)?,
             kind::ADOPT => Self::Adopt,
-            kind::ADD => Self::Add { number: a, queues: short(b)?, depth: short(c)?, max_bytes: d },
+            kind::SERVE => Self::Serve,
+            kind::ADD => Self::Add { queues: short(a)?, depth: short(b)?, max_bytes: c },
             kind::START => {
                 let parameters = Parameters::read_from_bytes(&bytes).map_err(|_| invalid())?;
                 Self::Start { parameters }
@@ -165,6 +164,21 @@ impl Order {
             _ => return Err(invalid()),
         }))
     }
+}
+
+/// The [`Order::Look`] of these bytes.
+fn sought(bytes: &[u8]) -> Option<Order> {
+    let (parameters, rest) = Parameters::read_from_prefix(bytes).ok()?;
+    let (below, mut rest) = u64::read_from_prefix(rest).ok()?;
+    let mut files = Vec::new();
+    while !rest.is_empty() {
+        let ([device, inode, length], behind) = <[u64; 3]>::read_from_prefix(rest).ok()?;
+        let (name, behind) = behind.split_at_checked(usize::try_from(length).ok()?)?;
+        let name = OsString::from_vec(name.to_vec()).into();
+        files.push(ImageFile { name, id: FileId { device, inode }, seen: None });
+        rest = behind;
+    }
+    Some(Order::Look { parameters, image: Image { files, below } })
 }
 
 impl Report {
@@ -213,16 +227,17 @@ mod tests {
     #[test]
     fn what_is_sent_arrives() {
         let parameters = Parameters { length: 64, types: 3, ..Parameters::new_zeroed() };
-        let image = |name: &str| Image {
-            name: name.into(),
-            file: FileId { device: 1 << 40, inode: u64::MAX },
-        };
+        let id = FileId { device: 1 << 40, inode: u64::MAX };
+        let file = |name: &&str| ImageFile { name: name.into(), id, seen: None };
+        let image =
+            |names: &[&str]| Image { files: names.iter().map(file).collect(), below: 1 << 50 };
         let orders = [
-            Order::Outlive { number: 7, seconds: 60 },
-            Order::Look { parameters, image: image("/images/a b") },
-            Order::Look { parameters, image: image("") },
+            Order::Open { name: "/images/a b".into() },
+            Order::Look { parameters, image: image(&["/images/a b", "/images/data"]) },
+            Order::Look { parameters, image: image(&[""]) },
             Order::Adopt,
-            Order::Add { number: u32::MAX, queues: 2, depth: 64, max_bytes: 1 << 20 },
+            Order::Serve,
+            Order::Add { queues: 2, depth: 64, max_bytes: 1 << 20 },
             Order::Start { parameters },
             Order::Release,
             Order::WriteBack,
@@ -260,14 +275,29 @@ mod tests {
 
     #[test]
     fn what_is_no_message_is_refused() {
-        let orders =
-            [(99, [0; 4], 0), (1, [0, 1 << 16, 0, 0], 0), (2, [0; 4], 8), (9, [0; 4], 64 + 15)];
+        let orders = [
+            (99, [0; 4], 0),
+            (1, [1 << 16, 0, 0, 0], 0),
+            (1, [0, 1 << 16, 0, 0], 0),
+            (2, [0; 4], 8),
+            (9, [0; 4], 64 + 7),
+            (9, [0; 4], 64 + 8 + 23),
+        ];
         for (kind, numbers, length) in orders {
             let mut sent = Vec::new();
             send(&mut sent, kind, numbers, &vec![0; length]).unwrap();
             let error = Order::receive(&mut &*sent).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::InvalidData);
         }
+        let mut look = Vec::new();
+        let file =
+            ImageFile { name: "/images/a".into(), id: FileId { device: 1, inode: 2 }, seen: None };
+        let image = Image { files: vec![file], below: 3 };
+        let parameters = Parameters::new_zeroed();
+        Order::Look { parameters, image }.send(&mut look).unwrap();
+        let whole = &look[size_of::<Header>()..];
+        assert!(sought(whole).is_some());
+        assert_eq!(sought(&whole[..whole.len() - 1]), None, "a name is not all there");
         let mut sent = Vec::new();
         send(&mut sent, kind::WAITS, [1 << 16, 0, 0, 0], &[]).unwrap();
         assert!(Report::receive(&mut &*sent).is_err());

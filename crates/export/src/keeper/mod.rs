@@ -5,19 +5,24 @@
 //! and deletes its device then.
 
 mod control;
+mod image;
 mod message;
 mod outliving;
 mod record;
 mod rights;
+mod task;
 mod users;
 pub(crate) mod wire;
 
+pub(crate) use image::{Image, ImageFile, digest};
+pub use rights::give_up_admin;
+
 use control::{Added, Control, open_device};
 use isobath_ring::net::Stream;
-use isobath_storage::FileId;
 use message::{Order, Report};
 use outliving::{Outliving, Successor};
 use parking_lot::Mutex;
+use std::ffi::OsString;
 use std::fmt;
 use std::fs::File;
 use std::future::Future;
@@ -25,15 +30,16 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
+use task::Task;
 use users::{Claim, Claimed, Disk};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
-use wire::{ANY_DEVICE, Parameters};
+use wire::{ANY_DEVICE, Parameters, QUIESCED};
 
 /// How long the keeper waits, at first and at most, before it looks again whether a disk is still in use.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -57,18 +63,11 @@ pub(crate) struct Waiting {
     pub(crate) depth: u16,
 }
 
-/// The image that a device is of.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Image {
-    /// Its name as an absolute path.
-    pub(crate) name: PathBuf,
-    pub(crate) file: FileId,
-}
-
 /// The keeper of a device that is to be added or taken over, from the server's side. When this is dropped, the keeper
 /// deletes the device, whoever uses it, and ends. A device that outlives its server first waits for another one.
 pub struct Keeper {
     number: Option<u32>,
+    waits: bool,
     stream: Mutex<UnixStream>,
 }
 
@@ -80,26 +79,23 @@ impl fmt::Debug for Keeper {
 
 impl Keeper {
     /// Starts the keeper of a device with this number, or with any that is free. `program` is one whose `main` calls
-    /// [`keep`]; it is given its standard streams here. With `outlives` the device waits for another server for so many
-    /// seconds if this one is killed. Such a device needs a number.
+    /// [`keep`]; it is given its arguments and standard streams here. With `outlives` the device waits for another
+    /// server for so many seconds if this one is killed. Such a device needs a number, and a server that [gives up a
+    /// right](give_up_admin).
     ///
     /// # Errors
-    /// The program cannot be started, it lacks the driver or a right, or another server has a device with this number
-    /// that outlives it: for users.
+    /// The program cannot be started; it lacks the driver or a right; another server has a device with this number that
+    /// outlives it; one waits that cannot be taken over: for users.
     pub fn start(
         mut program: Command,
         number: Option<u32>,
         outlives: Option<u32>,
     ) -> Result<Self, String> {
-        let outlives = match (number, outlives) {
-            (_, None) => None,
-            (Some(number), Some(seconds)) => Some(Order::Outlive { number, seconds }),
-            (None, Some(_)) => {
-                return Err("a device that outlives its server needs a number".into());
-            }
-        };
+        let task = Task::new(number, outlives)?;
         let (ours, theirs) = UnixStream::pair().map_err(|error| error.to_string())?;
+        // Not by its orders: images may have taken over who gives them.
         program
+            .args(task.arguments())
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::null())
             .stderr(Stdio::null());
@@ -107,13 +103,30 @@ impl Keeper {
         let started = program.spawn();
         started.map_err(|error| format!("cannot start the keeper of the device: {error}"))?;
         drop(program);
-        let keeper = Self { number, stream: Mutex::new(ours) };
-        keeper.done().map_err(|error| error.to_string())?;
-        if let Some(order) = outlives {
-            let told = tell(&mut keeper.stream.lock(), &order);
-            told.and_then(|()| keeper.done()).map_err(|error| error.to_string())?;
-        }
+        let mut keeper = Self { number, waits: false, stream: Mutex::new(ours) };
+        let begun = keeper.waiting().map_err(|error| error.to_string())?;
+        keeper.waits = begun.is_some();
         Ok(keeper)
+    }
+
+    /// The number of its device; `None` if that is to be any that is free.
+    pub fn number(&self) -> Option<u32> {
+        self.number
+    }
+
+    /// Whether a device waits for this server, or will once the one before has ended. What those who use it were told
+    /// had completed must be in the image, and the keeper be told before that is [opened](Self::open).
+    pub fn waits(&self) -> bool {
+        self.waits
+    }
+
+    /// The image of the device that waits is about to be opened, by this name, an absolute path.
+    ///
+    /// # Errors
+    /// The device is of another image, or the keeper has ended: for users.
+    pub fn open(&self, name: &Path) -> io::Result<()> {
+        tell(&mut self.stream.lock(), &Order::Open { name: name.to_owned() })?;
+        self.done()
     }
 
     /// Looks whether a device waits for a server of this image. Blocks while the server before is still ending.
@@ -121,9 +134,13 @@ impl Keeper {
     /// # Errors
     /// One does that cannot be the disk with these parameters, or there is another device with this number.
     pub(crate) fn look(&self, parameters: Parameters, image: Image) -> io::Result<Option<Waiting>> {
-        let mut stream = self.stream.lock();
-        tell(&mut stream, &Order::Look { parameters, image })?;
-        match next(&mut stream)? {
+        tell(&mut self.stream.lock(), &Order::Look { parameters, image })?;
+        self.waiting()
+    }
+
+    /// The device that waits, as the keeper answers.
+    fn waiting(&self) -> io::Result<Option<Waiting>> {
+        match next(&mut self.stream.lock())? {
             Report::Waits { queues, depth } => Ok(Some(Waiting { queues, depth })),
             Report::Done => Ok(None),
             Report::Failed(error) => Err(io::Error::other(error)),
@@ -131,15 +148,22 @@ impl Keeper {
         }
     }
 
-    /// Has the device taken over that waits. It goes on with [`start_disk`](Self::start_disk).
+    /// Has the device taken over that waits. It is served after [`begin_serving`](Self::begin_serving), and goes on
+    /// with [`start_disk`](Self::start_disk).
     pub(crate) fn adopt(&self) -> io::Result<Device> {
         self.device(&Order::Adopt)
     }
 
+    /// All queues of the device that was taken over are to be mapped and served from now on: if some are, and others
+    /// not, no other server can take it over.
+    pub(crate) fn begin_serving(&self) -> io::Result<()> {
+        tell(&mut self.stream.lock(), &Order::Serve)?;
+        self.done()
+    }
+
     /// Has the device added.
     pub(crate) fn add(&self, queues: u16, depth: u16, max_bytes: u32) -> io::Result<Device> {
-        let number = self.number.unwrap_or(ANY_DEVICE);
-        self.device(&Order::Add { number, queues, depth, max_bytes })
+        self.device(&Order::Add { queues, depth, max_bytes })
     }
 
     /// The device that comes of an order.
@@ -248,8 +272,10 @@ fn unexpected() -> io::Error {
     io::Error::other("the keeper of the device has answered something else")
 }
 
-/// The keeper's program: carries out the orders of the server that has started it, and ends after it.
-pub fn keep() -> ExitCode {
+/// The keeper's program: carries out the orders of the server that has started it with these arguments, and ends after
+/// it.
+pub fn keep(arguments: impl Iterator<Item = OsString>) -> ExitCode {
+    let server = std::os::unix::process::parent_id();
     // What ends the server must not end the keeper: a terminal and a service manager signal both.
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT, libc::SIGPIPE] {
         // SAFETY: no handler is installed.
@@ -260,22 +286,34 @@ pub fn keep() -> ExitCode {
     let _ = std::env::set_current_dir("/");
     // SAFETY: the server has given the socket as standard input, which nothing else here uses.
     let stream = UnixStream::from(unsafe { OwnedFd::from_raw_fd(libc::STDIN_FILENO) });
-    match Control::open().and_then(|control| rights::give_up().map(|()| control)) {
-        Ok(control) => {
-            let served = Keeping::new(control, stream).run();
-            if served.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
-        }
+    let begun = Task::parse(arguments).and_then(|task| {
+        let control = Control::open()?;
+        rights::give_up()?;
+        Keeping::begin(
+            control,
+            stream.try_clone().map_err(|error| error.to_string())?,
+            server,
+            task,
+        )
+    });
+    let done = match begun {
+        Ok(keeping) => keeping.run().is_ok(),
         Err(error) => {
             let _ = Report::Failed(error).send(&mut &stream);
-            ExitCode::FAILURE
+            false
         }
-    }
+    };
+    if done { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 /// What the keeper has.
 struct Keeping {
     control: Control,
     stream: UnixStream,
+    /// The server's process.
+    server: u32,
+    /// The number of the device that it is to add; `None` for any that is free.
+    number: Option<u32>,
     /// It has added a device; it never adds another one.
     has_added: bool,
     /// The number of the device that it has to delete.
@@ -291,10 +329,43 @@ struct Keeping {
 }
 
 impl Keeping {
-    fn new(control: Control, stream: UnixStream) -> Self {
-        let (has_added, device, seen, file, outliving, claim) =
-            (false, None, None, None, None, None);
-        Self { control, stream, has_added, device, seen, file, outliving, claim }
+    /// # Errors
+    /// The device cannot outlive its server, or one that waits cannot be taken over: for users.
+    fn begin(
+        control: Control,
+        stream: UnixStream,
+        server: u32,
+        Task { number, outlives }: Task,
+    ) -> Result<Self, String> {
+        let outliving = match (number, outlives) {
+            (None, _) => None,
+            (Some(number), None) => {
+                // The server does not touch the image of a device that waits for another one.
+                let device = control.device(number).map_err(|error| error.to_string())?;
+                if device.is_some_and(|info| info.state == QUIESCED) {
+                    return Err(taken(number));
+                }
+                None
+            }
+            (Some(number), Some(seconds)) => {
+                control.check_recovery()?;
+                let wait = |moment| is_readable(&stream, moment);
+                Some(Outliving::begin(&control, number, seconds, wait)?)
+            }
+        };
+        let (has_added, device, seen, file, claim) = (false, None, None, None, None);
+        Ok(Self {
+            control,
+            stream,
+            server,
+            number,
+            has_added,
+            device,
+            seen,
+            file,
+            outliving,
+            claim,
+        })
     }
 
     /// Until the server has ended.
@@ -303,17 +374,21 @@ impl Keeping {
         // What is left of a server that was killed.
         (self.claim, self.file) = (None, None);
         let device = self.device.take().filter(|_| self.is_there());
-        if let (Some(number), Some(outliving)) = (device, &self.outliving)
-            && outliving.may_wait(&self.control, number)
-            && outliving.wait(|| self.is_there()) == Successor::Came
+        if device.is_some()
+            && let Some(mut outliving) = self.outliving.take()
         {
-            return served;
+            let waits = outliving.may_wait(&self.control);
+            let came = waits && outliving.wait(|| self.is_there()) == Successor::Came;
+            self.outliving = Some(outliving);
+            if came {
+                return served;
+            }
         }
         let deleted = match device {
-            Some(number) if self.is_there() => {
+            Some(number) if self.is_there() && self.is_own() => {
                 // Others wait for a deletion, and not for this, if the server cannot end.
                 let _ = self.control.stop(number);
-                self.control.delete(number)
+                if self.is_own() { self.control.delete(number) } else { Ok(()) }
             }
             _ => Ok(()),
         };
@@ -323,13 +398,21 @@ impl Keeping {
         served.and(deleted)
     }
 
+    /// Whether the device with the number of this keeper's is the one that it has added or taken over, as far as its
+    /// number in the driver says.
+    fn is_own(&self) -> bool {
+        self.outliving.as_ref().is_none_or(|outliving| outliving.is_own(&self.control))
+    }
+
     /// Whether the device has not been deleted, as an administrator can: another one may have its number then.
     fn is_there(&self) -> bool {
         self.seen.as_ref().is_none_or(|file| file.read_at(&mut [0; 1], 0).is_ok())
     }
 
     fn serve(&mut self) -> io::Result<()> {
-        Report::Done.send(&mut self.stream)?;
+        let waits = self.outliving.as_ref().is_some_and(Outliving::waits);
+        let begun = if waits { Report::Waits { queues: 0, depth: 0 } } else { Report::Done };
+        begun.send(&mut self.stream)?;
         while let Some(order) = Order::receive(&mut self.stream)? {
             match self.carry_out(order) {
                 Ok(report) => report.send(&mut self.stream)?,
@@ -345,30 +428,25 @@ impl Keeping {
 
     fn carry_out(&mut self, order: Order) -> Result<Report, String> {
         match order {
-            Order::Outlive { number, seconds } => return self.outlive(number, seconds),
+            Order::Open { name } => return self.outliving()?.open(&name).map(|()| Report::Done),
             Order::Look { parameters, image } => return self.look_for(&parameters, image),
             Order::Adopt => return self.adopt(),
-            Order::Add { number, queues, depth, max_bytes } => {
-                return self.add(number, queues, depth, max_bytes);
-            }
+            Order::Add { queues, depth, max_bytes } => return self.add(queues, depth, max_bytes),
             _ => {}
         }
         let number = self.device.ok_or("there is no device")?;
         match order {
-            Order::Outlive { .. } | Order::Look { .. } | Order::Adopt | Order::Add { .. } => {}
-            Order::Start { parameters } => {
-                let server = self.stream.as_fd();
-                let started = match &mut self.outliving {
-                    Some(outliving) if outliving.is_recovering() => {
-                        outliving.end_recovery(&self.control, number, server)
-                    }
-                    _ => self.control.start(number, &parameters, server),
-                };
-                started.map_err(|error| format!("the kernel refuses the disk: {error}"))?;
-            }
+            Order::Open { .. } | Order::Look { .. } | Order::Adopt | Order::Add { .. } => {}
+            Order::Serve => self.outliving()?.begin_serving()?,
+            Order::Start { parameters } => self.start(number, &parameters)?,
             Order::Release => self.release(number)?,
             Order::WriteBack => {
-                let written = self.claim.as_ref().map_or(Ok(()), Claim::write_back);
+                // Where the driver can keep a disk without a server, its removal does not write.
+                let write_back = match self.outliving {
+                    Some(_) => Claim::write_back_last,
+                    None => Claim::write_back,
+                };
+                let written = self.claim.as_ref().map_or(Ok(()), write_back);
                 written.map_err(|error| {
                     format!(
                         "what was written to /dev/ublkb{number} last has not all reached the image: {error}"
@@ -385,7 +463,7 @@ impl Keeping {
                 deleted.map_err(|error| error.to_string())?;
                 self.device = None;
             }
-            Order::Delete if !self.is_there() => self.device = None,
+            Order::Delete if !self.is_there() || !self.is_own() => self.device = None,
             Order::Delete => {
                 // Others wait for a deletion, and not for this, if a request does not end.
                 let _ = self.control.stop(number);
@@ -397,15 +475,29 @@ impl Keeping {
         Ok(Report::Done)
     }
 
-    /// The device outlives its server.
-    fn outlive(&mut self, number: u32, seconds: u32) -> Result<Report, String> {
-        if self.has_added || self.outliving.is_some() {
-            return Err("there was a device already".into());
+    fn outliving(&mut self) -> Result<&mut Outliving, String> {
+        self.outliving.as_mut().ok_or_else(|| "the device does not outlive its server".into())
+    }
+
+    /// Makes the device a disk, or lets one go on that was taken over.
+    fn start(&mut self, number: u32, parameters: &Parameters) -> Result<(), String> {
+        if !self.is_own() {
+            return Err(format!("the ublk device {number} was removed meanwhile"));
         }
-        self.control.check_recovery()?;
-        let wait = |moment| is_readable(&self.stream, moment);
-        self.outliving = Some(Outliving::begin(number, seconds, wait)?);
-        Ok(Report::Done)
+        let server = self.stream.as_fd();
+        let started = match &mut self.outliving {
+            Some(outliving) if outliving.is_recovering() => {
+                outliving.end_recovery(&self.control, number, server)
+            }
+            Some(_) => match rights::is_admin(self.server) {
+                Ok(false) => self.control.start(number, parameters, server),
+                // Nothing could remove the device if the server were killed while the kernel reads its partition table.
+                Ok(true) => Err(io::Error::other("the server has kept CAP_SYS_ADMIN")),
+                Err(error) => Err(error),
+            },
+            None => self.control.start(number, parameters, server),
+        };
+        started.map_err(|error| format!("the kernel refuses the disk: {error}"))
     }
 
     /// Looks for a device that waits.
@@ -422,8 +514,8 @@ impl Keeping {
         self.begin_device()?;
         let wait = |moment| is_readable(&self.stream, moment);
         let outliving = self.outliving.as_mut().ok_or("the device does not outlive its server")?;
-        let number = outliving.number;
         let queues = outliving.adopt(&self.control, &mut self.device, wait)?;
+        let number = self.device.ok_or("there is no device")?;
         self.opened(number)?;
         Ok(Report::Added { number, queues })
     }
@@ -452,29 +544,18 @@ impl Keeping {
     }
 
     /// Adds a device and opens it.
-    fn add(
-        &mut self,
-        number: u32,
-        queues: u16,
-        depth: u16,
-        max_bytes: u32,
-    ) -> Result<Report, String> {
+    fn add(&mut self, queues: u16, depth: u16, max_bytes: u32) -> Result<Report, String> {
         self.begin_device()?;
-        let nonce = match &mut self.outliving {
-            Some(outliving) if outliving.number == number => Some(outliving.begin_new()?),
-            Some(_) => return Err("the device has another number".into()),
-            None => None,
-        };
+        let number = self.number.unwrap_or(ANY_DEVICE);
+        let nonce = self.outliving.as_mut().map(Outliving::begin_new).transpose()?;
         let added = self.control.add(number, queues, depth, max_bytes, nonce);
         let Added { number, queues } = added.map_err(|error| match error.raw_os_error() {
-            Some(libc::EEXIST) => format!(
-                "there is a ublk device {number} already: choose another number, or 'auto' for one that is free; \
-                 'ublk del -n {number}' removes one that nobody serves, and --ublk-recovery serves one that waits for \
-                 another server"
-            ),
-            Some(libc::EPERM) => "adding a ublk device needs CAP_SYS_ADMIN: start the server as root \
+            Some(libc::EEXIST) => taken(number),
+            Some(libc::EPERM) => {
+                "adding a ublk device needs CAP_SYS_ADMIN: start the server as root \
                                   (see --user)"
-                .into(),
+                    .into()
+            }
             _ => format!("cannot add a ublk device: {error}"),
         })?;
         self.opened(number)?;
@@ -540,6 +621,13 @@ impl Keeping {
         }
         Ok(())
     }
+}
+
+fn taken(number: u32) -> String {
+    format!(
+        "there is a ublk device {number} already: choose another number, or 'auto' for one that is free; 'ublk del -n \
+         {number}' removes one that nobody serves, and --ublk-recovery serves one that waits for another server"
+    )
 }
 
 fn unknown(error: &io::Error) -> String {

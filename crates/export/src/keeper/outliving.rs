@@ -1,12 +1,14 @@
 //! A device that outlives its server: waiting for another one, and taking over one that waits.
 
+use super::Waiting;
 use super::control::{Control, outlives};
+use super::image::{Image, ImageFile};
 use super::record::{Entry, Record};
 use super::wire::{DEAD, DeviceInfo, LIVE, Parameters, SECTOR, attribute};
-use super::{Image, Waiting};
 use isobath_storage::shown;
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -20,17 +22,21 @@ const LOOK: Duration = Duration::from_millis(50);
 
 /// What there is of a device that outlives its server.
 pub(super) struct Outliving {
-    pub(super) number: u32,
+    number: u32,
     /// How long it waits for another server.
     patience: Duration,
     record: Record,
     /// The number of this keeper in the record.
     keeper: u64,
+    /// What the record says of the device that waited for a server when this one began.
+    waiting: Option<Entry>,
+    /// The server has begun to open the image of that device.
+    is_opened: bool,
     /// The image of the server, which has looked for a device.
     image: Option<Image>,
-    /// The device that waits.
+    /// The device that waits, and that the server may take over.
     found: Option<Found>,
-    /// What this keeper has written into the record.
+    /// What this keeper has written into the record of a device that is its to delete.
     entry: Option<Entry>,
     queues: u16,
 }
@@ -55,17 +61,63 @@ impl Outliving {
     /// returns whether to give up.
     ///
     /// # Errors
-    /// Another server serves it, or its record cannot be used: for users.
+    /// Another server serves it, its record cannot be used, or the image of a device that waits was changed since its
+    /// server has ended: for users.
     pub(super) fn begin(
+        control: &Control,
         number: u32,
         seconds: u32,
         wait: impl FnMut(Duration) -> bool,
     ) -> Result<Self, String> {
         let record = Record::lock(number, NOTICING, wait)?;
         let keeper = random().map_err(|error| error.to_string())?;
+        let fails = |error: io::Error| cannot_look(number, &error);
+        let info = control.device(number).map_err(fails)?;
+        let waiting = record.read().map_err(fails)?.filter(|entry| {
+            info.is_some_and(|info| info.state != DEAD && is_of_record(&info, entry))
+        });
+        if let Some(Entry { image, left: Some(left), .. }) = &waiting
+            && image.stamps() != *left
+        {
+            return Err(format!(
+                "{} is not as the server of /dev/ublkb{number} has left it: it was written to since, or replaced, or \
+                 cannot be looked at; those who use the device would lose data, and 'ublk del -n {number}' removes it",
+                named(image)
+            ));
+        }
         let patience = Duration::from_secs(seconds.into());
-        let (image, found, entry, queues) = (None, None, None, 0);
-        Ok(Self { number, patience, record, keeper, image, found, entry, queues })
+        let (is_opened, image, found, entry, queues) = (false, None, None, None, 0);
+        Ok(Self {
+            number,
+            patience,
+            record,
+            keeper,
+            waiting,
+            is_opened,
+            image,
+            found,
+            entry,
+            queues,
+        })
+    }
+
+    /// The device that waited for a server when this one began.
+    pub(super) fn waits(&self) -> bool {
+        self.waiting.is_some()
+    }
+
+    /// The server begins to open the image of this name, which it may change from then on.
+    ///
+    /// # Errors
+    /// The device that waits is of another one: for users.
+    pub(super) fn open(&mut self, name: &Path) -> Result<(), String> {
+        let waiting = self.waiting.as_ref().ok_or("no device waits")?;
+        let of = waiting.image.files.first().map(|file| file.name.as_path());
+        if of != Some(name) {
+            return Err(is_of_other(self.number, &waiting.image, name));
+        }
+        self.is_opened = true;
+        Ok(())
     }
 
     /// The device that waits for a server of this image, if one does.
@@ -76,18 +128,20 @@ impl Outliving {
         &mut self,
         control: &Control,
         parameters: &Parameters,
-        image: Image,
+        mut image: Image,
         mut wait: impl FnMut(Duration) -> bool,
     ) -> Result<Option<Waiting>, String> {
         let number = self.number;
-        let fails = |error: io::Error| format!("cannot look at ublk device {number}: {error}");
-        let entry = self.record.read().map_err(fails)?;
+        let fails = |error: io::Error| cannot_look(number, &error);
+        image.find();
         let until = Instant::now() + ENDING;
         let info = loop {
             let Some(info) = control.device(number).map_err(fails)? else { break None };
-            match judge(&info, entry.as_ref(), &image)? {
+            // A device of the record that has come since is nobody's who could be followed.
+            match judge(&info, self.waiting.as_ref(), &image)? {
                 Judgement::Free => break None,
-                Judgement::Waits => break Some(info),
+                Judgement::Waits if self.is_opened => break Some(info),
+                Judgement::Waits => return Err("the image was not opened for the device".into()),
                 Judgement::Ends if Instant::now() > until => {
                     return Err(format!(
                         "the ublk device {number} is still served, though no keeper holds its record"
@@ -106,14 +160,23 @@ impl Outliving {
     }
 
     /// A new device is to be added, with this number for the driver to keep.
+    ///
+    /// # Errors
+    /// One waits for the server, nobody has looked, or the record cannot be written: for users.
     pub(super) fn begin_new(&mut self) -> Result<u64, String> {
+        if self.found.is_some() {
+            return Err(format!("/dev/ublkb{} waits for this server", self.number));
+        }
         let nonce = random().map_err(|error| error.to_string())?;
         self.write(nonce, false).map_err(|error| self.unwritten(&error))?;
         Ok(nonce)
     }
 
     /// Takes over the device that was found, which is `device` once this keeper has to delete it. Returns how many
-    /// queues it has. From then on all of them are to be served: those who serve only some cannot be followed.
+    /// queues it has, none of which is served then.
+    ///
+    /// # Errors
+    /// None was found, it is not there any more, or the driver refuses: for users.
     pub(super) fn adopt(
         &mut self,
         control: &Control,
@@ -126,22 +189,33 @@ impl Outliving {
         *device = Some(self.number);
         let until = Instant::now() + ENDING;
         loop {
+            if !self.is_own(control) {
+                return Err(format!("/dev/ublkb{} has been removed meanwhile", self.number));
+            }
             match control.start_recovery(self.number) {
                 Err(error)
                     if error.kind() == io::ErrorKind::ResourceBusy
                         && Instant::now() < until
                         && !wait(LOOK) => {}
-                Ok(()) => break,
+                Ok(()) => return Ok(queues),
                 Err(error) => {
                     return Err(format!("cannot take over /dev/ublkb{}: {error}", self.number));
                 }
             }
         }
-        self.write(nonce, true).map_err(|error| self.unwritten(&error))?;
-        Ok(queues)
     }
 
-    /// Whether the device was taken over, and does not go on yet.
+    /// The server begins to serve the queues of the device that was taken over, all of them: those who serve only some
+    /// cannot be followed.
+    ///
+    /// # Errors
+    /// None was taken over, or the record cannot be written: for users.
+    pub(super) fn begin_serving(&mut self) -> Result<(), String> {
+        let nonce = self.entry.as_ref().ok_or("no device was taken over")?.nonce;
+        self.write(nonce, true).map_err(|error| self.unwritten(&error))
+    }
+
+    /// Whether the device that was taken over is about to be served, and does not go on yet.
     pub(super) fn is_recovering(&self) -> bool {
         self.entry.as_ref().is_some_and(|entry| entry.recovering)
     }
@@ -162,16 +236,30 @@ impl Outliving {
         Ok(())
     }
 
+    /// Whether the device with this number is the one of this keeper, and no other that has its number now.
+    pub(super) fn is_own(&self, control: &Control) -> bool {
+        let info = control.device(self.number).ok().flatten();
+        let nonce = self.entry.as_ref().map(|entry| entry.nonce);
+        info.is_some_and(|info| Some(info.private_flags) == nonce)
+    }
+
     /// Whether the device of a server that has ended may wait for another one.
-    pub(super) fn may_wait(&self, control: &Control, number: u32) -> bool {
-        let info = control.device(number).ok().flatten();
-        let is_disk = info.is_some_and(|info| outlives(&info));
+    pub(super) fn may_wait(&self, control: &Control) -> bool {
+        let info = control.device(self.number).ok().flatten();
         let entry = self.entry.as_ref();
-        is_disk && entry.is_some_and(|entry| !entry.recovering || self.queues == 1)
+        entry.zip(info).is_some_and(|(entry, info)| {
+            is_of_record(&info, entry) && (!entry.recovering || self.queues == 1)
+        })
     }
 
     /// Waits until another keeper has the device that `is_there`, for as long as it is to wait.
-    pub(super) fn wait(&self, is_there: impl Fn() -> bool) -> Successor {
+    pub(super) fn wait(&mut self, is_there: impl Fn() -> bool) -> Successor {
+        let Some(entry) = &mut self.entry else { return Successor::None };
+        // What is changed from now on was not changed by its server.
+        entry.left = Some(entry.image.stamps());
+        if self.record.write(entry).is_err() {
+            return Successor::None;
+        }
         self.record.unlock();
         let until = Instant::now() + self.patience;
         loop {
@@ -190,10 +278,16 @@ impl Outliving {
         }
     }
 
-    /// There is no device of this keeper any more, whose record is locked.
+    /// There is no device of this keeper any more, or never was one; its record is locked.
     pub(super) fn end(&self) {
-        let is_own = self.entry.is_some();
-        if is_own || self.record.read().is_ok_and(|entry| entry.is_none()) {
+        if let (Some(waiting), None) = (&self.waiting, &self.entry) {
+            // What waits goes on waiting. The server may have recovered the image, as the next one would have.
+            if self.is_opened && waiting.left.is_some() {
+                let left = Some(waiting.image.stamps());
+                // If this fails, the next server is refused.
+                let _ = self.record.write(&Entry { left, ..waiting.clone() });
+            }
+        } else if self.entry.is_some() || self.record.read().is_ok_and(|entry| entry.is_none()) {
             self.record.remove();
         }
     }
@@ -201,7 +295,7 @@ impl Outliving {
     fn write(&mut self, nonce: u64, recovering: bool) -> io::Result<()> {
         let image = self.image.clone();
         let image = image.ok_or_else(|| io::Error::other("nobody has looked for a device"))?;
-        let entry = Entry { nonce, keeper: self.keeper, recovering, image };
+        let entry = Entry { nonce, keeper: self.keeper, recovering, image, left: None };
         self.record.write(&entry)?;
         self.entry = Some(entry);
         Ok(())
@@ -210,6 +304,36 @@ impl Outliving {
     fn unwritten(&self, error: &io::Error) -> String {
         format!("cannot write the record of ublk device {}: {error}", self.number)
     }
+}
+
+fn cannot_look(number: u32, error: &io::Error) -> String {
+    format!("cannot look at ublk device {number}: {error}")
+}
+
+/// Whether a device is the one of a record, and may wait for a server.
+fn is_of_record(info: &DeviceInfo, entry: &Entry) -> bool {
+    entry.nonce == info.private_flags && outlives(info)
+}
+
+/// The image's name in messages.
+fn named(image: &Image) -> String {
+    let name = image.files.first().map(|file| shown(&file.name).to_string());
+    format!("'{}'", name.unwrap_or_default())
+}
+
+fn is_of_other(number: u32, image: &Image, name: &Path) -> String {
+    format!(
+        "/dev/ublkb{number} is of {}, not of '{}': {}",
+        named(image),
+        shown(name),
+        way_out(number)
+    )
+}
+
+fn way_out(number: u32) -> String {
+    format!(
+        "choose another number, or 'auto' for one that is free; 'ublk del -n {number}' removes one that nobody serves"
+    )
 }
 
 /// What a device is for a server that looks for one.
@@ -226,34 +350,43 @@ enum Judgement {
 /// Judges the device of a record, which says `entry`, for a server of this image.
 fn judge(info: &DeviceInfo, entry: Option<&Entry>, image: &Image) -> Result<Judgement, String> {
     let number = info.device;
-    let way_out = format!(
-        "choose another number, or 'auto' for one that is free; 'ublk del -n {number}' removes one that nobody serves"
-    );
     if info.state == DEAD {
         return Ok(Judgement::Free);
     }
-    let entry = entry.filter(|entry| entry.nonce == info.private_flags && outlives(info));
-    let Some(entry) = entry else {
+    let Some(entry) = entry.filter(|entry| is_of_record(info, entry)) else {
         return Err(format!(
-            "there is a ublk device {number} already, and not one that waits for another server: {way_out}"
+            "there is a ublk device {number} already, and not one that waits for another server: {}",
+            way_out(number)
         ));
     };
-    if entry.image != *image {
-        let (of, not) = (shown(&entry.image.name), shown(&image.name));
-        let which = if entry.image.name == image.name {
-            format!("another file that had the name '{of}'")
-        } else {
-            format!("'{of}', not of '{not}'")
-        };
-        return Err(format!("/dev/ublkb{number} is of {which}: {way_out}"));
+    if let Some(name) = image.files.first().map(|file| &file.name)
+        && entry.image.files.first().is_none_or(|file| file.name != *name)
+    {
+        return Err(is_of_other(number, &entry.image, name));
     }
-    if entry.recovering && info.queues > 1 {
+    let names =
+        |image: &Image| image.files.iter().map(|file| file.name.clone()).collect::<Vec<_>>();
+    let which = if entry.image.below != image.below {
+        format!("{} with other backing files", named(&entry.image))
+    } else if names(&entry.image) != names(image) {
+        format!("{} with another data file", named(&entry.image))
+    } else if let Some(ImageFile { name, .. }) = entry
+        .image
+        .files
+        .iter()
+        .zip(&image.files)
+        .find_map(|(old, new)| (old != new).then_some(old))
+    {
+        format!("another file that had the name '{}'", shown(name))
+    } else if entry.recovering && info.queues > 1 {
         return Err(format!(
-            "/dev/ublkb{number} has lost a server that was just taking it over, and cannot be taken over any more: \
-             {way_out}"
+            "/dev/ublkb{number} has lost a server that was just taking it over, and cannot be taken over any more: {}",
+            way_out(number)
         ));
-    }
-    Ok(if info.state == LIVE { Judgement::Ends } else { Judgement::Waits })
+    } else {
+        return Ok(if info.state == LIVE { Judgement::Ends } else { Judgement::Waits });
+    };
+    Err(format!("/dev/ublkb{number} is of {which}: {}", way_out(number)))
 }
 
 /// Fails if a disk is not what its device is for those who use it.
@@ -292,18 +425,21 @@ fn random() -> io::Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::super::control::RECOVERY;
+    use super::super::image::{Moment, Seen};
     use super::super::wire::{Basic, QUIESCED, feature};
     use super::*;
     use isobath_storage::FileId;
 
     fn image(name: &str, inode: u64) -> Image {
-        Image { name: name.into(), file: FileId { device: 1, inode } }
+        let id = FileId { device: 1, inode };
+        Image { files: vec![ImageFile { name: name.into(), id, seen: None }], below: 3 }
     }
 
     #[test]
     fn only_the_device_of_the_record_is_taken_over_and_only_for_its_image() {
         let ours = image("/images/vm.qcow2", 7);
-        let entry = Entry { nonce: 99, keeper: 1, recovering: false, image: ours.clone() };
+        let (nonce, keeper, recovering, left) = (99, 1, false, None);
+        let entry = Entry { nonce, keeper, recovering, image: ours.clone(), left };
         let waits = DeviceInfo {
             queues: 2,
             device: 5,
@@ -326,10 +462,47 @@ mod tests {
             assert!(refused.contains("'ublk del -n 5'"), "{refused}");
         }
         assert!(judge(&waits, None, &ours).unwrap_err().contains("ublk device 5 already"));
-        let other = judge(&waits, Some(&entry), &image("/images/b", 7)).unwrap_err();
-        assert!(other.contains("is of '/images/vm.qcow2', not of '/images/b'"), "{other}");
-        let replaced = judge(&waits, Some(&entry), &image("/images/vm.qcow2", 8)).unwrap_err();
-        assert!(replaced.contains("another file that had the name '/images/vm.qcow2'"));
+        let born = |seconds| {
+            let mut image = ours.clone();
+            let born = Moment { seconds, nanoseconds: 0 };
+            image.files[0].seen = Some(Seen { device: 1, inode: 7, born });
+            image
+        };
+        let with_data = |name: &str, inode| {
+            let files = [ours.clone(), image(name, inode)].map(|image| image.files).concat();
+            Image { files, below: 3 }
+        };
+        for (of, with, why) in [
+            (&ours, image("/images/b", 7), "is of '/images/vm.qcow2', not of '/images/b'"),
+            (
+                &ours,
+                image("/images/vm.qcow2", 8),
+                "another file that had the name '/images/vm.qcow2'",
+            ),
+            (&born(1), born(2), "another file that had the name '/images/vm.qcow2'"),
+            (
+                &ours,
+                Image { below: 4, ..ours.clone() },
+                "'/images/vm.qcow2' with other backing files",
+            ),
+            (&ours, with_data("/data", 9), "'/images/vm.qcow2' with another data file"),
+            (&with_data("/data", 9), ours.clone(), "'/images/vm.qcow2' with another data file"),
+            (
+                &with_data("/data", 9),
+                with_data("/d", 9),
+                "'/images/vm.qcow2' with another data file",
+            ),
+            (
+                &with_data("/data", 9),
+                with_data("/data", 8),
+                "another file that had the name '/data'",
+            ),
+        ] {
+            let entry = Entry { image: of.clone(), ..entry.clone() };
+            assert_eq!(judge(&waits, Some(&entry), of), Ok(Judgement::Waits));
+            let refused = judge(&waits, Some(&entry), &with).unwrap_err();
+            assert!(refused.contains(why) && refused.contains("'ublk del -n 5'"), "{refused}");
+        }
         // What was half taken over can be where one queue is either served or not.
         let half = Entry { recovering: true, ..entry };
         assert!(judged(waits, &half).unwrap_err().contains("cannot be taken over any more"));

@@ -4,7 +4,7 @@
 //! of its image. The keeper of a device holds the record's lock while its server lives, and whoever deletes the device
 //! or takes it over holds it meanwhile.
 
-use super::Image;
+use super::image::{Image, ImageFile, Seen, Stamp};
 use isobath_storage::FileId;
 use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
@@ -22,8 +22,8 @@ const DIRECTORY: &str = "/run/isobath";
 const ROOT: u32 = 0;
 /// Identifies a record of this layout.
 const MAGIC: u64 = u64::from_be_bytes(*b"isoublk1");
-/// The longest record: a name has at most 4 KiB.
-const LONGEST: usize = 8 << 10;
+/// The longest record: each name has at most 4 KiB.
+const LONGEST: usize = 12 << 10;
 /// How often a lock is looked at.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -34,54 +34,111 @@ pub(super) struct Entry {
     pub(super) nonce: u64,
     /// The keeper that deletes the device if no server takes it over, by a number that no other keeper has.
     pub(super) keeper: u64,
-    /// A server was about to take it over: some of its queues may be its, others nobody's.
+    /// A server was about to serve it: some of its queues may be its, others nobody's.
     pub(super) recovering: bool,
     /// The image that it is of.
     pub(super) image: Image,
+    /// The stamps of the image's files as the last server has left them; `None` while it has not ended.
+    pub(super) left: Option<Vec<Option<Stamp>>>,
 }
 
-/// How a record begins; the image's name follows.
+/// The most files that an image is written to.
+const MOST_FILES: usize = 2;
+
+/// How a record begins; the files' names follow.
 #[derive(Clone, Copy, Debug, IntoBytes, FromBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct Header {
     magic: u64,
     nonce: u64,
     keeper: u64,
+    below: u64,
+    name_lengths: [u32; MOST_FILES],
+    recovering: u32,
+    left: u16,
+    count: u16,
+    files: [FileEntry; MOST_FILES],
+}
+
+/// What it says of a file.
+#[derive(Clone, Copy, Debug, Default, IntoBytes, FromBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct FileEntry {
     device: u64,
     inode: u64,
-    recovering: u32,
-    name_length: u32,
+    seen: Seen,
+    stamp: Stamp,
+    has_seen: u32,
+    has_stamp: u32,
+}
+
+/// A number that is 0 or 1.
+fn flag(number: u32) -> Option<bool> {
+    match number {
+        0 => Some(false),
+        1 => Some(true),
+        _ => None,
+    }
 }
 
 impl Entry {
-    fn to_bytes(&self) -> Vec<u8> {
-        let Image { name, file } = &self.image;
-        let name = name.as_os_str().as_bytes();
+    /// # Errors
+    /// It does not fit a record.
+    fn to_bytes(&self) -> io::Result<Vec<u8>> {
+        let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
+        let Image { files, below } = &self.image;
+        let (mut name_lengths, mut entries) = ([0; MOST_FILES], [FileEntry::default(); MOST_FILES]);
+        let mut names = Vec::new();
+        for (number, file) in files.iter().enumerate() {
+            let name = file.name.as_os_str().as_bytes();
+            let stamp = self.left.as_ref().and_then(|left| left.get(number).copied().flatten());
+            *name_lengths.get_mut(number).ok_or_else(invalid)? = name.len() as u32;
+            entries[number] = FileEntry {
+                device: file.id.device,
+                inode: file.id.inode,
+                seen: file.seen.unwrap_or_default(),
+                stamp: stamp.unwrap_or_default(),
+                has_seen: file.seen.is_some().into(),
+                has_stamp: stamp.is_some().into(),
+            };
+            names.extend_from_slice(name);
+        }
         let header = Header {
             magic: MAGIC,
             nonce: self.nonce,
             keeper: self.keeper,
-            device: file.device,
-            inode: file.inode,
+            below: *below,
+            name_lengths,
             recovering: self.recovering.into(),
-            name_length: name.len() as u32,
+            left: self.left.is_some().into(),
+            count: files.len() as u16,
+            files: entries,
         };
-        [header.as_bytes(), name].concat()
+        let bytes = [header.as_bytes(), &names].concat();
+        if bytes.len() > LONGEST { Err(invalid()) } else { Ok(bytes) }
     }
 
     /// The entry that these bytes begin with; `None` if they are none.
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let (header, rest) = Header::read_from_prefix(bytes).ok()?;
-        let name = rest.get(..header.name_length as usize)?;
-        let recovering = match header.recovering {
-            0 => false,
-            1 => true,
-            _ => return None,
-        };
-        let file = FileId { device: header.device, inode: header.inode };
-        let image = Image { name: OsString::from_vec(name.to_vec()).into(), file };
-        let Header { magic, nonce, keeper, .. } = header;
-        (magic == MAGIC).then_some(Self { nonce, keeper, recovering, image })
+        let (header, mut rest) = Header::read_from_prefix(bytes).ok()?;
+        let Header { magic, nonce, keeper, below, recovering, left, count, .. } = header;
+        if magic != MAGIC {
+            return None;
+        }
+        let (mut files, mut stamps) = (Vec::new(), Vec::new());
+        let entries = header.files.get(..count.into())?;
+        for (entry, length) in entries.iter().zip(header.name_lengths) {
+            let (name, behind) = rest.split_at_checked(length as usize)?;
+            rest = behind;
+            files.push(ImageFile {
+                name: OsString::from_vec(name.to_vec()).into(),
+                id: FileId { device: entry.device, inode: entry.inode },
+                seen: flag(entry.has_seen)?.then_some(entry.seen),
+            });
+            stamps.push(flag(entry.has_stamp)?.then_some(entry.stamp));
+        }
+        let (recovering, left) = (flag(recovering)?, flag(left.into())?.then_some(stamps));
+        Some(Self { nonce, keeper, recovering, image: Image { files, below }, left })
     }
 }
 
@@ -171,12 +228,11 @@ impl Record {
     }
 
     /// Has it say this from now on.
+    ///
+    /// # Errors
+    /// The names are too long for it, or it cannot be written.
     pub(super) fn write(&self, entry: &Entry) -> io::Result<()> {
-        let bytes = entry.to_bytes();
-        if bytes.len() > LONGEST {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
-        self.file.write_all_at(&bytes, 0)
+        self.file.write_all_at(&entry.to_bytes()?, 0)
     }
 
     /// Removes it: there is no device any more. It is locked.
@@ -231,8 +287,10 @@ fn check(found: &Metadata, owner: u32, kind: u32, denied: u32) -> io::Result<()>
 
 #[cfg(test)]
 mod tests {
+    use super::super::image::Moment;
     use super::*;
     use std::fs::Permissions;
+    use std::mem::offset_of;
     use std::os::unix::fs::{PermissionsExt, symlink};
 
     struct World {
@@ -265,8 +323,14 @@ mod tests {
     }
 
     fn entry(name: &str) -> Entry {
-        let image = Image { name: name.into(), file: FileId { device: 5, inode: u64::MAX } };
-        Entry { nonce: 7, keeper: 8, recovering: true, image }
+        let born = Moment { seconds: 1, nanoseconds: 2 };
+        let seen = Some(Seen { device: 3, inode: 4, born });
+        let id = FileId { device: 5, inode: u64::MAX };
+        let data = ImageFile { name: "/data".into(), id, seen: None };
+        let image =
+            Image { files: vec![ImageFile { name: name.into(), id, seen }, data], below: 9 };
+        let stamp = Stamp { length: 77, ..Stamp::default() };
+        Entry { nonce: 7, keeper: 8, recovering: true, image, left: Some(vec![None, Some(stamp)]) }
     }
 
     #[test]
@@ -274,9 +338,12 @@ mod tests {
         let world = World::new();
         let record = world.lock(3).unwrap();
         assert_eq!(record.read().unwrap(), None, "nobody has written it");
-        for name in ["/images/a long name", "/a"] {
-            record.write(&entry(name)).unwrap();
-            assert_eq!(record.read().unwrap(), Some(entry(name)));
+        let mut live = entry("/images/a long name");
+        (live.left, live.recovering) = (None, false);
+        live.image.files.truncate(1);
+        for entry in [live, entry("/a")] {
+            record.write(&entry).unwrap();
+            assert_eq!(record.read().unwrap(), Some(entry));
         }
         let held = world.refused(3);
         assert!(held.contains("another server serves the ublk device 3"), "{held}");
@@ -300,7 +367,7 @@ mod tests {
 
     #[test]
     fn what_is_no_record_says_nothing() {
-        let whole = entry("/images/disk").to_bytes();
+        let whole = entry("/images/disk").to_bytes().unwrap();
         assert_eq!(Entry::from_bytes(&whole), Some(entry("/images/disk")));
         assert_eq!(Entry::from_bytes(&[&*whole, b"rest"].concat()), Some(entry("/images/disk")));
         for length in 0..whole.len() {
@@ -311,17 +378,28 @@ mod tests {
             bytes[at] ^= 0x82;
             Entry::from_bytes(&bytes)
         };
-        for at in (0..8).chain(40..48) {
+        let flags = offset_of!(FileEntry, has_seen)..size_of::<FileEntry>();
+        let file = |number: usize| offset_of!(Header, files) + number * size_of::<FileEntry>();
+        let of_flags = |number| file(number) + flags.start..file(number) + flags.end;
+        // What it is, the lengths of the names, and whether something is so.
+        for at in (0..8).chain(32..48).chain(of_flags(0)).chain(of_flags(1)) {
             assert_eq!(changed(at), None, "byte {at}");
         }
-        for at in 8..40 {
-            assert!(changed(at).is_some_and(|changed| changed != entry("/images/disk")));
+        // Of what is not known any number is the same.
+        let known = |at: &usize| *at < file(0) + offset_of!(FileEntry, stamp);
+        for at in (8..32).chain((file(0)..).take_while(known)) {
+            assert!(changed(at).is_some_and(|changed| changed != entry("/images/disk")), "{at}");
         }
+        // Programs look there, too.
+        assert_eq!((offset_of!(Header, nonce), offset_of!(Header, recovering)), (8, 40));
         let world = World::new();
         let record = world.lock(1).unwrap();
         record.file.write_all_at(&vec![0xff; 3 * LONGEST], 0).unwrap();
         assert_eq!(record.read().unwrap(), None);
         assert!(record.write(&entry(&"n".repeat(LONGEST))).is_err());
+        let mut many = entry("/a");
+        many.image.files.push(many.image.files[0].clone());
+        assert!(record.write(&many).is_err());
     }
 
     #[test]

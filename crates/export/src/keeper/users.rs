@@ -37,6 +37,24 @@ impl Claim {
     pub(crate) fn write_back(&self) -> io::Result<()> {
         self.file.sync_all()
     }
+
+    /// Writes what the kernel has of the disk, to which nothing can be written any more then: whoever still has it
+    /// open, or opens it, is refused.
+    ///
+    /// # Errors
+    /// As [`write_back`](Self::write_back), or the disk cannot be made read-only.
+    pub(crate) fn write_back_last(&self) -> io::Result<()> {
+        /// `BLKROSET` of `linux/fs.h`.
+        const SET_READ_ONLY: libc::Ioctl = 0x125d;
+        // Most of it before: the kernel warns of what it writes to a disk that is read-only.
+        let first = self.file.sync_all();
+        let read_only: libc::c_int = 1;
+        // SAFETY: the call reads one number.
+        if unsafe { libc::ioctl(self.file.as_raw_fd(), SET_READ_ONLY, &raw const read_only) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        first.and(self.file.sync_all())
+    }
 }
 
 /// What comes of an attempt to claim a disk.

@@ -5,11 +5,11 @@ use super::geometry::{Geometry, MAX_BYTES};
 use super::queue::{POOL_BYTES, Queue};
 use crate::command_line::quoted;
 use crate::frontend::{
-    CommandLineOption, Export, ExportControl, ExportedDisk, Frontend, FrontendError, Outlive,
-    Parameter, Place, Presence, Protocol, RemoveError, RemoveMode, Serving, Settings, Shown, Start,
-    Takes, requests_within,
+    CommandLineOption, DiskFile, Export, ExportControl, ExportedDisk, Frontend, FrontendError,
+    Outlive, Parameter, Place, Presence, Protocol, RemoveError, RemoveMode, Serving, Settings,
+    Shown, Start, Takes, requests_within,
 };
-use crate::keeper::{self, Device, Image, Keeper, Waiting};
+use crate::keeper::{self, Device, Image, ImageFile, Keeper, Waiting, digest};
 use crate::stop::Stop;
 use isobath_disk::memory::{OutOfMemory, Reserved};
 use isobath_disk::{BlockDevice, MemoryLimit};
@@ -72,6 +72,8 @@ const EXPORT: &str = "a ublk export";
 pub struct UblkFrontend {
     workers: Vec<Handle>,
     memory: Option<Arc<MemoryLimit>>,
+    /// The turn of the export that takes its device over last, so far.
+    last_turn: Mutex<Option<Arc<Stop>>>,
 }
 
 /// Bytes that a queue with so many requests takes: a buffer for each, and free buffers.
@@ -93,38 +95,67 @@ impl UblkFrontend {
     }
 
     /// Adds a device, with a queue for each thread.
-    fn add(&self, keeper: &Keeper) -> Result<Begun, FrontendError> {
+    fn add(&self, keeper: &Keeper) -> Result<(Begun, u32), FrontendError> {
         let queues = self.workers.len().clamp(1, MOST_QUEUES);
         let (requests, reserved) = self.requests(queues)?;
         let depth = requests as u16;
         let device = keeper.add(queues as u16, depth, MAX_BYTES)?;
-        let rings = rings(device.queues, depth)?;
-        Ok(Begun { device, depth, rings, reserved, is_adopted: false })
+        let (number, rings) = (device.number, rings(device.queues, depth)?);
+        Ok((Begun::Added(Opened::new(device, depth, rings)?, reserved), number))
     }
 
-    /// Takes over the device that waits, with the queues that it has. What can fail is done before.
-    fn adopt(
-        &self,
-        keeper: &Keeper,
-        Waiting { queues, depth }: Waiting,
-    ) -> Result<Begun, FrontendError> {
+    /// Prepares to take over the device that waits, with the queues that it has.
+    fn prepare(&self, Waiting { queues, depth }: Waiting) -> Result<Begun, FrontendError> {
         let reserved = self.reserve(queues, depth)?;
         let rings = rings(queues, depth)?;
-        let device = keeper.adopt()?;
-        Ok(Begun { device, depth, rings, reserved, is_adopted: true })
+        let own = Arc::new(Stop::default());
+        let before = self.last_turn.lock().replace(own.clone());
+        Ok(Begun::Waits { depth, rings, reserved, turn: Turn { before, own } })
     }
 }
 
 /// A device that is to be served.
-struct Begun {
-    device: Device,
-    /// How many requests a queue may have in flight.
-    depth: u16,
-    /// A ring for each queue.
-    rings: Vec<CommandRing>,
-    reserved: Option<Reserved>,
-    /// It is a disk already, which waits for its queues to be served.
-    is_adopted: bool,
+enum Begun {
+    /// It was added, and is no disk yet.
+    Added(Opened, Option<Reserved>),
+    /// It is a disk already, which waits to be taken over.
+    Waits {
+        /// How many requests a queue may have in flight.
+        depth: u16,
+        /// A ring for each queue.
+        rings: Vec<CommandRing>,
+        reserved: Option<Reserved>,
+        turn: Turn,
+    },
+}
+
+/// Devices are taken over one after the other: of one that waits for another one some queues may be served already.
+/// The next one's turn is when this is dropped.
+struct Turn {
+    /// Requested once the export before has taken its device over, or has failed to.
+    before: Option<Arc<Stop>>,
+    own: Arc<Stop>,
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        self.own.request();
+    }
+}
+
+/// A device that is open, with its queues.
+struct Opened {
+    /// The character device.
+    file: Arc<File>,
+    queues: Vec<Queue>,
+}
+
+impl Opened {
+    fn new(device: Device, depth: u16, rings: Vec<CommandRing>) -> io::Result<Self> {
+        let file = Arc::new(File::from(device.file));
+        let queues = (0..).zip(rings).map(|(queue, ring)| Queue::new(&file, queue, depth, ring));
+        Ok(Self { queues: queues.collect::<io::Result<_>>()?, file })
+    }
 }
 
 /// A ring for each of so many queues.
@@ -134,13 +165,18 @@ fn rings(queues: u16, depth: u16) -> io::Result<Vec<CommandRing>> {
 
 /// The image that a disk is of.
 fn image_of<D>(disk: &ExportedDisk<D>) -> io::Result<Image> {
-    let name = disk.images.first().ok_or_else(|| io::Error::other("the disk has no image"))?;
-    Ok(Image { name: std::path::absolute(name)?, file: disk.file })
+    let files = disk.files.iter().map(|DiskFile { name, id }| {
+        let name = std::path::absolute(name)?;
+        Ok(ImageFile { name, id: *id, seen: None })
+    });
+    let below = digest(disk.below.iter().copied());
+    Ok(Image { files: files.collect::<io::Result<_>>()?, below })
 }
 
 impl<D: BlockDevice> Frontend<D> for UblkFrontend {
     fn start(start: Start) -> Result<Self, FrontendError> {
-        Ok(Self { workers: start.workers, memory: start.memory })
+        let last_turn = Mutex::default();
+        Ok(Self { workers: start.workers, memory: start.memory, last_turn })
     }
 
     fn protocol(&self) -> &'static Protocol {
@@ -159,18 +195,11 @@ impl<D: BlockDevice> Frontend<D> for UblkFrontend {
             Some(_) => keeper.look(geometry.parameters(), image_of(&disk)?)?,
             None => None,
         };
-        let Begun { device, depth, rings, reserved, is_adopted } = match waiting {
-            Some(waiting) => self.adopt(&keeper, waiting)?,
-            None => self.add(&keeper)?,
+        let (begun, number) = match (waiting, keeper.number()) {
+            (Some(waiting), Some(number)) => (self.prepare(waiting)?, number),
+            _ => self.add(&keeper)?,
         };
-        let Device { number, file, .. } = device;
-        if is_adopted {
-            tracing::info!("taking over /dev/ublkb{number}");
-        }
-        let file = Arc::new(File::from(file));
-        let queues = (0..).zip(rings).map(|(queue, ring)| Queue::new(&file, queue, depth, ring));
-        let queues = queues.collect::<io::Result<Vec<_>>>()?;
-        let kept = Kept { keeper: Arc::new(keeper), file };
+        let is_adopted = matches!(begun, Begun::Waits { .. });
         let served = Arc::new(Served {
             device: disk.device,
             geometry,
@@ -185,9 +214,24 @@ impl<D: BlockDevice> Frontend<D> for UblkFrontend {
         let control = Control(served.clone());
         let workers = self.workers.clone();
         let serving = async move {
-            let done = serve(&served, kept, queues, &workers).await;
-            drop(reserved);
-            done
+            let _abandoning = Abandoning(&served);
+            let keeper = Arc::new(keeper);
+            match begun {
+                Begun::Added(opened, _reserved) => {
+                    serve(&served, keeper, opened, &workers, None).await
+                }
+                Begun::Waits { depth, rings, reserved: _reserved, turn } => {
+                    let opened = match adopt(&served, &keeper, depth, rings, &turn).await {
+                        Ok(Some(opened)) => opened,
+                        Ok(None) => return Ok(()),
+                        Err(error) => {
+                            *served.failure.lock() = Some(error.to_string());
+                            return Err(error);
+                        }
+                    };
+                    serve(&served, keeper, opened, &workers, Some(turn)).await
+                }
+            }
         };
         Ok(Export { control: Box::new(control), serving: Box::pin(serving) })
     }
@@ -227,21 +271,44 @@ impl<D: BlockDevice> ExportControl for Control<D> {
 /// A queue's task, wherever it runs.
 type Part = Pin<Box<dyn Future<Output = Result<io::Result<()>, JoinError>>>>;
 
-/// What has a device, beside its queues.
-struct Kept {
-    keeper: Arc<Keeper>,
-    /// The character device.
-    file: Arc<File>,
+/// Takes over the device that waits, once those before have been. It goes on waiting if the export is removed before.
+async fn adopt<D: BlockDevice>(
+    served: &Served<D>,
+    keeper: &Arc<Keeper>,
+    depth: u16,
+    rings: Vec<CommandRing>,
+    turn: &Turn,
+) -> io::Result<Option<Opened>> {
+    if let Some(before) = &turn.before {
+        let (mut before, mut removed) =
+            (pin!(before.requested()), pin!(served.removed.requested()));
+        let turn = poll_fn(|cx| match removed.as_mut().poll(cx) {
+            Poll::Ready(()) => Poll::Ready(false),
+            Poll::Pending => before.as_mut().poll(cx).map(|()| true),
+        });
+        if !turn.await {
+            return Ok(None);
+        }
+    }
+    tracing::info!("taking over /dev/ublkb{}", served.number);
+    let adopting = keeper.clone();
+    let device = unblock(move || adopting.adopt()).await?;
+    // What fails until here leaves the device to another server. The driver lets only one process map queues until they
+    // were served.
+    let beginning = keeper.clone();
+    unblock(move || beginning.begin_serving()).await?;
+    Ok(Some(Opened::new(device, depth, rings)?))
 }
 
-/// Serves a device until its export is removed and nobody uses it, or until it is stopped.
+/// Serves a device until its export is removed and nobody uses it, or until it is stopped. The `turn` of one that was
+/// taken over ends when it goes on.
 async fn serve<D: BlockDevice>(
     served: &Arc<Served<D>>,
-    Kept { keeper, file }: Kept,
-    queues: Vec<Queue>,
+    keeper: Arc<Keeper>,
+    Opened { file, queues }: Opened,
     workers: &[Handle],
+    turn: Option<Turn>,
 ) -> io::Result<()> {
-    let _abandoning = Abandoning(served);
     let mut keeper_ended = pin!(keeper.ended()?);
     let mut parts = pin!(all(served, queues, workers));
     let mut drained = None;
@@ -278,6 +345,7 @@ async fn serve<D: BlockDevice>(
         *served.failure.lock() = Some(error.to_string());
     }
     served.begun.request();
+    drop(turn);
     if served.is_adopted && started.is_err() {
         // Whoever uses it can still be helped: it waits for another server.
         served.abandoned.request();
@@ -445,10 +513,12 @@ impl<D> Drop for Abandoning<'_, D> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::task::{Context, Waker};
 
     #[test]
     fn exports_have_their_part_of_a_memory_limit() {
-        let frontend = |memory| UblkFrontend { workers: Vec::new(), memory };
+        let frontend =
+            |memory| UblkFrontend { workers: Vec::new(), memory, last_turn: Mutex::default() };
         assert_eq!(frontend(None).requests(1).unwrap().0, MOST_REQUESTS);
         let limit = MemoryLimit::new(256 << 20);
         let frontend = frontend(Some(Arc::clone(&limit)));
@@ -461,5 +531,28 @@ mod tests {
         assert_eq!(exports.len(), 16);
         let refused = frontend.requests(1).unwrap_err().to_string();
         assert!(refused.contains("a ublk export may take"), "{refused}");
+    }
+
+    #[test]
+    fn a_device_is_taken_over_once_those_before_were_or_could_not_be() {
+        let frontend =
+            UblkFrontend { workers: Vec::new(), memory: None, last_turn: Mutex::default() };
+        let turns = || match frontend.prepare(Waiting { queues: 0, depth: 1 }) {
+            Ok(Begun::Waits { turn, .. }) => turn,
+            _ => panic!("nothing was reserved"),
+        };
+        let (first, second, third) = (turns(), turns(), turns());
+        assert!(first.before.is_none());
+        let is_on = |turn: &Turn| {
+            let mut cx = Context::from_waker(Waker::noop());
+            turn.before
+                .as_ref()
+                .is_some_and(|before| pin!(before.requested()).as_mut().poll(&mut cx).is_ready())
+        };
+        assert!(!is_on(&second) && !is_on(&third));
+        drop(first);
+        assert!(is_on(&second) && !is_on(&third));
+        drop(second);
+        assert!(is_on(&third));
     }
 }

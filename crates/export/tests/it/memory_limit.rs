@@ -6,7 +6,6 @@ use isobath_export::frontend::{ExportedDisk, Parameter, Setting, Settings};
 use isobath_export::registry::{Frontends, Listeners};
 use isobath_ring::block_on;
 use isobath_ring::net::Listener;
-use isobath_storage::FileId;
 use std::sync::Arc;
 
 #[test]
@@ -32,7 +31,8 @@ fn a_vhost_user_export_with_options_that_are_refused_keeps_nothing_of_a_memory_l
                 chosen_by: name.into(),
                 writable: true,
                 images: Vec::new(),
-                file: FileId { device: 0, inode: 1 },
+                files: Vec::new(),
+                below: Vec::new(),
             };
             frontend.export(disk, settings)
         };

@@ -6,15 +6,15 @@ use super::{Drive, Monitor, Result};
 use crate::error::QmpError;
 use crate::server::ClientFiles;
 use event_listener::Event;
-use isobath_disk::LiveDisk;
+use isobath_disk::{Layer, LiveDisk};
 use isobath_export::frontend::{
-    Export, ExportControl, ExportedDisk, Frontend, Outlive, Parameter, Place, Presence, Protocol,
-    RemoveError, RemoveMode, Setting, Settings, Shown, Takes,
+    DiskFile, Export, ExportControl, ExportedDisk, Frontend, Outlive, Parameter, Place, Presence,
+    Protocol, RemoveError, RemoveMode, Setting, Settings, Shown, Takes,
 };
 use isobath_export::registry::PROTOCOLS;
 use isobath_ring::net::Listener;
 use isobath_ring::{JoinHandle, spawn, unblock};
-use isobath_storage::{Host, StorageExt};
+use isobath_storage::{Host, Storage};
 use serde_json::{Value, json};
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -124,6 +124,16 @@ impl ExportList {
     }
 }
 
+/// The files of a layer: the image, and its data file if it has one.
+fn files_of<S: Storage>(layer: &Layer<S>) -> Vec<DiskFile> {
+    let file = |storage: &S| DiskFile { name: storage.name().to_owned(), id: storage.id() };
+    let mut files = vec![file(layer.storage())];
+    if layer.data().id() != layer.storage().id() {
+        files.push(file(layer.data()));
+    }
+    files
+}
+
 impl<H: Host + Clone> Monitor<H> {
     /// Exports a disk through a frontend, under an id, until the export is deleted, the frontend ends by itself, or the
     /// monitor [ends](Self::end); if the frontend's server is [shared](Protocol::shared), until that is stopped.
@@ -152,11 +162,10 @@ impl<H: Host + Clone> Monitor<H> {
         settings: Settings,
     ) -> Result<()> {
         let layers = drive.layers();
-        let Some(active) = layers.first() else {
-            return Err(QmpError::new("the disk has no layers"));
-        };
+        let mut files = layers.iter().map(|layer| files_of(layer));
         let disk = ExportedDisk {
-            file: active.storage().id(),
+            files: files.next().unwrap_or_default(),
+            below: files.flatten().map(|file| file.id).collect(),
             device: drive.disk().clone(),
             name: self.name_of(drive),
             chosen_by: chosen_by.to_owned(),

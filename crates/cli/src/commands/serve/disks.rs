@@ -1,5 +1,6 @@
 //! The served disks: opening, upkeep, closing.
 
+use super::Order;
 use super::args::Args;
 use super::record::Record;
 use crate::cache::Cache;
@@ -20,48 +21,59 @@ use std::sync::Arc;
 /// Opens every image.
 pub(super) async fn open<H: Host + Clone>(
     host: &H,
-    args: &Args,
-    secrets: &Secrets,
-    memory: Option<&Arc<MemoryLimit>>,
+    order: &Order<'_>,
 ) -> Result<Vec<Arc<LiveDisk<H>>>, Failure> {
     let mut disks = Vec::new();
-    for (number, image) in args.images().iter().enumerate() {
-        let restart_log = args.frontends.outlives(number);
-        let mut options = args.files_of(number, options(args, secrets, memory))?;
-        if let Some(address) = stored::address(image)? {
-            args.check_stored(number)?;
-            let chain = args.stored.open(&address, memory).await?;
-            if let Some(overlay) = args.overlay_of(number) {
-                let options = options.index(false).format(ImageFormat::Qcow2);
-                let options = options.restart_log(restart_log);
-                let disk = open_overlay(host, overlay, &chain, &options).await?;
-                disks.push(disk_that_outlives(disk, args, number).await?);
-                continue;
-            }
-            options = stored::options_of(&chain, options);
-        }
-        let writable = options.writable;
-        let disk = LiveDisk::open(host.clone(), image, &options.restart_log(restart_log)).await?;
-        if !is_stored(image)
-            && let Err(failure) = overlays::check_none(&disk, image)
-        {
-            disk.close().await?;
-            return Err(failure);
-        }
-        if args.is_layered() {
-            layers::check(disk.layers().iter()).map_err(Failure::new)?;
-        }
-        let format = disk.layers().first().map(|layer| layer.format());
-        if format == Some(ImageFormat::Raw) && args.format.is_none() && writable {
-            return Err(Failure::new(format_args!(
-                "'{}' was detected as raw. A guest that can write to a raw image can make it look \
-                 like another format at the next start; use --format raw to confirm that it is raw",
-                image.display()
-            )));
-        }
-        disks.push(disk_that_outlives(disk, args, number).await?);
+    for number in 0..order.args.images().len() {
+        let disk = open_one(host, order, number).await;
+        disks.push(disk.map_err(|failure| order.keepers.explain(number, failure))?);
     }
     Ok(disks)
+}
+
+/// Opens the image with this number.
+async fn open_one<H: Host + Clone>(
+    host: &H,
+    Order { args, secrets, memory, keepers, .. }: &Order<'_>,
+    number: usize,
+) -> Result<Arc<LiveDisk<H>>, Failure> {
+    let (image, memory) = (&args.images()[number], memory.as_ref());
+    let restart_log = args.frontends.outlives(number);
+    let mut options = args.files_of(number, options(args, secrets, memory))?;
+    if let Some(address) = stored::address(image)? {
+        args.check_stored(number)?;
+        let chain = args.stored.open(&address, memory).await?;
+        if let Some(overlay) = args.overlay_of(number) {
+            let options = options.index(false).format(ImageFormat::Qcow2);
+            let options = options.restart_log(restart_log);
+            let options = options.continues(keepers.begin_opening(number, overlay)?);
+            let disk = open_overlay(host, overlay, &chain, &options).await?;
+            return disk_that_outlives(disk, args, number).await;
+        }
+        options = stored::options_of(&chain, options);
+    }
+    let writable = options.writable;
+    let options = options.restart_log(restart_log);
+    let options = options.continues(keepers.begin_opening(number, image)?);
+    let disk = LiveDisk::open(host.clone(), image, &options).await?;
+    if !is_stored(image)
+        && let Err(failure) = overlays::check_none(&disk, image)
+    {
+        disk.close().await?;
+        return Err(failure);
+    }
+    if args.is_layered() {
+        layers::check(disk.layers().iter()).map_err(Failure::new)?;
+    }
+    let format = disk.layers().first().map(|layer| layer.format());
+    if format == Some(ImageFormat::Raw) && args.format.is_none() && writable {
+        return Err(Failure::new(format_args!(
+            "'{}' was detected as raw. A guest that can write to a raw image can make it look \
+             like another format at the next start; use --format raw to confirm that it is raw",
+            image.display()
+        )));
+    }
+    disk_that_outlives(disk, args, number).await
 }
 
 /// A disk whose completed writes survive a kill of this server, if those who use it rely on that.

@@ -13,13 +13,13 @@ use clap::builder::{
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches, ValueHint};
 use isobath_disk::LiveDisk;
 use isobath_export::frontend::{Outlive, Parameter, Protocol, Setting, Settings, Takes};
-use isobath_export::keeper::Keeper;
+use isobath_export::keeper::{Keeper, give_up_admin};
 use isobath_export::registry::{Frontends, Listeners, PROTOCOLS};
 use isobath_qmp::monitor::{Drive, Monitor};
 use isobath_ring::net::Access;
 use isobath_storage::Host;
 use std::collections::VecDeque;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process;
 use std::rc::Rc;
 
@@ -28,6 +28,33 @@ pub(super) struct FrontendArgs(Vec<Given>);
 
 /// The keepers of the block devices, in the order of the options.
 pub(super) struct Keepers(VecDeque<Keeper>);
+
+impl Keepers {
+    /// The keeper of the device of the image with this number, if the device waits for this server.
+    fn that_waits(&self, image: usize) -> Option<&Keeper> {
+        self.0.get(image).filter(|keeper| keeper.waits())
+    }
+
+    /// Whether those who use a device go on with the image of this number and name, which is about to be opened.
+    ///
+    /// # Errors
+    /// The device is of another image.
+    pub(super) fn begin_opening(&self, image: usize, name: &Path) -> Result<bool, Failure> {
+        let Some(keeper) = self.that_waits(image) else { return Ok(false) };
+        let opened = std::path::absolute(name).and_then(|name| keeper.open(&name));
+        opened.map(|()| true).map_err(Failure::new)
+    }
+
+    /// The failure of opening the image with this number, with what it is for the device that waits.
+    pub(super) fn explain(&self, image: usize, failure: Failure) -> Failure {
+        match self.that_waits(image).and_then(Keeper::number) {
+            Some(number) => failure.context(format_args!(
+                "/dev/ublkb{number} waits for this image ('ublk del -n {number}' removes the device)"
+            )),
+            None => failure,
+        }
+    }
+}
 
 /// The options of one frontend.
 struct Given {
@@ -343,7 +370,8 @@ impl FrontendArgs {
         })
     }
 
-    /// Starts what needs rights that the server is to give up: the keepers of block devices.
+    /// Starts what needs rights that the server is to give up: the keepers of block devices, in the order of the
+    /// images. If the devices outlive this process, it gives up a right that they have.
     ///
     /// # Errors
     /// The machine has no such devices, or this user has not the rights.
@@ -361,6 +389,9 @@ impl FrontendArgs {
                     );
                 }
             }
+        }
+        if self.own_servers().any(|given| given.recovery().is_some()) {
+            give_up_admin().map_err(Failure::new)?;
         }
         Ok(Keepers(keepers))
     }

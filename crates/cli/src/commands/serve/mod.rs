@@ -118,7 +118,7 @@ async fn run_on<H: Host + Clone>(
 ) -> Outcome {
     let (mut confined, record) = (order.confined.take(), order.record.take());
     let end = signals::Order::receive()?;
-    let opening = disks::open(&host, order.args, &order.secrets, order.memory.as_ref());
+    let opening = disks::open(&host, &order);
     let disks = match end.unless_given(opening).await {
         Some(disks) => disks?,
         None => return Err(interrupted()),
