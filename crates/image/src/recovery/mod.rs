@@ -109,9 +109,8 @@ pub(crate) async fn recover<S: Storage>(
     let found = match purpose {
         Purpose::Examine => None,
         Purpose::View(how) => FoundLog::find(storage, name, header, how).await?,
-        Purpose::Write | Purpose::Continue => {
-            FoundLog::find(storage, name, header, LogUse::Take).await?
-        }
+        Purpose::Write => FoundLog::find(storage, name, header, LogUse::Take).await?,
+        Purpose::Continue => FoundLog::find(storage, name, header, LogUse::Rely).await?,
     };
     if purpose == Purpose::Continue && found.is_none() {
         return Err(discontinued(name, "is not there"));

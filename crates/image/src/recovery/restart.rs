@@ -48,13 +48,8 @@ struct Change {
 /// use. A log that does not fit the image changes nothing.
 ///
 /// # Errors
-/// If the storage fails, or the image [`continues`](crate::options::OpenOptions::continues) and the log does not fit;
-/// the image must then be opened again.
-pub(crate) async fn finish<S: Storage>(
-    metadata: &Metadata<S>,
-    found_log: &FoundLog,
-    continues: bool,
-) -> Result<()> {
+/// If the storage fails, or the log does not fit and must; the image must then be opened again.
+pub(crate) async fn finish<S: Storage>(metadata: &Metadata<S>, found_log: &FoundLog) -> Result<()> {
     let header = metadata.layer.header().ok_or(DiskError::ReadOnly)?;
     let area = area(metadata)?;
     metadata.alloc.set_aside(area.clone()).await;
@@ -69,7 +64,7 @@ pub(crate) async fn finish<S: Storage>(
             found_log.set_unclean(metadata.layer.name())?;
             apply(metadata, plan).await?;
         }
-        Err(reason) if continues => {
+        Err(reason) if found_log.must_fit => {
             let log = format!("does not match it ({reason})");
             return Err(discontinued(metadata.layer.name(), &log));
         }

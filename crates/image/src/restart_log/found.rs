@@ -3,7 +3,7 @@
 use super::{CAPACITY, ENTRY, KEPT, at, load, mark, sum};
 use crate::pieces::JournaledWrite;
 use crate::sabotage::{self, Sabotage};
-use crate::{DiskError, Result};
+use crate::{DiskError, Result, violated};
 use isobath_qcow2::{Geometry, Header, L2Entry, Lsn};
 use isobath_storage::{MemoryUse, Operation, RestartMemory, Storage, StorageError, shown};
 use std::collections::BTreeMap;
@@ -17,6 +17,8 @@ pub struct FoundLog {
     pub entries: BTreeMap<u64, L2Entry>,
     /// Bytes by host offset, in the order in which they were written.
     pub writes: Vec<JournaledWrite>,
+    /// It is not [set aside](Self::set_aside): those who rely on it go on with the image.
+    pub must_fit: bool,
     memory: Arc<dyn RestartMemory>,
 }
 
@@ -25,6 +27,8 @@ pub struct FoundLog {
 pub enum LogUse {
     /// To be applied, and removed.
     Take,
+    /// The same, and it must fit.
+    Rely,
     /// To be read, beside others that do.
     Look,
     /// To be read without locks: none while somebody writes to the image.
@@ -49,8 +53,9 @@ impl FoundLog {
         };
         let id = journal.id;
         let mark = mark(id);
+        let must_fit = how == LogUse::Rely;
         let how = match how {
-            LogUse::Take => MemoryUse::Take(mark),
+            LogUse::Take | LogUse::Rely => MemoryUse::Take(mark),
             LogUse::Look => MemoryUse::Look(mark),
             LogUse::Glance => MemoryUse::Glance(mark),
         };
@@ -68,7 +73,7 @@ impl FoundLog {
         if [at::MAGIC, at::ID, at::SUM].map(|place| load(memory.words(), place)) != mark {
             return Ok(None);
         }
-        let mut found = Self { entries: BTreeMap::new(), writes: Vec::new(), memory };
+        let mut found = Self { entries: BTreeMap::new(), writes: Vec::new(), must_fit, memory };
         let damaged = found.read(id, &geometry).is_none();
         if damaged && sabotage::is(Sabotage::IgnoredDamage) {
             return Ok(None);
@@ -179,6 +184,9 @@ impl FoundLog {
     /// # Errors
     /// If that fails; the log is then where it was.
     pub fn set_aside(&self, name: &Path, reason: &str) -> Result<()> {
+        if self.must_fit {
+            violated("a log on which clients rely stays in its place");
+        }
         let aside = self.memory.set_aside();
         let aside = aside.map_err(|error| StorageError::new(Operation::Remove, name, error))?;
         tracing::error!(image = %shown(name), kept = aside, "{reason}");

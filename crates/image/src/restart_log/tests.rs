@@ -299,6 +299,24 @@ fn steps_of_commits_that_do_not_follow_each_other_are_noticed() {
 }
 
 #[test]
+fn a_log_on_which_clients_rely_is_not_set_aside() {
+    let world = world();
+    let name = Path::new("image");
+    let find = |how| {
+        let found = FoundLog::find(&world.file, name, &world.header, how);
+        futures_executor::block_on(found).unwrap().unwrap()
+    };
+    let relied_on = find(LogUse::Rely);
+    let stopped = catch_unwind(AssertUnwindSafe(|| relied_on.set_aside(name, "")));
+    let stopped = stopped.unwrap_err().downcast_ref::<String>().cloned().unwrap();
+    assert!(stopped.contains("on which clients rely stays in its place"), "{stopped}");
+    drop(relied_on);
+    find(LogUse::Take).set_aside(name, "").unwrap();
+    let found = FoundLog::find(&world.file, name, &world.header, LogUse::Rely);
+    assert!(futures_executor::block_on(found).unwrap().is_none());
+}
+
+#[test]
 fn a_log_that_is_required_owes_what_it_has_no_memory_for() {
     let MemoryWorld { host, file } = memory_world();
     for required in [true, false] {

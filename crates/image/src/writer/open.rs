@@ -63,7 +63,7 @@ impl<S: Storage> Writer<S> {
         };
         let metadata = Metadata::new(tables, alloc, zones, log, layer.clone());
         match layer.take_found_log() {
-            Some(found_log) => recovery::finish(&metadata, &found_log, options.continues).await?,
+            Some(found_log) => recovery::finish(&metadata, &found_log).await?,
             // A log of a journal that is no longer in use.
             None => {
                 if let Ok(Some(stale)) = layer.storage().restart_memory(MemoryUse::Stale).await {
