@@ -1,6 +1,7 @@
 //! An open disk.
 
 use crate::device::{BlockDevice, BlockStatus, ZeroFlags, block_device};
+use crate::read::Begun;
 use crate::touched::Touched;
 use event_listener::Event;
 use futures_util::future::join;
@@ -29,11 +30,14 @@ pub const DEFAULT_MAP_CACHE: usize = 132 << 20;
 
 /// A map has at most this part of a memory limit.
 const MAP_SHARE: u64 = 16;
-/// Bytes that an open disk may take besides its map: tables that are merged (8 MiB), segments of its index.
+/// Bytes that an open disk may take besides its map: tables that are merged (8 MiB), segments of its index (1.5 MiB),
+/// slices of which a part was resolved (1 MiB).
 const READING: u64 = 12 << 20;
 
 /// Slices resolved at once, each with at most 64 tables' parts in memory.
 const RESOLVERS: usize = 8;
+/// Locks for slices that are resolved.
+const RESOLVING: usize = 64;
 
 /// A layer that accepts no more writes, whose writer still has changes that its file lacks.
 pub struct Retiring<S> {
@@ -104,7 +108,7 @@ pub struct Disk<H: Host> {
     /// The parts for which a read-only disk has tables; determined once, when needed.
     pub touched: OnceLock<Touched>,
     /// Keeps two tasks from resolving the same slice; by slice number.
-    pub resolving: Box<[AsyncMutex<()>]>,
+    pub resolving: Box<[AsyncMutex<Begun>]>,
     /// Held while a disk that is only read shows a virtual machine's state.
     pub(crate) showing: AsyncMutex<()>,
     /// Limits the slices resolved at once: each holds the tables of many layers in memory.
@@ -159,7 +163,7 @@ impl<H: Host> Disk<H> {
             retiring: RwLock::default(),
             retires: AtomicBool::new(false),
             touched: OnceLock::new(),
-            resolving: (0..64).map(|_| AsyncMutex::ranked((), lock_order::RESOLVING)).collect(),
+            resolving: resolving(),
             showing: AsyncMutex::ranked((), lock_order::RESIZING),
             resolvers: isobath_sync::Semaphore::ranked(RESOLVERS, lock_order::RESOLVERS),
             resized: Arc::default(),
@@ -190,7 +194,7 @@ impl<H: Host> Disk<H> {
             retires: AtomicBool::new(retiring.is_some()),
             retiring: RwLock::new(retiring),
             touched: OnceLock::new(),
-            resolving: (0..64).map(|_| AsyncMutex::ranked((), lock_order::RESOLVING)).collect(),
+            resolving: resolving(),
             showing: AsyncMutex::ranked((), lock_order::RESIZING),
             resolvers: isobath_sync::Semaphore::ranked(RESOLVERS, lock_order::RESOLVERS),
             resized: Arc::clone(&self.resized),
@@ -453,6 +457,11 @@ fn largest_cluster<S: Storage>(chain: &Chain<S>) -> u64 {
 /// and if it `writes` to a qcow2 image.
 fn needs(map: u64, cluster: u64, writes: bool) -> u64 {
     map + READING + CACHED_CLUSTERS as u64 * cluster + if writes { QCOW2_MEMORY } else { 0 }
+}
+
+/// The locks for the slices of a disk, none of which was resolved.
+fn resolving() -> Box<[AsyncMutex<Begun>]> {
+    (0..RESOLVING).map(|_| AsyncMutex::ranked(Begun::default(), lock_order::RESOLVING)).collect()
 }
 
 /// The memory for the map of a whole disk of `size` bytes, up to the default limit.

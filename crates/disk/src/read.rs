@@ -3,7 +3,7 @@
 use crate::disk::Disk;
 use futures_util::future::try_join_all;
 use isobath_chain::chain::LayerIndex;
-use isobath_chain::map::resolve::{explain_invalid, resolve};
+use isobath_chain::map::resolve::{Resolution, explain_invalid};
 use isobath_chain::map::{Extent, Extents, Lookup, Source, guest_range};
 use isobath_image::writer::{Entries, Writer};
 use isobath_image::{Result, always, invariant};
@@ -11,6 +11,46 @@ use isobath_storage::{Host, IoBuf};
 use isobath_sync::order::in_order;
 use std::ops::Range;
 use std::sync::Arc;
+
+/// Bits for the slices of one lock. If there are more slices, some share one, and are resolved as a whole at once.
+const SEEN_BITS: usize = 1024;
+
+/// What is known of the slices of one lock that are not in the map.
+///
+/// The first request to a slice resolves it down to the owners of what it needs: without an index a layer costs a read,
+/// and of many layers half are below the owner on average. The second request resolves the rest.
+#[derive(Default)]
+pub struct Begun {
+    /// Slices of which a part was resolved, by number.
+    seen: [u64; SEEN_BITS / 64],
+    /// The last one of them, unless it became whole.
+    last: Option<Partial>,
+}
+
+/// A slice that is resolved in part.
+struct Partial {
+    slice: u64,
+    /// The map's when that began.
+    generation: u64,
+    resolution: Resolution,
+}
+
+impl Begun {
+    /// Notes that a part of a slice is resolved; returns whether that was so before.
+    fn see(&mut self, slice: u64) -> bool {
+        let bit = slice as usize % SEEN_BITS;
+        let word = &mut self.seen[bit / 64];
+        let before = *word;
+        *word |= 1 << (bit % 64);
+        before == *word
+    }
+
+    /// What was resolved of a slice, unless the map has changed since.
+    fn take(&mut self, slice: u64, generation: u64) -> Option<Resolution> {
+        let fits = |last: &mut Partial| last.slice == slice && last.generation == generation;
+        self.last.take_if(fits).map(|last| last.resolution)
+    }
+}
 
 impl<H: Host> Disk<H> {
     /// The extents of a guest range, resolving slices as needed. Bytes that are hidden by the size of a layer above
@@ -31,7 +71,10 @@ impl<H: Host> Disk<H> {
                     // The extents found so far stay valid, because the caller is inside the epoch. The map may be too
                     // small for all slices of the range at once.
                     at = at.max(slice << self.map.slice_bits());
-                    Box::pin(self.resolve_slice(slice)).await?;
+                    let end = range.end.min((slice + 1) << self.map.slice_bits());
+                    if Box::pin(self.resolve_slice(slice, at..end, &mut extents)).await? {
+                        at = end;
+                    }
                 }
             }
         }
@@ -48,24 +91,55 @@ impl<H: Host> Disk<H> {
         invariant(!empty, self.name(), "an extent has bytes")
     }
 
-    async fn resolve_slice(&self, slice: u64) -> Result<()> {
+    /// Puts a slice into the map, or appends the extents of `wanted`, a part of it, which it returns.
+    async fn resolve_slice(
+        &self,
+        slice: u64,
+        wanted: Range<u64>,
+        extents: &mut Extents,
+    ) -> Result<bool> {
         let bits = self.map.slice_bits();
-        let _turn = self.resolving[slice as usize % self.resolving.len()].lock().await;
-        let start = slice << bits;
+        let number = slice as usize % self.resolving.len();
+        let mut begun = self.resolving[number].lock().await;
+        let (start, round) = (slice << bits, slice / self.resolving.len() as u64);
+        let small = wanted.end - wanted.start <= 1 << (bits - 2);
+        let in_part = small && self.is_unindexed() && !begun.see(round);
         loop {
             let generation = self.map.generation(slice);
             let mut present = Extents::new();
             if matches!(self.map.lookup(start..start + 1, &mut present), Lookup::Found) {
-                return Ok(());
+                return Ok(false);
             }
             let _permit = self.resolvers.acquire().await;
             let writer = |layer| self.writer_of(layer).and_then(Entries::of);
             let range = start..start + (1 << bits);
-            let resolved = resolve(&self.chain, writer, range, self.map.unit_bits());
-            if self.map.insert(slice, generation, resolved.await?) {
-                return Ok(());
+            let mut resolution = match begun.take(slice, generation) {
+                Some(resolution) => resolution,
+                None => Resolution::new(&self.chain, range, self.map.unit_bits()),
+            };
+            if in_part {
+                resolution.advance(&self.chain, writer, wanted.clone()).await?;
+                if !resolution.is_whole() {
+                    let part = resolution.slice();
+                    if !self.map.lookup_once(slice, generation, &part, wanted.clone(), extents) {
+                        continue;
+                    }
+                    begun.last = Some(Partial { slice, generation, resolution });
+                    return Ok(true);
+                }
+            } else {
+                resolution.finish(&self.chain, writer).await?;
+            }
+            if self.map.insert(slice, generation, resolution.slice()) {
+                return Ok(false);
             }
         }
+    }
+
+    /// Whether there are layers below the active one that no index describes.
+    fn is_unindexed(&self) -> bool {
+        let described = self.chain.index().map_or(0, |index| index.covers());
+        self.chain.depth() > described + 1
     }
 
     /// How far an extent's source is visible.

@@ -422,6 +422,24 @@ impl Map {
         true
     }
 
+    /// Appends the extents of `range`, a part of a slice that was resolved since `generation` as far as they need, and
+    /// is not kept. Returns `false` if there was an update in between: resolve it again.
+    pub fn lookup_once(
+        &self,
+        index: u64,
+        generation: u64,
+        slice: &Slice,
+        range: Range<u64>,
+        extents: &mut Extents,
+    ) -> bool {
+        let shard = self.shard(index).read();
+        if shard.generation != generation && !sabotage::is(Sabotage::StaleSlice) {
+            return false;
+        }
+        self.lookup_in(slice, index << self.slice_bits(), range, extents);
+        true
+    }
+
     /// Second chance: a slice used since the hand last passed stays for another round.
     fn evict(&self, clock: &mut VecDeque<u64>) {
         let mut steps = clock.len() * 2;

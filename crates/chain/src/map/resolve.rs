@@ -1,5 +1,6 @@
 //! Resolving a slice: one pass over the layers, from the active one down, that ends as soon as every unit is decided.
-//! Tables are read in batches, all reads of a batch concurrently.
+//! Tables are read in batches, all reads of a batch concurrently. A [`Resolution`] can stop earlier, at the owners of a
+//! few units, and go on from there.
 
 use super::{SLICE_UNITS, Slice, Unit};
 use crate::chain::{Chain, LayerIndex};
@@ -16,10 +17,13 @@ use isobath_storage::{IoBuf, Storage};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Layers whose tables are read together. The number doubles from batch to batch, since most slices are decided near
-/// the top and some only at the base.
+/// Tables that are read together when all units of a slice are wanted. The number doubles from batch to batch, since
+/// most slices are decided near the top and some only at the base.
 const FIRST_BATCH: usize = 4;
 const LARGEST_BATCH: usize = 64;
+/// When a few units are wanted, a batch is this part of the tables that were read before it, at least one. No more than
+/// that part is then read in vain: a disk that turns takes as long for each of them as for one that is needed.
+const PART_OF_READ: usize = 4;
 
 /// Merges the guest bytes of `range`, a slice's, over the chain: the layers above its index one by one, the others
 /// through the index. `writer` returns the source of entries that are newer than a layer's file.
@@ -29,31 +33,146 @@ pub async fn resolve<S: Storage, A: ActiveEntries>(
     range: Range<u64>,
     unit_bits: u32,
 ) -> Result<Slice> {
-    let mut merge = Merge {
-        start: range.start,
-        unit_bits,
-        units: Box::new([Unit::ABSENT; SLICE_UNITS]),
-        decided: vec![false; SLICE_UNITS],
-        left: SLICE_UNITS,
-        compressed: Vec::new(),
-    };
-    let index = chain.index();
-    let described = index.as_ref().map_or(0, |index| index.covers());
-    let above = chain.top_down().take_while(|(index, _)| index.get() as usize >= described);
-    merge_layers(&mut merge, chain, above, &writer, &range).await?;
-    if let Some(index) = index {
-        // The index has smaller units than the map where it describes raw images alone, below one of large clusters.
-        let mut start = range.start;
-        while merge.left > 0 && start < range.end {
-            let page = start >> index.page_bits();
-            let end = range.end.min((page + 1) << index.page_bits());
-            merge_page(&mut merge, chain, &index, &(start..end)).await?;
-            start = end;
-        }
-    }
-    Ok(Slice::new(&merge.units, merge.compressed))
+    let mut resolution = Resolution::new(chain, range, unit_bits);
+    resolution.finish(chain, writer).await?;
+    Ok(resolution.slice())
 }
 
+/// A slice that is resolved down to some layer.
+pub struct Resolution {
+    merge: Merge,
+    /// The slice's guest bytes.
+    range: Range<u64>,
+    /// Layers from the base that are still to be merged.
+    below: usize,
+}
+
+impl Resolution {
+    /// The slice of the guest bytes in `range`, of units of `1 << unit_bits` bytes, of which nothing is known.
+    pub fn new<S: Storage>(chain: &Chain<S>, range: Range<u64>, unit_bits: u32) -> Self {
+        let merge = Merge {
+            start: range.start,
+            unit_bits,
+            units: Box::new([Unit::ABSENT; SLICE_UNITS]),
+            decided: vec![false; SLICE_UNITS],
+            left: SLICE_UNITS,
+            wanted: 0..SLICE_UNITS,
+            wanting: SLICE_UNITS,
+            compressed: Vec::new(),
+        };
+        Self { merge, range, below: chain.depth() }
+    }
+
+    /// Merges layers until the units of the guest bytes in `wanted`, a part of the slice, are decided: no more than a
+    /// few below the lowest of their owners. `writer` is that of [`resolve`], and the chain the one that it was made
+    /// for.
+    pub async fn advance<S: Storage, A: ActiveEntries>(
+        &mut self,
+        chain: &Chain<S>,
+        writer: impl Fn(LayerIndex) -> Option<A>,
+        wanted: Range<u64>,
+    ) -> Result<()> {
+        self.merge.want(&wanted);
+        self.merge_until_decided(chain, writer, Pace::Careful { read: 0 }).await
+    }
+
+    /// Merges all layers that are left.
+    pub async fn finish<S: Storage, A: ActiveEntries>(
+        &mut self,
+        chain: &Chain<S>,
+        writer: impl Fn(LayerIndex) -> Option<A>,
+    ) -> Result<()> {
+        self.merge.want(&self.range);
+        self.merge_until_decided(chain, writer, Pace::doubling()).await
+    }
+
+    async fn merge_until_decided<S: Storage, A: ActiveEntries>(
+        &mut self,
+        chain: &Chain<S>,
+        writer: impl Fn(LayerIndex) -> Option<A>,
+        mut pace: Pace,
+    ) -> Result<()> {
+        let Self { merge, range, below } = self;
+        let index = chain.index();
+        let described = index.as_ref().map_or(0, |index| index.covers());
+        if *below > described {
+            let above = chain.top_down().skip(chain.depth() - *below);
+            let above = above.take_while(|(index, _)| index.get() as usize >= described);
+            let end = merge_layers(merge, chain, above, &writer, range, &mut pace).await?;
+            *below = match end {
+                End::Decided(lowest) => lowest,
+                End::Exhausted => described,
+                End::Hidden => 0,
+            };
+        }
+        if let Some(index) = index
+            && (1..=described).contains(below)
+            && merge.wanting > 0
+        {
+            // It decides all units at once.
+            merge.want(range);
+            // The index has smaller units than the map where it describes raw images alone, below one of large clusters.
+            let mut start = range.start;
+            while merge.wanting > 0 && start < range.end {
+                let page = start >> index.page_bits();
+                let end = range.end.min((page + 1) << index.page_bits());
+                merge_page(merge, chain, &index, &(start..end)).await?;
+                start = end;
+            }
+            *below = 0;
+        }
+        Ok(())
+    }
+
+    /// Whether all units are decided.
+    pub fn is_whole(&self) -> bool {
+        self.below == 0 || self.merge.left == 0
+    }
+
+    /// The slice as far as it is resolved: units that are not decided are absent in it.
+    pub fn slice(&self) -> Slice {
+        Slice::new(&self.merge.units, self.merge.compressed.clone())
+    }
+}
+
+/// How many tables are read together.
+enum Pace {
+    /// All units are wanted: so many.
+    Doubling { batch: usize },
+    /// A few are, after so many tables.
+    Careful { read: usize },
+}
+
+impl Pace {
+    fn doubling() -> Self {
+        Self::Doubling { batch: FIRST_BATCH }
+    }
+
+    fn batch(&self) -> usize {
+        match *self {
+            Self::Doubling { batch } => batch,
+            Self::Careful { read } => (read / PART_OF_READ).clamp(1, LARGEST_BATCH),
+        }
+    }
+
+    /// So many were read together.
+    fn advance(&mut self, tables: usize) {
+        match self {
+            Self::Doubling { batch } => *batch = (*batch * 2).min(LARGEST_BATCH),
+            Self::Careful { read } => *read += tables,
+        }
+    }
+}
+
+/// Why layers are not merged further.
+enum End {
+    /// What is wanted is decided, by all layers from this number on.
+    Decided(usize),
+    /// There are no more of them.
+    Exhausted,
+    /// Nothing below is seen.
+    Hidden,
+}
 /// Merges the layers that an index describes in a part of one of its pages, by their own tables if the page cannot be
 /// read.
 async fn merge_page<S: Storage>(
@@ -65,13 +184,14 @@ async fn merge_page<S: Storage>(
     let Some(owners) = index.owners(range.start).await else {
         let covers = index.covers();
         let below = chain.top_down().skip_while(|(index, _)| index.get() as usize >= covers);
-        return merge_layers(merge, chain, below, &no_writer, range).await;
+        merge_layers(merge, chain, below, &no_writer, range, &mut Pace::doubling()).await?;
+        return Ok(());
     };
     let newer = owners.newer.iter().rev().filter_map(|layer| {
         let layer = LayerIndex::new(*layer);
         Some((layer, chain.get(layer)?))
     });
-    merge_layers(merge, chain, newer, &no_writer, range).await?;
+    merge_layers(merge, chain, newer, &no_writer, range, &mut Pace::doubling()).await?;
     if let Some(page) = owners.page {
         let start = range.start >> index.page_bits() << index.page_bits();
         merge.apply_page(chain, &page, start, index.unit_bits());
@@ -79,34 +199,40 @@ async fn merge_page<S: Storage>(
     Ok(())
 }
 
-/// Merges `layers`, from the top down, until every unit is decided.
+/// Merges `layers`, from the top down, until what is wanted is decided.
 async fn merge_layers<'a, S: Storage, A: ActiveEntries>(
     merge: &mut Merge,
     chain: &'a Chain<S>,
     layers: impl Iterator<Item = (LayerIndex, &'a Arc<Layer<S>>)>,
     writer: &impl Fn(LayerIndex) -> Option<A>,
     range: &Range<u64>,
-) -> Result<()> {
+    pace: &mut Pace,
+) -> Result<End> {
     let active = chain.active_index();
-    let mut batch = FIRST_BATCH;
+    let mut end = End::Exhausted;
     let mut pending: Vec<(LayerIndex, &Arc<Layer<S>>, Portion)> = Vec::new();
     for (index, layer) in layers {
-        if merge.left == 0 {
+        if merge.wanting == 0 {
+            end = End::Decided(index.get() as usize + 1);
             break;
         }
         let visible = range.start..range.end.min(layer.visible());
         if visible.is_empty() {
+            end = End::Hidden;
             break;
         }
         let Some(qcow2) = layer.as_qcow2() else {
             merge_pending(merge, &mut pending).await?;
             let unit_bits = merge.unit_bits;
             merge.decide(visible, |guest| Unit::data(index, guest, unit_bits, index == active));
+            end = End::Hidden;
             break;
         };
         let writer = writer(index);
         for portion in portions(qcow2, visible) {
             if let Some(writer) = &writer {
+                // What is above comes first.
+                merge_pending(merge, &mut pending).await?;
                 layer.refresh_file_length().await?;
                 let entries = writer.entries(portion.first, portion.count).await?;
                 merge.apply(layer, index, Some(writer), portion.first, entries.into_iter());
@@ -114,12 +240,13 @@ async fn merge_layers<'a, S: Storage, A: ActiveEntries>(
                 pending.push((index, layer, portion));
             }
         }
-        if pending.len() >= batch {
+        if pending.len() >= pace.batch() {
+            pace.advance(pending.len());
             merge_pending(merge, &mut pending).await?;
-            batch = (batch * 2).min(LARGEST_BATCH);
         }
     }
-    merge_pending(merge, &mut pending).await
+    merge_pending(merge, &mut pending).await?;
+    Ok(end)
 }
 
 /// Reads the tables of the layers in `pending` and merges them in order.
@@ -127,7 +254,7 @@ async fn merge_pending<S: Storage>(
     merge: &mut Merge,
     pending: &mut Vec<(LayerIndex, &Arc<Layer<S>>, Portion)>,
 ) -> Result<()> {
-    if merge.left > 0 {
+    if !pending.is_empty() {
         let reads = pending.iter().map(|(_, layer, portion)| read_portion(layer, portion));
         let tables = try_join_all(reads).await?;
         for ((index, layer, portion), table) in pending.iter().zip(&tables) {
@@ -280,11 +407,24 @@ struct Merge {
     unit_bits: u32,
     units: Box<[Unit; SLICE_UNITS]>,
     decided: Vec<bool>,
+    /// Units that are not decided.
     left: usize,
+    wanted: Range<usize>,
+    /// Those that are not decided of the wanted ones.
+    wanting: usize,
     compressed: Vec<CompressedCluster>,
 }
 
 impl Merge {
+    /// Has layers merged until the units of the guest bytes in `range` are decided.
+    fn want(&mut self, range: &Range<u64>) {
+        let first = (range.start - self.start) >> self.unit_bits;
+        let end = (range.end - self.start).div_ceil(1 << self.unit_bits);
+        self.wanted = first as usize..(end as usize).min(SLICE_UNITS);
+        let wanted = self.decided.get(self.wanted.clone()).unwrap_or_default();
+        self.wanting = wanted.iter().filter(|decided| !**decided).count();
+    }
+
     /// Decides the units in `range` that no layer above has: `unit` is called with the guest offset of each. Units that
     /// should be left to the layers below must not be in `range`. `None` stands for an offset that the map cannot hold.
     fn decide(&mut self, range: Range<u64>, unit: impl Fn(u64) -> Option<Unit>) {
@@ -301,6 +441,7 @@ impl Merge {
                 let guest = self.start + ((index as u64) << self.unit_bits);
                 self.decided[index] = true;
                 self.left -= 1;
+                self.wanting -= usize::from(self.wanted.contains(&index));
                 self.units[index] = unit(guest).unwrap_or(Unit::invalid(LayerIndex::new(0)));
             }
         }

@@ -19,6 +19,7 @@ mod encrypted;
 mod examples;
 mod failed_writes;
 mod first_overlay;
+mod first_reads;
 mod heads;
 mod hostile;
 mod journal;
