@@ -2,11 +2,12 @@
 
 use isobath_crash::campaign::run_history;
 use isobath_crash::exhaustive::{COUNT, run_small};
-use isobath_crash::image::{KINDS, Kind};
+use isobath_crash::image::{COMMON, KINDS, Kind};
 use isobath_crash::mode::MODES;
 use isobath_crash::outcome::{Failure, Settings, Totals, history_seed};
 use isobath_crash::plan::Disk;
 use isobath_crash::server::campaign::run_server;
+use isobath_crash::server::kind;
 use isobath_testkit::seed::Seed;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -72,6 +73,44 @@ fn servers_survive_crashes_and_kills() {
         });
         println!("{}: {totals:?}", mode.name());
         assert!(totals.states >= wanted);
+    }
+}
+
+/// Campaigns have little of these kinds.
+#[test]
+fn histories_of_rare_kinds_survive_random_crashes() {
+    let seed = Seed::new();
+    for mode in MODES {
+        for kind in KINDS.into_iter().skip(COMMON) {
+            let settings = Settings {
+                kind: Some(kind),
+                most_moments: 6,
+                qemu_every: 200,
+                ..Settings::new(mode)
+            };
+            // One of these states takes as long as many others.
+            let wanted = if kind == Kind::LargeClusters { 20 } else { 150 };
+            let totals = run(&settings, wanted, |number| {
+                Some(run_history(&settings, history_seed(seed.value(), number)))
+            });
+            println!("{}, {kind}: {totals:?}", mode.name());
+            assert!(totals.states >= wanted);
+        }
+    }
+}
+
+#[test]
+fn servers_with_data_files_survive_crashes_and_kills() {
+    let seed = Seed::new();
+    for mode in MODES {
+        let settings =
+            Settings { most_moments: 6, qemu_every: 200, server: true, ..Settings::new(mode) };
+        let totals = run(&settings, 150, |number| {
+            let seed = history_seed(seed.value(), number);
+            Some(run_server(&settings, Some(kind::Kind::DataFiles), seed))
+        });
+        println!("{}: {totals:?}", mode.name());
+        assert!(totals.states >= 150);
     }
 }
 
