@@ -294,8 +294,13 @@ impl<H: Host> LiveDisk<H> {
                 writer.attend(&readers, || !self.pausing.is_stopped()).await
             };
             let work = join(in_order(attended), in_order(self.tidy_when_quiet(&known, &readers)));
-            let (attended, tidied) = match select(pin!(work), pin!(self.watch(&known))).await {
-                Either::Left((done, _)) => done,
+            let watch = pin!(self.watch(&known, &readers));
+            let (attended, tidied) = match select(pin!(work), watch).await {
+                Either::Left((done, watch)) => {
+                    // It does not end while it takes the journal out of use.
+                    drop(select(pin!(self.tidying.lock()), watch).await);
+                    done
+                }
                 Either::Right((never, _)) => match never {},
             };
             attended.and(tidied)?;
@@ -331,12 +336,15 @@ impl<H: Host> LiveDisk<H> {
     }
 
     /// Maintains the restart memory.
-    async fn watch(&self, writer: &Weak<Writer<H::File>>) -> Infallible {
+    async fn watch(&self, writer: &Weak<Writer<H::File>>, readers: &Readers) -> Infallible {
         loop {
             let woken = self.woken.listen();
             if self.options.load().restart_log {
                 if let Some(writer) = writer.upgrade() {
-                    writer.check_log().await;
+                    let _tidying = self.tidying.lock().await;
+                    if let Err(error) = writer.check_log(readers).await {
+                        tracing::warn!(%error, "cannot take the journal out of use, which has no restart log");
+                    }
                 }
                 self.clock.sleep_until(self.clock.now() + LOOK_AFTER).await;
             } else {

@@ -129,6 +129,13 @@ struct Part {
     from: u64,
 }
 
+/// The log of a journal that is about to be put into use, if it was requested.
+#[must_use = "the log begins with it"]
+#[derive(Debug)]
+pub(crate) struct Prepared {
+    is_log: bool,
+}
+
 /// The mappings in the log that belong to the commit in progress.
 #[must_use = "the commit drops them from the log once they are durable"]
 #[derive(Debug)]
@@ -356,11 +363,17 @@ impl RestartLog {
         }
     }
 
-    /// Begins the log. The journal `id` of the file is in use and empty; its next record comes after `last`. A commit
-    /// that closed everything earlier has just ended. Does nothing if the log was not requested.
-    pub async fn begin<S: Storage>(&self, storage: &S, id: u64, last: Lsn) {
+    /// Prepares the log of the journal `id` of the file, which is about to be put into use: its next record comes after
+    /// `last`. From now on the next program that opens the image finds this log, which is empty. `None` if there is no
+    /// memory for it although it is [required](Self::require): the journal must not be used then.
+    pub(crate) async fn prepare<S: Storage>(
+        &self,
+        storage: &S,
+        id: u64,
+        last: Lsn,
+    ) -> Option<Prepared> {
         if !self.is_awake() {
-            return;
+            return Some(Prepared { is_log: false });
         }
         let known = self.state.lock().memory.clone();
         let memory = match known.filter(|memory| memory.is_there()) {
@@ -370,9 +383,13 @@ impl RestartLog {
         let state = &mut *self.state.lock();
         state.memory = memory;
         if state.memory.is_none() {
+            if state.required {
+                return None;
+            }
             state.unpromised += 1;
         }
-        (state.id, state.end, state.last) = (id, 0, last);
+        state.stop();
+        (state.begun, state.id, state.end, state.last) = (false, id, 0, last);
         (state.entries.from, state.bytes.from) = (0, 0);
         for place in [at::ID, at::SUM, at::UNCLEAN, at::ENTRIES, at::BYTES, at::END] {
             state.set(place, 0);
@@ -381,6 +398,16 @@ impl RestartLog {
         state.set(at::MAGIC, MAGIC);
         state.set(at::SUM, sum(id, MAGIC, &[], &[]).into());
         state.set(at::ID, id);
+        Some(Prepared { is_log: true })
+    }
+
+    /// Begins the log: the journal that it was prepared for is in use and empty. A commit that closed everything earlier
+    /// has just ended. Does nothing if the log was not requested then.
+    pub(crate) fn begin(&self, Prepared { is_log }: Prepared) {
+        if !is_log {
+            return;
+        }
+        let state = &mut *self.state.lock();
         state.begun = state.memory.is_some();
         let complete = state.is_usable() && state.lost == state.paid;
         (state.entries.logged, state.bytes.logged) = (complete, complete);
@@ -389,10 +416,18 @@ impl RestartLog {
 
     /// Ensures that the next program that opens the image finds the log: its memory may have been removed, as a login
     /// manager does when its user has logged out. The log then continues in new memory, or needs a commit for each
-    /// change.
-    pub async fn check_memory<S: Storage>(&self, storage: &S) {
-        let memory = self.state.lock().memory.clone();
-        let Some(lost) = memory.filter(|memory| !memory.is_there()) else { return };
+    /// change. Returns whether the journal may stay in use: not if the log is [required](Self::require) and there is no
+    /// memory, since the next program would then look for it.
+    #[must_use = "the journal may have to be taken out of use"]
+    pub async fn check_memory<S: Storage>(&self, storage: &S) -> bool {
+        let memory = {
+            let state = self.state.lock();
+            if state.memory.is_none() {
+                return !(state.required && state.begun);
+            }
+            state.memory.clone()
+        };
+        let Some(lost) = memory.filter(|memory| !memory.is_there()) else { return true };
         tracing::warn!(
             image = %isobath_storage::shown(storage.name()),
             "the restart memory was removed; continuing in new restart memory"
@@ -401,7 +436,7 @@ impl RestartLog {
         let state = &mut *self.state.lock();
         if !state.memory.as_ref().is_some_and(|now| Arc::ptr_eq(now, &lost)) {
             // The log has ended meanwhile, and may have begun again.
-            return;
+            return true;
         }
         if let Some(memory) = &memory {
             // Nothing is appended meanwhile. The magic number is stored last, and makes it a log.
@@ -417,6 +452,7 @@ impl RestartLog {
             state.lost += 1;
         }
         self.tell(state);
+        !(state.required && state.begun && state.memory.is_none())
     }
 
     /// The journal is not in use any more.

@@ -33,12 +33,17 @@ fn memory_world() -> MemoryWorld {
     MemoryWorld { host, file }
 }
 
+fn begin(log: &RestartLog, file: &MemoryFile) {
+    let prepared = futures_executor::block_on(log.prepare(file, ID, LAST));
+    log.begin(prepared.unwrap());
+}
+
 /// A log in use, and the header of the image to which it belongs.
 fn world() -> World {
     let MemoryWorld { host, file } = memory_world();
     let log = Arc::new(RestartLog::default());
     log.wake();
-    futures_executor::block_on(log.begin(&file, ID, LAST));
+    begin(&log, &file);
     World { host, file, header: header(ID), log }
 }
 
@@ -208,15 +213,41 @@ fn a_log_whose_memory_is_removed_goes_on_in_other_memory_or_owes_a_commit() {
     let (host, file) = (&world.host, &world.file);
     host.forget_restart_memories();
     assert!(world.found().is_none());
-    futures_executor::block_on(log.check_memory(file));
+    assert!(futures_executor::block_on(log.check_memory(file)));
     assert_eq!(world.holds(), (vec![1], vec![(4096, 513)]));
     log.entry(2, entry(2));
     assert_eq!(world.holds(), (vec![1, 2], vec![(4096, 513)]));
     assert!(!log.must_sync());
     host.forget_restart_memories();
     host.set_restart_memories(false);
-    futures_executor::block_on(log.check_memory(file));
+    assert!(futures_executor::block_on(log.check_memory(file)), "it is not required");
     assert!(log.must_sync());
+}
+
+#[test]
+fn a_log_is_there_before_its_journal_is_in_use_and_takes_nothing_until_then() {
+    let MemoryWorld { host, file } = memory_world();
+    let log = Arc::new(RestartLog::default());
+    log.wake();
+    assert!(futures_executor::block_on(log.require(&file)).unwrap());
+    let prepared = futures_executor::block_on(log.prepare(&file, ID, LAST)).unwrap();
+    let world = World { host, file, header: header(ID), log };
+    let log = &world.log;
+    log.entry(1, entry(1));
+    assert_eq!(world.holds(), (vec![], vec![]));
+    assert!(log.must_sync(), "nobody would look for it");
+    log.begin(prepared);
+    commit(log);
+    log.entry(2, entry(2));
+    assert_eq!(world.holds().0, [2]);
+    assert!(!log.must_sync());
+    // The journal ends with the memory of a log that is required.
+    world.host.forget_restart_memories();
+    world.host.set_restart_memories(false);
+    let check = || futures_executor::block_on(log.check_memory(&world.file));
+    assert!(!check() && !check() && log.must_sync());
+    log.end();
+    assert!(check());
 }
 
 #[test]
@@ -329,7 +360,11 @@ fn a_log_that_is_required_owes_what_it_has_no_memory_for() {
         host.forget_restart_memories();
         host.set_restart_memories(false);
         assert!(!futures_executor::block_on(RestartLog::default().require(&file)).unwrap());
-        futures_executor::block_on(log.begin(&file, ID, LAST));
+        let prepared = futures_executor::block_on(log.prepare(&file, ID, LAST));
+        assert_eq!(prepared.is_none(), required, "there is no journal without the log");
+        if let Some(prepared) = prepared {
+            log.begin(prepared);
+        }
         log.entry(1, entry(1));
         assert_eq!(log.must_sync(), required);
         commit(&log);

@@ -236,11 +236,18 @@ impl<S: Storage> Writer<S> {
         }
     }
 
-    /// Ensures that a program that opens the image after this process was killed finds the restart log.
-    pub async fn check_log(&self) {
-        if let Some(log) = self.log() {
-            log.check_memory(&**self.layer.storage()).await;
+    /// Ensures that a program that opens the image after this process was killed finds the restart log, or no journal in
+    /// use if the log is [required](Self::require_restart_log).
+    ///
+    /// # Errors
+    /// The journal cannot be taken out of use.
+    pub async fn check_log(&self, readers: &Readers) -> Result<()> {
+        let Some(log) = self.log() else { return Ok(()) };
+        if log.check_memory(&**self.layer.storage()).await {
+            return Ok(());
         }
+        // It is set up again with the next change if there is memory then.
+        Box::pin(self.without_journal(readers, async { Ok(()) })).await
     }
 
     /// Ensures that other programs that read the image's file through its tables always find the data from when they

@@ -16,7 +16,8 @@ use std::sync::atomic::Ordering;
 
 impl Journal {
     /// Puts the area into use. Everything must be in place, and the data journal active. If the header or the file
-    /// system has no room, the image continues without a journal.
+    /// system has no room, or there is no memory for a restart log that is required, the image continues without a
+    /// journal.
     pub(super) async fn set_up<S: Storage>(
         &self,
         state: &mut JournalState,
@@ -51,10 +52,22 @@ impl Journal {
         let extension = extension(&area, size, id, last.next());
         let writes = edits(layer, Some(&extension)).await?.map_err(|e| layer.format_error(e))?;
         write_header(layer, &writes).await?;
+        // A kill leaves no journal in use whose log is not there; nobody looks for that of one that is not.
+        let mut prepared = None;
+        if let Some(log) = &metadata.log {
+            prepared = log.prepare(&**layer.storage(), id, last).await;
+            if prepared.is_none() {
+                let image = isobath_storage::shown(layer.name());
+                tracing::warn!(%image, "without a restart log there is no journal");
+                state.impossible = true;
+                data_journal.deactivate(None);
+                return Ok(());
+            }
+        }
         set_bits(layer, |bits| bits.with(IncompatibleFeatures::JOURNAL)).await?;
         alloc.begin_journal().await;
-        if let Some(log) = &metadata.log {
-            log.begin(&**layer.storage(), id, last).await;
+        if let Some((log, prepared)) = metadata.log.as_ref().zip(prepared) {
+            log.begin(prepared);
         }
         let blocks = extension.area_length / BLOCK as u64;
         self.due.store(
