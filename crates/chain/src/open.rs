@@ -128,7 +128,7 @@ async fn walk<H: Host>(
     let mut next = Some(Next { name: name.to_owned(), format: options.format, description: None });
     let mut visible = u64::MAX;
     let mut ahead = OpenedAhead::default();
-    let below = options.clone().snapshot(None).data_file(None).named(true);
+    let below = options.clone().snapshot(None).data_file(None).named(true).only_with_log(false);
     let as_given = below.clone().named(false);
     let own = |depth: usize| match depth.checked_sub(1) {
         None => options,

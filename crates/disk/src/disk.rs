@@ -367,7 +367,7 @@ impl<H: Host> Disk<H> {
     /// See [`LiveDisk::require_restart_log`](crate::LiveDisk::require_restart_log).
     pub(crate) async fn require_restart_log(&self) -> Result<()> {
         match &self.writer {
-            Some(writer) => writer.require_restart_log().await,
+            Some(writer) => writer.require_restart_log(&self.readers).await,
             None => Ok(()),
         }
     }

@@ -76,7 +76,9 @@ pub use isobath_image::keys::{KeyChange, change_keys};
 pub use isobath_image::layer::{ImageFormat, Layer};
 pub use isobath_image::memory::{self, MemoryLimit};
 pub use isobath_image::offline::check;
-pub use isobath_image::options::{BackingFile, Below, OpenOptions, SnapshotChoice, Trust};
+pub use isobath_image::options::{
+    BackingFile, Below, OpenOptions, SnapshotChoice, Trust, WhenLocked,
+};
 #[doc(hidden)]
 pub use isobath_image::sabotage;
 pub use isobath_image::snapshots::{apply_snapshot, create_snapshot, delete_snapshot};

@@ -329,6 +329,9 @@ pub trait Frontend<D: BlockDevice> {
     /// A setting is missing or out of range, or the location cannot be used.
     fn export(&self, disk: ExportedDisk<D>, settings: Settings) -> Result<Export, FrontendError>;
 
+    /// All exports of the command line were accepted.
+    fn exported(&self) {}
+
     /// Serves clients of a [shared](Protocol::shared) server until [`stop`](Self::stop). Returns one future per
     /// listener; each completes once all connections have ended. Call this only once.
     fn serve(&self) -> Vec<Serving> {

@@ -119,6 +119,17 @@ fn check_keeps_data(image: &Path, options: &OpenOptions) -> Result<()> {
     })
 }
 
+/// Why an image is refused of which only its log could show that nobody else has written to it.
+fn unknown(name: &Path, why: &str) -> DiskError {
+    DiskError::Refused {
+        image: name.to_owned(),
+        reason: format!(
+            "nobody knows whether it was written to since its server was killed: {why}, which would show that it was \
+             not"
+        ),
+    }
+}
+
 /// The field that names an external data file.
 pub const DATA_FILE: &str = "data file";
 
@@ -175,6 +186,7 @@ pub async fn open_layer<H: Host>(
     opening: Opening<'_>,
 ) -> Result<Layer<H::File>> {
     let file = host.open(name, opening.options.mode(opening.writable)).await?;
+    opening.options.check_locked(&file)?;
     if opening.options.named {
         opening.options.trust.check_place(&file).await?;
     }
@@ -208,6 +220,7 @@ pub async fn open_known_layer<H: Host>(
         return Ok((open_layer(host, name, opening).await?, false));
     }
     let file = host.open(name, options.mode(false)).await?;
+    options.check_locked(&file)?;
     if options.named {
         options.trust.check_place(&file).await?;
     }
@@ -348,6 +361,9 @@ async fn load_layer<H: Host>(
     }
     let storage = &Arc::new(file);
     if format != ImageFormat::Qcow2 {
+        if writable && options.only_with_log {
+            return Err(unknown(name, "an image of its format has no log"));
+        }
         if options.snapshot.is_some() {
             return Err(DiskError::Refused {
                 image: name.to_owned(),
@@ -390,6 +406,10 @@ pub(crate) async fn load_qcow2<H: Host>(
             image: name.to_owned(),
             reason: "its corrupt bit is set, so it can only be opened read-only".into(),
         });
+    }
+    let journal = header.incompatible.contains(IncompatibleFeatures::JOURNAL);
+    if writable && options.only_with_log && !journal {
+        return Err(unknown(name, "its log is not in use"));
     }
     let protection = Box::pin(unlock(&**storage, name, &header, key)).await?;
     let purpose = match (writable, options.locking, &options.snapshot) {
@@ -462,6 +482,7 @@ pub(crate) async fn load_qcow2<H: Host>(
             }
         };
         let data = host.open(&path, options.mode(writable)).await?;
+        options.check_locked(&data)?;
         if let (None, Some(file)) = (&options.data_file, header.data_file()) {
             check_data_file(host, name, file, &path, &data)?;
         }

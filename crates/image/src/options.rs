@@ -6,7 +6,8 @@ use crate::layer::ImageFormat;
 use crate::memory::MemoryLimit;
 use crate::{DiskError, Result};
 use isobath_qcow2::Snapshot;
-use isobath_storage::{Locking, OpenMode, Storage};
+use isobath_storage::{FileId, Locking, OpenMode, Storage};
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -141,6 +142,16 @@ pub struct BackingFile {
     pub format: Option<ImageFormat>,
 }
 
+/// What is asked whether a file may be used, and answers why not, for users.
+#[derive(Clone)]
+pub struct WhenLocked(pub Arc<dyn Fn(FileId) -> std::result::Result<(), String> + Send + Sync>);
+
+impl fmt::Debug for WhenLocked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("WhenLocked")
+    }
+}
+
 /// How to open a disk.
 ///
 /// ```
@@ -210,6 +221,11 @@ pub struct OpenOptions {
     /// whose journal is in use is refused, and nothing changed, unless the [restart log](Self::restart_log) that this
     /// process left is there and fits.
     pub continues: bool,
+    /// Nobody knows how the killed process has left the image with which its clients [go on](Self::continues), or who
+    /// has written to it since: it is refused unless its journal is in use, which everybody else takes out of use.
+    pub only_with_log: bool,
+    /// Is asked whether a file may be used once it is open and locked, and before anything of it is changed.
+    pub when_locked: Option<WhenLocked>,
     /// The repair of an image opens it: its corrupt bit is no reason not to.
     pub(crate) repairing: bool,
     /// Who opens it has asked for its repair: that may take as long, and as much memory, as it takes.
@@ -241,6 +257,8 @@ impl Default for OpenOptions {
             memory: None,
             restart_log: false,
             continues: false,
+            only_with_log: false,
+            when_locked: None,
             repairing: false,
             unbounded_repair: false,
         }
@@ -302,9 +320,21 @@ setters! {
     memory: Option<Arc<MemoryLimit>>,
     restart_log: bool,
     continues: bool,
+    only_with_log: bool,
+    when_locked: Option<WhenLocked>,
 }
 
 impl OpenOptions {
+    /// Whether a file that has been opened, and locked, may be used.
+    ///
+    /// # Errors
+    /// Whoever [is asked](Self::when_locked) says why not.
+    pub(crate) fn check_locked<S: Storage>(&self, file: &S) -> Result<()> {
+        let Some(WhenLocked(check)) = &self.when_locked else { return Ok(()) };
+        check(file.id())
+            .map_err(|reason| DiskError::Refused { image: file.name().to_owned(), reason })
+    }
+
     /// Whether an index is used: it is trusted, and describes what is opened. A malicious one could expose parts of the
     /// files below that no guest may see; one of the current state says nothing of a snapshot.
     pub fn may_use_index(&self) -> bool {

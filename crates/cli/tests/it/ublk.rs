@@ -985,6 +985,7 @@ fn a_device_that_another_server_could_not_find_is_refused_at_once() {
         (&["--ublk", "1", "--ublk-recovery", "0"], "at least a second"),
         (&["--ublk", "1", "--ublk-recovery", "5", "--qmp", "unix:q"], "not with --qmp"),
         (&["--ublk", "1", "--ublk-recovery", "5", "--snapshot", "a"], "not with --snapshot"),
+        (&["--ublk", "1", "--ublk-recovery", "5", "--fuse", "m"], "not with --fuse"),
         (&["--ublk-recovery", "5"], "--ublk"),
     ] {
         let error = serve(options);

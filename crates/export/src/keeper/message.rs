@@ -17,6 +17,8 @@ const LONGEST: usize = 16 << 10;
 pub(crate) enum Order {
     /// The server is about to open the image of this name, an absolute path, for the device that waits.
     Open { name: PathBuf },
+    /// The server has opened the file that this identifies, and has it locked. It is about to change it.
+    Locked { id: FileId },
     /// If a device waits for another server, and is of this image, this one may take it over.
     Look { parameters: Parameters, image: Image },
     /// This server takes it over.
@@ -46,6 +48,8 @@ pub(crate) enum Report {
     Done,
     /// A device waits for this server, with so many queues of so many requests.
     Waits { queues: u16, depth: u16 },
+    /// A device waits for this server, and nobody knows how the last one has left the image.
+    Unknown,
     /// It has added the device with this number and so many queues, or taken it over, and sends its descriptor with the
     /// next byte.
     Added { number: u32, queues: u16 },
@@ -76,11 +80,13 @@ mod kind {
     pub(crate) const LOOK: u32 = 9;
     pub(crate) const ADOPT: u32 = 10;
     pub(crate) const SERVE: u32 = 11;
+    pub(crate) const LOCKED: u32 = 12;
     pub(crate) const DONE: u32 = 16;
     pub(crate) const ADDED: u32 = 17;
     pub(crate) const IN_USE: u32 = 18;
     pub(crate) const FAILED: u32 = 19;
     pub(crate) const WAITS: u32 = 20;
+    pub(crate) const UNKNOWN: u32 = 21;
 }
 
 fn send(stream: &mut impl Write, kind: u32, numbers: [u32; 4], bytes: &[u8]) -> io::Result<()> {
@@ -116,6 +122,10 @@ impl Order {
         let mut sought;
         let (kind, numbers, bytes) = match self {
             Self::Open { name } => (kind::OPEN, [0; 4], name.as_os_str().as_bytes()),
+            Self::Locked { id: FileId { device, inode } } => {
+                sought = [device.to_ne_bytes(), inode.to_ne_bytes()].concat();
+                (kind::LOCKED, [0; 4], &sought[..])
+            }
             Self::Look { parameters, image: Image { files, below } } => {
                 sought = [parameters.as_bytes(), below.as_bytes()].concat();
                 for ImageFile { name, id: FileId { device, inode }, .. } in files {
@@ -148,6 +158,10 @@ impl Order {
         let short = |number: u32| u16::try_from(number).map_err(|_| invalid());
         Ok(Some(match kind {
             kind::OPEN => Self::Open { name: OsString::from_vec(bytes).into() },
+            kind::LOCKED => {
+                let [device, inode] = <[u64; 2]>::read_from_bytes(&bytes).map_err(|_| invalid())?;
+                Self::Locked { id: FileId { device, inode } }
+            }
             kind::LOOK => sought(&bytes).ok_or_else(invalid)?,
             kind::ADOPT => Self::Adopt,
             kind::SERVE => Self::Serve,
@@ -192,6 +206,7 @@ impl Report {
             Self::Waits { queues, depth } => {
                 (kind::WAITS, [u32::from(*queues), u32::from(*depth), 0, 0], &[][..])
             }
+            Self::Unknown => (kind::UNKNOWN, [0; 4], &[][..]),
             Self::Added { number, queues } => {
                 (kind::ADDED, [*number, u32::from(*queues), 0, 0], &[][..])
             }
@@ -211,6 +226,7 @@ impl Report {
         Ok(Some(match kind {
             kind::DONE => Self::Done,
             kind::WAITS => Self::Waits { queues: short(a)?, depth: short(b)? },
+            kind::UNKNOWN => Self::Unknown,
             kind::ADDED => Self::Added { number: a, queues: short(b)? },
             kind::IN_USE => Self::InUse(text()),
             kind::FAILED => Self::Failed(text()),
@@ -233,6 +249,7 @@ mod tests {
             |names: &[&str]| Image { files: names.iter().map(file).collect(), below: 1 << 50 };
         let orders = [
             Order::Open { name: "/images/a b".into() },
+            Order::Locked { id },
             Order::Look { parameters, image: image(&["/images/a b", "/images/data"]) },
             Order::Look { parameters, image: image(&[""]) },
             Order::Adopt,
@@ -257,6 +274,7 @@ mod tests {
         let reports = [
             Report::Done,
             Report::Waits { queues: 4, depth: 64 },
+            Report::Unknown,
             Report::Added { number: 3, queues: 2 },
             Report::InUse("mounted".into()),
             Report::Failed("é".repeat(LONGEST)),
@@ -266,7 +284,7 @@ mod tests {
             report.send(&mut sent).unwrap();
         }
         let mut stream = &*sent;
-        for report in &reports[..4] {
+        for report in &reports[..5] {
             assert_eq!(Report::receive(&mut stream).unwrap().as_ref(), Some(report));
         }
         let cut = Report::receive(&mut stream).unwrap();
@@ -280,6 +298,7 @@ mod tests {
             (1, [1 << 16, 0, 0, 0], 0),
             (1, [0, 1 << 16, 0, 0], 0),
             (2, [0; 4], 8),
+            (12, [0; 4], 15),
             (9, [0; 4], 64 + 7),
             (9, [0; 4], 64 + 8 + 23),
         ];

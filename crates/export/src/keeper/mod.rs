@@ -7,6 +7,7 @@
 mod control;
 mod image;
 mod message;
+mod moments;
 mod outliving;
 mod record;
 mod rights;
@@ -17,9 +18,11 @@ pub(crate) mod wire;
 pub(crate) use image::{Image, ImageFile, digest};
 pub use rights::give_up_admin;
 
-use control::{Added, Control, open_device};
+use control::{Added, Control, open_device, outlives};
 use isobath_ring::net::Stream;
+use isobath_storage::FileId;
 use message::{Order, Report};
+use moments::{Events, Server};
 use outliving::{Outliving, Successor};
 use parking_lot::Mutex;
 use std::ffi::OsString;
@@ -44,6 +47,8 @@ use wire::{ANY_DEVICE, Parameters, QUIESCED};
 /// How long the keeper waits, at first and at most, before it looks again whether a disk is still in use.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(4);
+/// How often the driver is asked again which device it has if it does not say.
+const ATTEMPTS: u32 = 50;
 /// How long a look takes at most unless something does not answer.
 const LOOK: Duration = Duration::from_secs(2);
 
@@ -68,7 +73,41 @@ pub(crate) struct Waiting {
 pub struct Keeper {
     number: Option<u32>,
     waits: bool,
-    stream: Mutex<UnixStream>,
+    stream: Arc<Mutex<UnixStream>>,
+}
+
+/// The opening of the image of a device that waits.
+pub struct Opening {
+    stream: Arc<Mutex<UnixStream>>,
+    is_known: bool,
+}
+
+impl fmt::Debug for Opening {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Opening").field("is_known", &self.is_known).finish_non_exhaustive()
+    }
+}
+
+impl Opening {
+    /// Whether it is known how the last server has left the image: if not, only the image can show that nobody has
+    /// written to it since.
+    pub fn is_known(&self) -> bool {
+        self.is_known
+    }
+
+    /// This file is open and locked, and about to be changed.
+    ///
+    /// # Errors
+    /// It is one of the image, and was changed since the last server has left it, or the keeper has ended: for users.
+    pub fn locked(&self, id: FileId) -> Result<(), String> {
+        let mut stream = self.stream.lock();
+        let told = tell(&mut stream, &Order::Locked { id });
+        match told.and_then(|()| next(&mut stream)).map_err(|error| error.to_string())? {
+            Report::Done => Ok(()),
+            Report::Failed(error) => Err(error),
+            _ => Err(unexpected().to_string()),
+        }
+    }
 }
 
 impl fmt::Debug for Keeper {
@@ -103,7 +142,7 @@ impl Keeper {
         let started = program.spawn();
         started.map_err(|error| format!("cannot start the keeper of the device: {error}"))?;
         drop(program);
-        let mut keeper = Self { number, waits: false, stream: Mutex::new(ours) };
+        let mut keeper = Self { number, waits: false, stream: Arc::new(Mutex::new(ours)) };
         let begun = keeper.waiting().map_err(|error| error.to_string())?;
         keeper.waits = begun.is_some();
         Ok(keeper)
@@ -124,9 +163,16 @@ impl Keeper {
     ///
     /// # Errors
     /// The device is of another image, or the keeper has ended: for users.
-    pub fn open(&self, name: &Path) -> io::Result<()> {
-        tell(&mut self.stream.lock(), &Order::Open { name: name.to_owned() })?;
-        self.done()
+    pub fn open(&self, name: &Path) -> io::Result<Opening> {
+        let mut stream = self.stream.lock();
+        tell(&mut stream, &Order::Open { name: name.to_owned() })?;
+        let is_known = match next(&mut stream)? {
+            Report::Done => true,
+            Report::Unknown => false,
+            Report::Failed(error) => return Err(io::Error::other(error)),
+            _ => return Err(unexpected()),
+        };
+        Ok(Opening { stream: self.stream.clone(), is_known })
     }
 
     /// Looks whether a device waits for a server of this image. Blocks while the server before is still ending.
@@ -211,7 +257,9 @@ impl Keeper {
                 Report::InUse(users) => waits(&users),
                 Report::Done => return Ok(()),
                 Report::Failed(error) => return Err(io::Error::other(error)),
-                Report::Waits { .. } | Report::Added { .. } => return Err(unexpected()),
+                Report::Waits { .. } | Report::Unknown | Report::Added { .. } => {
+                    return Err(unexpected());
+                }
             }
         }
     }
@@ -287,6 +335,8 @@ pub fn keep(arguments: impl Iterator<Item = OsString>) -> ExitCode {
     // SAFETY: the server has given the socket as standard input, which nothing else here uses.
     let stream = UnixStream::from(unsafe { OwnedFd::from_raw_fd(libc::STDIN_FILENO) });
     let begun = Task::parse(arguments).and_then(|task| {
+        let server = Server::parent(server);
+        let server = server.map_err(|error| format!("cannot watch the server: {error}"))?;
         let control = Control::open()?;
         rights::give_up()?;
         Keeping::begin(
@@ -310,8 +360,8 @@ pub fn keep(arguments: impl Iterator<Item = OsString>) -> ExitCode {
 struct Keeping {
     control: Control,
     stream: UnixStream,
-    /// The server's process.
-    server: u32,
+    events: Events,
+    server: Server,
     /// The number of the device that it is to add; `None` for any that is free.
     number: Option<u32>,
     /// It has added a device; it never adds another one.
@@ -334,29 +384,34 @@ impl Keeping {
     fn begin(
         control: Control,
         stream: UnixStream,
-        server: u32,
-        Task { number, outlives }: Task,
+        server: Server,
+        task: Task,
     ) -> Result<Self, String> {
-        let outliving = match (number, outlives) {
+        let number = task.number;
+        let events = Events::new(stream.as_fd()).map_err(|error| error.to_string())?;
+        let outliving = match (number, task.outlives) {
             (None, _) => None,
             (Some(number), None) => {
-                // The server does not touch the image of a device that waits for another one.
+                // The server does not touch the image of a device that waits for another one, or will.
                 let device = control.device(number).map_err(|error| error.to_string())?;
-                if device.is_some_and(|info| info.state == QUIESCED) {
+                if device.is_some_and(|info| info.state == QUIESCED || outlives(&info)) {
                     return Err(taken(number));
                 }
                 None
             }
             (Some(number), Some(seconds)) => {
                 control.check_recovery()?;
-                let wait = |moment| is_readable(&stream, moment);
-                Some(Outliving::begin(&control, number, seconds, wait)?)
+                let wait = |moment| events.wait(moment);
+                let outliving = Outliving::begin(&control, number, seconds, wait)?;
+                events.set(outliving.until()).map_err(|error| error.to_string())?;
+                Some(outliving)
             }
         };
         let (has_added, device, seen, file, claim) = (false, None, None, None, None);
         Ok(Self {
             control,
             stream,
+            events,
             server,
             number,
             has_added,
@@ -371,31 +426,54 @@ impl Keeping {
     /// Until the server has ended.
     fn run(mut self) -> io::Result<()> {
         let served = self.serve();
-        // What is left of a server that was killed.
+        // What is left of a server that was killed. A device whose removal had begun is read-only, and used by nobody.
+        let is_being_removed = self.claim.is_some();
         (self.claim, self.file) = (None, None);
         let device = self.device.take().filter(|_| self.is_there());
         if device.is_some()
+            && !is_being_removed
             && let Some(mut outliving) = self.outliving.take()
         {
             let waits = outliving.may_wait(&self.control);
-            let came = waits && outliving.wait(|| self.is_there()) == Successor::Came;
+            let came = waits && outliving.wait(&self.server, || self.is_there()) == Successor::Came;
             self.outliving = Some(outliving);
             if came {
                 return served;
             }
         }
         let deleted = match device {
-            Some(number) if self.is_there() && self.is_own() => {
-                // Others wait for a deletion, and not for this, if the server cannot end.
-                let _ = self.control.stop(number);
-                if self.is_own() { self.control.delete(number) } else { Ok(()) }
+            Some(number) if self.is_there() => self.delete_own(number),
+            Some(_) => Ok(()),
+            None if self.events.is_over() => {
+                self.outliving.as_mut().map_or(Ok(()), |outliving| outliving.expire(&self.control))
             }
-            _ => Ok(()),
+            None => Ok(()),
         };
         if let (Some(outliving), Ok(())) = (&self.outliving, &deleted) {
-            outliving.end();
+            outliving.end(&self.server);
         }
         served.and(deleted)
+    }
+
+    /// Deletes the device with this number unless it is another one now. As long as the driver does not say which it is,
+    /// it is left alone, and looked at again.
+    fn delete_own(&self, number: u32) -> io::Result<()> {
+        let mut attempts = 0;
+        loop {
+            let own = self.outliving.as_ref().map_or(Ok(true), |one| one.find_own(&self.control));
+            match own {
+                Ok(true) => break,
+                Ok(false) => return Ok(()),
+                Err(error) if attempts == ATTEMPTS => return Err(error),
+                Err(_) => {
+                    attempts += 1;
+                    thread::sleep(FIRST_PAUSE);
+                }
+            }
+        }
+        // Others wait for a deletion, and not for this, if the server cannot end.
+        let _ = self.control.stop(number);
+        if self.is_own() { self.control.delete(number) } else { Ok(()) }
     }
 
     /// Whether the device with the number of this keeper's is the one that it has added or taken over, as far as its
@@ -413,7 +491,14 @@ impl Keeping {
         let waits = self.outliving.as_ref().is_some_and(Outliving::waits);
         let begun = if waits { Report::Waits { queues: 0, depth: 0 } } else { Report::Done };
         begun.send(&mut self.stream)?;
-        while let Some(order) = Order::receive(&mut self.stream)? {
+        loop {
+            self.events.next();
+            if self.events.is_over() {
+                let over = "the time is over for which the device waits for another server";
+                let _ = Report::Failed(over.into()).send(&mut self.stream);
+                return Err(io::Error::from(io::ErrorKind::TimedOut));
+            }
+            let Some(order) = Order::receive(&mut self.stream)? else { return Ok(()) };
             match self.carry_out(order) {
                 Ok(report) => report.send(&mut self.stream)?,
                 Err(error) => Report::Failed(error).send(&mut self.stream)?,
@@ -423,12 +508,15 @@ impl Keeping {
                 sent.map_err(io::Error::from)?;
             }
         }
-        Ok(())
     }
 
     fn carry_out(&mut self, order: Order) -> Result<Report, String> {
         match order {
-            Order::Open { name } => return self.outliving()?.open(&name).map(|()| Report::Done),
+            Order::Open { name } => {
+                let is_known = self.outliving()?.open(&name)?;
+                return Ok(if is_known { Report::Done } else { Report::Unknown });
+            }
+            Order::Locked { id } => return self.outliving()?.lock(id).map(|()| Report::Done),
             Order::Look { parameters, image } => return self.look_for(&parameters, image),
             Order::Adopt => return self.adopt(),
             Order::Add { queues, depth, max_bytes } => return self.add(queues, depth, max_bytes),
@@ -436,7 +524,11 @@ impl Keeping {
         }
         let number = self.device.ok_or("there is no device")?;
         match order {
-            Order::Open { .. } | Order::Look { .. } | Order::Adopt | Order::Add { .. } => {}
+            Order::Open { .. }
+            | Order::Locked { .. }
+            | Order::Look { .. }
+            | Order::Adopt
+            | Order::Add { .. } => {}
             Order::Serve => self.outliving()?.begin_serving()?,
             Order::Start { parameters } => self.start(number, &parameters)?,
             Order::Release => self.release(number)?,
@@ -453,6 +545,9 @@ impl Keeping {
                     )
                 })?;
             }
+            Order::Stop | Order::DeleteOpen if !self.is_own() => {
+                return Err(format!("the ublk device {number} was removed meanwhile"));
+            }
             Order::Stop => {
                 let stopped = self.control.stop(number);
                 stopped.map_err(|error| format!("cannot remove /dev/ublkb{number}: {error}"))?;
@@ -463,11 +558,9 @@ impl Keeping {
                 deleted.map_err(|error| error.to_string())?;
                 self.device = None;
             }
-            Order::Delete if !self.is_there() || !self.is_own() => self.device = None,
+            Order::Delete if !self.is_there() => self.device = None,
             Order::Delete => {
-                // Others wait for a deletion, and not for this, if a request does not end.
-                let _ = self.control.stop(number);
-                let deleted = self.control.delete(number);
+                let deleted = self.delete_own(number);
                 deleted.map_err(|error| format!("cannot delete ublk device {number}: {error}"))?;
                 self.device = None;
             }
@@ -484,12 +577,13 @@ impl Keeping {
         if !self.is_own() {
             return Err(format!("the ublk device {number} was removed meanwhile"));
         }
-        let server = self.stream.as_fd();
+        let server = self.events.as_fd();
         let started = match &mut self.outliving {
             Some(outliving) if outliving.is_recovering() => {
-                outliving.end_recovery(&self.control, number, server)
+                let ended = outliving.end_recovery(&self.control, number, &self.events);
+                ended.and_then(|()| self.events.set(None))
             }
-            Some(_) => match rights::is_admin(self.server) {
+            Some(_) => match rights::is_admin(self.server.number) {
                 Ok(false) => self.control.start(number, parameters, server),
                 // Nothing could remove the device if the server were killed while the kernel reads its partition table.
                 Ok(true) => Err(io::Error::other("the server has kept CAP_SYS_ADMIN")),
@@ -502,7 +596,7 @@ impl Keeping {
 
     /// Looks for a device that waits.
     fn look_for(&mut self, parameters: &Parameters, image: Image) -> Result<Report, String> {
-        let wait = |moment| is_readable(&self.stream, moment);
+        let wait = |moment| self.events.wait(moment);
         let outliving = self.outliving.as_mut().ok_or("the device does not outlive its server")?;
         let waiting = outliving.look(&self.control, parameters, image, wait)?;
         Ok(waiting
@@ -512,7 +606,7 @@ impl Keeping {
     /// Takes over the device that was found, and opens it.
     fn adopt(&mut self) -> Result<Report, String> {
         self.begin_device()?;
-        let wait = |moment| is_readable(&self.stream, moment);
+        let wait = |moment| self.events.wait(moment);
         let outliving = self.outliving.as_mut().ok_or("the device does not outlive its server")?;
         let queues = outliving.adopt(&self.control, &mut self.device, wait)?;
         let number = self.device.ok_or("there is no device")?;
@@ -582,7 +676,7 @@ impl Keeping {
                 Err(error) => unknown(&error),
             };
             self.tell_users(users, &mut told)?;
-            if is_readable(&self.stream, pause) {
+            if self.events.wait(pause) {
                 return Err("the server has ended".into());
             }
             pause = LONGEST_PAUSE.min(pause * 2);
@@ -606,7 +700,7 @@ impl Keeping {
                 Err(RecvTimeoutError::Timeout) => {}
             }
             self.tell_users(format!("{} does not answer", disk.looks_at()), told)?;
-            if is_readable(&self.stream, Duration::ZERO) {
+            if self.events.wait(Duration::ZERO) {
                 return Err("the server has ended".into());
             }
         }
@@ -632,12 +726,4 @@ fn taken(number: u32) -> String {
 
 fn unknown(error: &io::Error) -> String {
     format!("it cannot be told who uses it: {error}")
-}
-
-/// Whether there is something to read, or the other end is closed, within this time.
-fn is_readable(stream: &UnixStream, patience: Duration) -> bool {
-    let descriptor = stream.as_fd().as_raw_fd();
-    let mut poll = libc::pollfd { fd: descriptor, events: libc::POLLIN, revents: 0 };
-    // SAFETY: the call reads and writes one valid `pollfd`. Signals are ignored or end the process.
-    unsafe { libc::poll(&raw mut poll, 1, patience.as_millis() as i32) > 0 }
 }

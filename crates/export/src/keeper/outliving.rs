@@ -2,12 +2,13 @@
 
 use super::Waiting;
 use super::control::{Control, outlives};
-use super::image::{Image, ImageFile};
+use super::image::{Image, ImageFile, Stamp};
+use super::moments::{Events, Server, SinceBoot, now};
 use super::record::{Entry, Record};
 use super::wire::{DEAD, DeviceInfo, LIVE, Parameters, SECTOR, attribute};
-use isobath_storage::shown;
+use isobath_storage::{FileId, shown};
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -17,6 +18,8 @@ const NOTICING: Duration = Duration::from_secs(10);
 /// How long the driver may take to end what a server had. It takes half a minute if the server had all requests that a
 /// queue can have.
 const ENDING: Duration = Duration::from_mins(1);
+/// How long the last writes of a server may take that has ended.
+const LANDING: Duration = Duration::from_secs(10);
 /// How often that is looked at, and whether another server has come.
 const LOOK: Duration = Duration::from_millis(50);
 
@@ -30,8 +33,11 @@ pub(super) struct Outliving {
     keeper: u64,
     /// What the record says of the device that waited for a server when this one began.
     waiting: Option<Entry>,
-    /// The server has begun to open the image of that device.
-    is_opened: bool,
+    /// Until when a device waits that has lost its server: until it goes on.
+    until: Option<SinceBoot>,
+    /// Which of that device's files the server has locked, and were then as the last server had left them, as far as
+    /// that is known. It may have changed them since.
+    locked: Vec<bool>,
     /// The image of the server, which has looked for a device.
     image: Option<Image>,
     /// The device that waits, and that the server may take over.
@@ -72,28 +78,37 @@ impl Outliving {
         let record = Record::lock(number, NOTICING, wait)?;
         let keeper = random().map_err(|error| error.to_string())?;
         let fails = |error: io::Error| cannot_look(number, &error);
+        let patience = Duration::from_secs(seconds.into());
         let info = control.device(number).map_err(fails)?;
-        let waiting = record.read().map_err(fails)?.filter(|entry| {
+        let mut waiting = record.read().map_err(fails)?.filter(|entry| {
             info.is_some_and(|info| info.state != DEAD && is_of_record(&info, entry))
         });
-        if let Some(Entry { image, left: Some(left), .. }) = &waiting
-            && image.stamps() != *left
-        {
-            return Err(format!(
-                "{} is not as the server of /dev/ublkb{number} has left it: it was written to since, or replaced, or \
-                 cannot be looked at; those who use the device would lose data, and 'ublk del -n {number}' removes it",
-                named(image)
-            ));
+        if let Some(entry) = &mut waiting {
+            let until = *entry.until.get_or_insert_with(|| now() + patience);
+            if now() >= until {
+                // Nobody has deleted it. The record is locked, so that nobody takes it over.
+                control.delete(number).map_err(fails)?;
+                waiting = None;
+            } else {
+                record.write(entry).map_err(fails)?;
+            }
         }
-        let patience = Duration::from_secs(seconds.into());
-        let (is_opened, image, found, entry, queues) = (false, None, None, None, 0);
+        let until = waiting.as_ref().and_then(|entry| entry.until);
+        if let Some(Entry { image, left: Some(left), .. }) = &waiting
+            && !image.is_as(left)
+        {
+            return Err(is_changed(number, image));
+        }
+        let (image, found, entry, queues) = (None, None, None, 0);
+        let locked = vec![false; waiting.as_ref().map_or(0, |entry| entry.image.files.len())];
         Ok(Self {
             number,
             patience,
             record,
             keeper,
             waiting,
-            is_opened,
+            until,
+            locked,
             image,
             found,
             entry,
@@ -106,17 +121,53 @@ impl Outliving {
         self.waiting.is_some()
     }
 
-    /// The server begins to open the image of this name, which it may change from then on.
+    /// Until when the device waits that this server is to take over, or is just taking over.
+    pub(super) fn until(&self) -> Option<SinceBoot> {
+        self.until
+    }
+
+    /// Deletes the device that waits, whose time is over, and which was not taken over.
+    pub(super) fn expire(&mut self, control: &Control) -> io::Result<()> {
+        if let (Some(waiting), None) = (&self.waiting, &self.entry)
+            && control.device(self.number)?.is_some_and(|info| is_of_record(&info, waiting))
+        {
+            control.delete(self.number)?;
+            self.record.remove();
+        }
+        self.waiting = None;
+        Ok(())
+    }
+
+    /// The server begins to open the image of this name. Returns whether it is known how the last server has left it.
     ///
     /// # Errors
     /// The device that waits is of another one: for users.
-    pub(super) fn open(&mut self, name: &Path) -> Result<(), String> {
+    pub(super) fn open(&self, name: &Path) -> Result<bool, String> {
         let waiting = self.waiting.as_ref().ok_or("no device waits")?;
         let of = waiting.image.files.first().map(|file| file.name.as_path());
         if of != Some(name) {
             return Err(is_of_other(self.number, &waiting.image, name));
         }
-        self.is_opened = true;
+        Ok(waiting.left.is_some())
+    }
+
+    /// The server has locked this file, and may change it from then on. Those that the device is not written to do not
+    /// matter.
+    ///
+    /// # Errors
+    /// It was changed since the last server has left it: for users.
+    pub(super) fn lock(&mut self, id: FileId) -> Result<(), String> {
+        let Some(waiting) = &self.waiting else { return Err("no device waits".into()) };
+        for (number, locked) in self.locked.iter_mut().enumerate() {
+            if waiting.image.files[number].id != id {
+                continue;
+            }
+            let left = waiting.left.as_ref();
+            if left.is_some_and(|left| !waiting.image.has_as(number, left)) {
+                return Err(is_changed(self.number, &waiting.image));
+            }
+            *locked = true;
+        }
         Ok(())
     }
 
@@ -133,14 +184,21 @@ impl Outliving {
     ) -> Result<Option<Waiting>, String> {
         let number = self.number;
         let fails = |error: io::Error| cannot_look(number, &error);
-        image.find();
+        image.find().map_err(|name| {
+            format!(
+                "the device cannot outlive its server: the keeper finds no file and no device by the name '{}'",
+                shown(&name)
+            )
+        })?;
         let until = Instant::now() + ENDING;
         let info = loop {
             let Some(info) = control.device(number).map_err(fails)? else { break None };
             // A device of the record that has come since is nobody's who could be followed.
             match judge(&info, self.waiting.as_ref(), &image)? {
                 Judgement::Free => break None,
-                Judgement::Waits if self.is_opened => break Some(info),
+                Judgement::Waits if self.locked.iter().all(|is_locked| *is_locked) => {
+                    break Some(info);
+                }
                 Judgement::Waits => return Err("the image was not opened for the device".into()),
                 Judgement::Ends if Instant::now() > until => {
                     return Err(format!(
@@ -225,11 +283,11 @@ impl Outliving {
         &mut self,
         control: &Control,
         number: u32,
-        server: BorrowedFd<'_>,
+        events: &Events,
     ) -> io::Result<()> {
-        control.end_recovery(number, server)?;
+        control.end_recovery(number, events.as_fd())?;
         if let Some(entry) = &mut self.entry {
-            entry.recovering = false;
+            (entry.recovering, entry.until, self.until) = (false, None, None);
             // If this fails, the device waits for no other server.
             entry.recovering = self.record.write(entry).is_err();
         }
@@ -238,9 +296,17 @@ impl Outliving {
 
     /// Whether the device with this number is the one of this keeper, and no other that has its number now.
     pub(super) fn is_own(&self, control: &Control) -> bool {
-        let info = control.device(self.number).ok().flatten();
+        self.find_own(control).unwrap_or(false)
+    }
+
+    /// The same, where it makes a difference that this cannot be told.
+    ///
+    /// # Errors
+    /// The driver does not say.
+    pub(super) fn find_own(&self, control: &Control) -> io::Result<bool> {
+        let info = control.device(self.number)?;
         let nonce = self.entry.as_ref().map(|entry| entry.nonce);
-        info.is_some_and(|info| Some(info.private_flags) == nonce)
+        Ok(info.is_some_and(|info| Some(info.private_flags) == nonce))
     }
 
     /// Whether the device of a server that has ended may wait for another one.
@@ -253,17 +319,22 @@ impl Outliving {
     }
 
     /// Waits until another keeper has the device that `is_there`, for as long as it is to wait.
-    pub(super) fn wait(&mut self, is_there: impl Fn() -> bool) -> Successor {
+    pub(super) fn wait(&mut self, server: &Server, is_there: impl Fn() -> bool) -> Successor {
         let Some(entry) = &mut self.entry else { return Successor::None };
-        // What is changed from now on was not changed by its server.
-        entry.left = Some(entry.image.stamps());
+        let until = *entry.until.get_or_insert_with(|| now() + self.patience);
+        if self.record.write(entry).is_err() {
+            return Successor::None;
+        }
+        if !has_ended(server, until, &is_there) {
+            return Successor::None;
+        }
+        entry.left = stamps_left(&entry.image, until);
         if self.record.write(entry).is_err() {
             return Successor::None;
         }
         self.record.unlock();
-        let until = Instant::now() + self.patience;
         loop {
-            let is_over = Instant::now() >= until || !is_there();
+            let is_over = now() >= until || !is_there();
             // Who has it locked is about to take the device over, or fails.
             let is_locked = is_over && self.record.try_lock();
             // In doubt it has been taken over: it is not this keeper's to delete.
@@ -279,11 +350,17 @@ impl Outliving {
     }
 
     /// There is no device of this keeper any more, or never was one; its record is locked.
-    pub(super) fn end(&self) {
+    pub(super) fn end(&self, server: &Server) {
         if let (Some(waiting), None) = (&self.waiting, &self.entry) {
-            // What waits goes on waiting. The server may have recovered the image, as the next one would have.
-            if self.is_opened && waiting.left.is_some() {
-                let left = Some(waiting.image.stamps());
+            // What waits goes on waiting. The server may have recovered the image, as the next one would have: but only
+            // what it has locked.
+            let until = self.until.unwrap_or_default();
+            if let Some(before) = &waiting.left
+                && self.locked.contains(&true)
+                && has_ended(server, until, || true)
+            {
+                let left = stamps_left(&waiting.image, until);
+                let left = left.map(|left| merged(before, &left, &self.locked));
                 // If this fails, the next server is refused.
                 let _ = self.record.write(&Entry { left, ..waiting.clone() });
             }
@@ -295,7 +372,8 @@ impl Outliving {
     fn write(&mut self, nonce: u64, recovering: bool) -> io::Result<()> {
         let image = self.image.clone();
         let image = image.ok_or_else(|| io::Error::other("nobody has looked for a device"))?;
-        let entry = Entry { nonce, keeper: self.keeper, recovering, image, left: None };
+        let (keeper, until) = (self.keeper, self.until);
+        let entry = Entry { nonce, keeper, recovering, image, left: None, until };
         self.record.write(&entry)?;
         self.entry = Some(entry);
         Ok(())
@@ -304,6 +382,48 @@ impl Outliving {
     fn unwritten(&self, error: &io::Error) -> String {
         format!("cannot write the record of ublk device {}: {error}", self.number)
     }
+}
+
+/// Waits until the server has ended, which may only have given up the device, and then still changes the image. Returns
+/// whether it has in time.
+fn has_ended(server: &Server, until: SinceBoot, is_there: impl Fn() -> bool) -> bool {
+    while !server.has_ended(LOOK) {
+        if now() >= until || !is_there() {
+            return false;
+        }
+    }
+    true
+}
+
+/// The stamps of an image whose server has ended: what is changed from then on was not changed by it. `None` if its last
+/// writes do not end, or somebody else writes to it.
+fn stamps_left(image: &Image, until: SinceBoot) -> Option<Vec<Option<Stamp>>> {
+    let landed = until.min(now() + LANDING);
+    while image.is_written() {
+        if now() >= landed {
+            return None;
+        }
+        thread::sleep(LOOK);
+    }
+    Some(image.stamps())
+}
+
+/// The stamps of files as one server has left them, but those that the next one has `locked` as that one has.
+fn merged(
+    before: &[Option<Stamp>],
+    after: &[Option<Stamp>],
+    locked: &[bool],
+) -> Vec<Option<Stamp>> {
+    let all = before.iter().zip(after).zip(locked);
+    all.map(|((before, after), is_locked)| if *is_locked { *after } else { *before }).collect()
+}
+
+fn is_changed(number: u32, image: &Image) -> String {
+    format!(
+        "{} is not as the server of /dev/ublkb{number} has left it: it was written to since, or replaced, or cannot be \
+         looked at; those who use the device would lose data, and 'ublk del -n {number}' removes it",
+        named(image)
+    )
 }
 
 fn cannot_look(number: u32, error: &io::Error) -> String {
@@ -428,7 +548,6 @@ mod tests {
     use super::super::image::{Moment, Seen};
     use super::super::wire::{Basic, QUIESCED, feature};
     use super::*;
-    use isobath_storage::FileId;
 
     fn image(name: &str, inode: u64) -> Image {
         let id = FileId { device: 1, inode };
@@ -438,8 +557,8 @@ mod tests {
     #[test]
     fn only_the_device_of_the_record_is_taken_over_and_only_for_its_image() {
         let ours = image("/images/vm.qcow2", 7);
-        let (nonce, keeper, recovering, left) = (99, 1, false, None);
-        let entry = Entry { nonce, keeper, recovering, image: ours.clone(), left };
+        let (nonce, keeper, recovering, image) = (99, 1, false, ours.clone());
+        let entry = Entry { nonce, keeper, recovering, image, left: None, until: None };
         let waits = DeviceInfo {
             queues: 2,
             device: 5,
@@ -525,6 +644,14 @@ mod tests {
         let read_only = with(&|basic| basic.attributes = attribute::READ_ONLY).unwrap_err();
         assert!(read_only.contains("it is writable, and the disk is read-only"), "{read_only}");
         assert!(with(&|basic| basic.optimal_shift = 9).unwrap_err().contains("blocks and limits"));
+    }
+
+    #[test]
+    fn new_stamps_are_only_those_of_files_that_the_server_had_locked() {
+        let stamp = |length| Some(Stamp { length, ..Stamp::default() });
+        let (before, after) = ([stamp(1), stamp(2)], [stamp(3), stamp(4)]);
+        assert_eq!(merged(&before, &after, &[true, false]), [stamp(3), stamp(2)]);
+        assert_eq!(merged(&before, &after, &[false, true]), [stamp(1), stamp(4)]);
     }
 
     #[test]

@@ -5,6 +5,7 @@
 //! or takes it over holds it meanwhile.
 
 use super::image::{Image, ImageFile, Seen, Stamp};
+use super::moments::SinceBoot;
 use isobath_storage::FileId;
 use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
@@ -21,7 +22,7 @@ const DIRECTORY: &str = "/run/isobath";
 /// The user whose they are.
 const ROOT: u32 = 0;
 /// Identifies a record of this layout.
-const MAGIC: u64 = u64::from_be_bytes(*b"isoublk1");
+const MAGIC: u64 = u64::from_be_bytes(*b"isoublk2");
 /// The longest record: each name has at most 4 KiB.
 const LONGEST: usize = 12 << 10;
 /// How often a lock is looked at.
@@ -38,8 +39,11 @@ pub(super) struct Entry {
     pub(super) recovering: bool,
     /// The image that it is of.
     pub(super) image: Image,
-    /// The stamps of the image's files as the last server has left them; `None` while it has not ended.
+    /// The stamps of the image's files as the last server has left them; `None` while it has not ended, or if nobody has
+    /// seen that it has.
     pub(super) left: Option<Vec<Option<Stamp>>>,
+    /// Until when the device waits, however many servers attempt to take it over; `None` while it does not wait.
+    pub(super) until: Option<SinceBoot>,
 }
 
 /// The most files that an image is written to.
@@ -58,6 +62,8 @@ struct Header {
     left: u16,
     count: u16,
     files: [FileEntry; MOST_FILES],
+    /// In nanoseconds; 0 if there is no such moment.
+    until: u64,
 }
 
 /// What it says of a file.
@@ -113,6 +119,9 @@ impl Entry {
             left: self.left.is_some().into(),
             count: files.len() as u16,
             files: entries,
+            until: self
+                .until
+                .map_or(0, |until| u64::try_from(until.as_nanos()).unwrap_or(u64::MAX)),
         };
         let bytes = [header.as_bytes(), &names].concat();
         if bytes.len() > LONGEST { Err(invalid()) } else { Ok(bytes) }
@@ -138,7 +147,8 @@ impl Entry {
             stamps.push(flag(entry.has_stamp)?.then_some(entry.stamp));
         }
         let (recovering, left) = (flag(recovering)?, flag(left.into())?.then_some(stamps));
-        Some(Self { nonce, keeper, recovering, image: Image { files, below }, left })
+        let until = (header.until > 0).then(|| Duration::from_nanos(header.until));
+        Some(Self { nonce, keeper, recovering, image: Image { files, below }, left, until })
     }
 }
 
@@ -330,7 +340,9 @@ mod tests {
         let image =
             Image { files: vec![ImageFile { name: name.into(), id, seen }, data], below: 9 };
         let stamp = Stamp { length: 77, ..Stamp::default() };
-        Entry { nonce: 7, keeper: 8, recovering: true, image, left: Some(vec![None, Some(stamp)]) }
+        let left = Some(vec![None, Some(stamp)]);
+        let until = Some(Duration::new(9, 10));
+        Entry { nonce: 7, keeper: 8, recovering: true, image, left, until }
     }
 
     #[test]
@@ -339,7 +351,7 @@ mod tests {
         let record = world.lock(3).unwrap();
         assert_eq!(record.read().unwrap(), None, "nobody has written it");
         let mut live = entry("/images/a long name");
-        (live.left, live.recovering) = (None, false);
+        (live.left, live.recovering, live.until) = (None, false, None);
         live.image.files.truncate(1);
         for entry in [live, entry("/a")] {
             record.write(&entry).unwrap();

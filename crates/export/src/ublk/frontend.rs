@@ -74,6 +74,41 @@ pub struct UblkFrontend {
     memory: Option<Arc<MemoryLimit>>,
     /// The turn of the export that takes its device over last, so far.
     last_turn: Mutex<Option<Arc<Stop>>>,
+    taking_over: Arc<TakingOver>,
+}
+
+/// The devices that are taken over: all, or those that can be once one was.
+#[derive(Default)]
+struct TakingOver {
+    /// Requested once all exports were accepted.
+    may_begin: Stop,
+    so_far: Mutex<SoFar>,
+}
+
+/// What became of those whose turn was.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum SoFar {
+    #[default]
+    Nothing,
+    /// One was taken over: this server does not end because of another one.
+    Taken,
+    /// The first could not be: this server ends, and takes none over.
+    Failed,
+}
+
+impl TakingOver {
+    /// One was taken over, or could not be. Returns whether the server goes on.
+    fn note(&self, is_taken: bool) -> bool {
+        let so_far = &mut *self.so_far.lock();
+        if *so_far == SoFar::Nothing {
+            *so_far = if is_taken { SoFar::Taken } else { SoFar::Failed };
+        }
+        *so_far == SoFar::Taken
+    }
+
+    fn has_failed(&self) -> bool {
+        *self.so_far.lock() == SoFar::Failed
+    }
 }
 
 /// Bytes that a queue with so many requests takes: a buffer for each, and free buffers.
@@ -83,6 +118,11 @@ const fn memory(requests: usize) -> usize {
 }
 
 impl UblkFrontend {
+    fn new(workers: Vec<Handle>, memory: Option<Arc<MemoryLimit>>) -> Self {
+        let (last_turn, taking_over) = (Mutex::default(), Arc::default());
+        Self { workers, memory, last_turn, taking_over }
+    }
+
     /// How many requests each of `queues` may have in flight, and what they take of a memory limit.
     fn requests(&self, queues: usize) -> Result<(usize, Option<Reserved>), OutOfMemory> {
         requests_within(self.memory.as_ref(), EXPORT, queues, MOST_REQUESTS, memory)
@@ -175,8 +215,11 @@ fn image_of<D>(disk: &ExportedDisk<D>) -> io::Result<Image> {
 
 impl<D: BlockDevice> Frontend<D> for UblkFrontend {
     fn start(start: Start) -> Result<Self, FrontendError> {
-        let last_turn = Mutex::default();
-        Ok(Self { workers: start.workers, memory: start.memory, last_turn })
+        Ok(Self::new(start.workers, start.memory))
+    }
+
+    fn exported(&self) {
+        self.taking_over.may_begin.request();
     }
 
     fn protocol(&self) -> &'static Protocol {
@@ -213,6 +256,7 @@ impl<D: BlockDevice> Frontend<D> for UblkFrontend {
         });
         let control = Control(served.clone());
         let workers = self.workers.clone();
+        let taking_over = Arc::clone(&self.taking_over);
         let serving = async move {
             let _abandoning = Abandoning(&served);
             let keeper = Arc::new(keeper);
@@ -221,11 +265,19 @@ impl<D: BlockDevice> Frontend<D> for UblkFrontend {
                     serve(&served, keeper, opened, &workers, None).await
                 }
                 Begun::Waits { depth, rings, reserved: _reserved, turn } => {
-                    let opened = match adopt(&served, &keeper, depth, rings, &turn).await {
-                        Ok(Some(opened)) => opened,
-                        Ok(None) => return Ok(()),
+                    if !may_adopt(&served, &taking_over, &turn).await {
+                        return Ok(());
+                    }
+                    let adopted = adopt(&served, &keeper, depth, rings).await;
+                    let goes_on = taking_over.note(adopted.is_ok());
+                    let opened = match adopted {
+                        Ok(opened) => opened,
                         Err(error) => {
-                            *served.failure.lock() = Some(error.to_string());
+                            // Those who use another device that was taken over need the server.
+                            if !goes_on {
+                                *served.failure.lock() = Some(error.to_string());
+                            }
+                            served.begun.request();
                             return Err(error);
                         }
                     };
@@ -271,25 +323,30 @@ impl<D: BlockDevice> ExportControl for Control<D> {
 /// A queue's task, wherever it runs.
 type Part = Pin<Box<dyn Future<Output = Result<io::Result<()>, JoinError>>>>;
 
-/// Takes over the device that waits, once those before have been. It goes on waiting if the export is removed before.
+/// Waits until a device may be taken over: all exports were accepted, and those before have been taken over. It goes on
+/// waiting for a server if this returns `false`: the export is removed before, or the server ends.
+async fn may_adopt<D>(served: &Served<D>, taking_over: &TakingOver, turn: &Turn) -> bool {
+    let mut waits = pin!(async {
+        taking_over.may_begin.requested().await;
+        if let Some(before) = &turn.before {
+            before.requested().await;
+        }
+    });
+    let mut removed = pin!(served.removed.requested());
+    let may = poll_fn(|cx| match removed.as_mut().poll(cx) {
+        Poll::Ready(()) => Poll::Ready(false),
+        Poll::Pending => waits.as_mut().poll(cx).map(|()| true),
+    });
+    may.await && !taking_over.has_failed()
+}
+
+/// Takes over the device that waits.
 async fn adopt<D: BlockDevice>(
     served: &Served<D>,
     keeper: &Arc<Keeper>,
     depth: u16,
     rings: Vec<CommandRing>,
-    turn: &Turn,
-) -> io::Result<Option<Opened>> {
-    if let Some(before) = &turn.before {
-        let (mut before, mut removed) =
-            (pin!(before.requested()), pin!(served.removed.requested()));
-        let turn = poll_fn(|cx| match removed.as_mut().poll(cx) {
-            Poll::Ready(()) => Poll::Ready(false),
-            Poll::Pending => before.as_mut().poll(cx).map(|()| true),
-        });
-        if !turn.await {
-            return Ok(None);
-        }
-    }
+) -> io::Result<Opened> {
     tracing::info!("taking over /dev/ublkb{}", served.number);
     let adopting = keeper.clone();
     let device = unblock(move || adopting.adopt()).await?;
@@ -297,7 +354,7 @@ async fn adopt<D: BlockDevice>(
     // were served.
     let beginning = keeper.clone();
     unblock(move || beginning.begin_serving()).await?;
-    Ok(Some(Opened::new(device, depth, rings)?))
+    Ok(Opened::new(device, depth, rings)?)
 }
 
 /// Serves a device until its export is removed and nobody uses it, or until it is stopped. The `turn` of one that was
@@ -517,8 +574,7 @@ mod tests {
 
     #[test]
     fn exports_have_their_part_of_a_memory_limit() {
-        let frontend =
-            |memory| UblkFrontend { workers: Vec::new(), memory, last_turn: Mutex::default() };
+        let frontend = |memory| UblkFrontend::new(Vec::new(), memory);
         assert_eq!(frontend(None).requests(1).unwrap().0, MOST_REQUESTS);
         let limit = MemoryLimit::new(256 << 20);
         let frontend = frontend(Some(Arc::clone(&limit)));
@@ -535,8 +591,7 @@ mod tests {
 
     #[test]
     fn a_device_is_taken_over_once_those_before_were_or_could_not_be() {
-        let frontend =
-            UblkFrontend { workers: Vec::new(), memory: None, last_turn: Mutex::default() };
+        let frontend = UblkFrontend::new(Vec::new(), None);
         let turns = || match frontend.prepare(Waiting { queues: 0, depth: 1 }) {
             Ok(Begun::Waits { turn, .. }) => turn,
             _ => panic!("nothing was reserved"),
@@ -554,5 +609,13 @@ mod tests {
         assert!(is_on(&second) && !is_on(&third));
         drop(second);
         assert!(is_on(&third));
+    }
+
+    #[test]
+    fn none_is_taken_over_after_the_first_could_not_be_and_none_ends_a_server_that_has_one() {
+        let failing = TakingOver::default();
+        assert!(!failing.has_failed() && !failing.note(false) && failing.has_failed());
+        let taking = TakingOver::default();
+        assert!(taking.note(true) && taking.note(false) && !taking.has_failed());
     }
 }

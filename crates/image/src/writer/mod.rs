@@ -213,11 +213,12 @@ impl<S: Storage> Writer<S> {
     }
 
     /// From now on completed writes survive a kill of this process in any case: what cannot be logged is made durable
-    /// before its request completes. The log was [begun](Self::begin_restart_log), and nothing written so far.
+    /// before its request completes. The log was [begun](Self::begin_restart_log), and nothing written so far. The
+    /// journal is put into use, if it can be, which shows that nobody else has changed the image since.
     ///
     /// # Errors
-    /// The image cannot have a log.
-    pub async fn require_restart_log(&self) -> Result<()> {
+    /// The image cannot have a log, or the storage fails.
+    pub async fn require_restart_log(&self, readers: &Readers) -> Result<()> {
         // Others are written in place.
         let Some(qcow2) = &self.qcow2 else { return Ok(()) };
         let refused = |reason: String| {
@@ -230,7 +231,12 @@ impl<S: Storage> Writer<S> {
         };
         self.policy.refuse_without_journal(&qcow2.metadata.layer).await?;
         match log.require(&**self.layer.storage()).await {
-            Ok(true) => Ok(()),
+            Ok(true) => {
+                if let Some(journal) = self.policy.journal() {
+                    journal.want_now();
+                }
+                self.commit(readers).await
+            }
             Ok(false) => refused(format!("{WITHOUT_MEMORY}, and its file has none")),
             Err(error) => refused(format!("{WITHOUT_MEMORY}: {error}")),
         }

@@ -8,11 +8,11 @@ use futures_executor::block_on;
 use futures_util::future::{LocalBoxFuture, join_all};
 use isobath_disk::{
     CheckOptions, Disk, ImageFormat, LiveDisk, MetadataMode, NewDisk, OpenOptions, Overlay,
-    Preallocation, Repair, ZeroFlags, check, create,
+    Preallocation, Repair, WhenLocked, ZeroFlags, check, create,
 };
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{CommitOptions, JobOptions, MirrorOptions, MirrorSync};
-use isobath_qcow2::{Header, NewImage};
+use isobath_qcow2::{Header, IncompatibleFeatures, NewImage};
 use isobath_storage::memory::MemoryHost;
 use isobath_storage::{Host, IoBuf, Locking, MemoryUse, OpenMode, Operation, Storage, StorageExt};
 use isobath_storage_file::FileHost;
@@ -491,10 +491,21 @@ fn where_a_log_is_required_nothing_is_lost_or_the_image_is_refused() {
         live.require_restart_log().await.unwrap();
         memory.forget_restart_memories();
         memory.set_restart_memories(false);
+        // The log is looked at before anything else waits.
+        let mut upkeep = std::pin::pin!(live.upkeep());
+        let header = async || {
+            let mode = OpenMode { locking: Locking::Unlocked, ..OpenMode::default() };
+            let file = memory.open(Path::new(NAME), mode).await.unwrap();
+            Header::parse(&file.read_at(0, IoBuf::zeroed(65536)).await.unwrap()).unwrap()
+        };
+        assert!(header().await.incompatible.contains(IncompatibleFeatures::JOURNAL));
+        while header().await.incompatible.contains(IncompatibleFeatures::JOURNAL) {
+            assert!(futures_util::poll!(upkeep.as_mut()).is_pending());
+        }
         for n in 0..4 {
             live.write(n * CLUSTER + 512, IoBuf::copy_of(&[n as u8 + 1; 4096])).await.unwrap();
         }
-        drop(live);
+        drop((header, live));
         // Killed, and there is no log.
         let without = required(NAME, &logged()).await.unwrap_err();
         assert!(without.contains("there is no restart memory in /dev/shm"), "{without}");
@@ -522,6 +533,26 @@ fn where_clients_go_on_an_image_without_the_log_that_fits_is_refused_and_stays_a
         // Its server has closed it, or has left the log.
         let memory = overlay(16).await;
         open(memory.clone(), &goes_on()).await.close().await.unwrap();
+        // Only the log shows that nobody else has written.
+        let unknown = goes_on().only_with_log(true);
+        let raw = unknown.clone().format(Some(ImageFormat::Raw));
+        for (name, options) in [(NAME, &unknown), ("base.raw", &raw)] {
+            let error = Disk::open(memory.any(), Path::new(name), options).await.err().unwrap();
+            assert!(error.to_string().contains("nobody knows whether"), "{error}");
+        }
+        let live = open_live(&memory, NAME, &goes_on()).await;
+        live.require_restart_log().await.unwrap();
+        drop(live);
+        // Nothing was written.
+        open(memory.clone(), &unknown).await.close().await.unwrap();
+        // What is not as it was is refused before it is changed.
+        leave(memory.clone(), 4).await;
+        let before = memory.contents(NAME).unwrap();
+        let locked = goes_on().when_locked(Some(WhenLocked(Arc::new(|_| Err("changed".into())))));
+        let error = Disk::open(memory.any(), Path::new(NAME), &locked).await.err().unwrap();
+        assert!(error.to_string().contains("changed"), "{error}");
+        assert!(memory.contents(NAME).unwrap() == before);
+        open(memory.clone(), &unknown).await.close().await.unwrap();
         leave(memory.clone(), 0).await;
         let disk = open(memory.clone(), &goes_on()).await;
         assert_left(&disk, 0).await;

@@ -46,7 +46,7 @@ async fn open_one<H: Host + Clone>(
         if let Some(overlay) = args.overlay_of(number) {
             let options = options.index(false).format(ImageFormat::Qcow2);
             let options = options.restart_log(restart_log);
-            let options = options.continues(keepers.begin_opening(number, overlay)?);
+            let (options, _opening) = keepers.begin_opening(number, overlay, options)?;
             let disk = open_overlay(host, overlay, &chain, &options).await?;
             return disk_that_outlives(disk, args, number).await;
         }
@@ -54,8 +54,9 @@ async fn open_one<H: Host + Clone>(
     }
     let writable = options.writable;
     let options = options.restart_log(restart_log);
-    let options = options.continues(keepers.begin_opening(number, image)?);
+    let (options, opening) = keepers.begin_opening(number, image, options)?;
     let disk = LiveDisk::open(host.clone(), image, &options).await?;
+    drop(opening);
     if !is_stored(image)
         && let Err(failure) = overlays::check_none(&disk, image)
     {

@@ -11,9 +11,9 @@ use clap::builder::{
     BoolValueParser, PathBufValueParser, RangedU64ValueParser, TypedValueParser, ValueParser,
 };
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches, ValueHint};
-use isobath_disk::LiveDisk;
+use isobath_disk::{LiveDisk, OpenOptions, WhenLocked};
 use isobath_export::frontend::{Outlive, Parameter, Protocol, Setting, Settings, Takes};
-use isobath_export::keeper::{Keeper, give_up_admin};
+use isobath_export::keeper::{Keeper, Opening, give_up_admin};
 use isobath_export::registry::{Frontends, Listeners, PROTOCOLS};
 use isobath_qmp::monitor::{Drive, Monitor};
 use isobath_ring::net::Access;
@@ -22,6 +22,7 @@ use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::process;
 use std::rc::Rc;
+use std::sync::Arc;
 
 /// The options of each frontend.
 pub(super) struct FrontendArgs(Vec<Given>);
@@ -35,14 +36,30 @@ impl Keepers {
         self.0.get(image).filter(|keeper| keeper.waits())
     }
 
-    /// Whether those who use a device go on with the image of this number and name, which is about to be opened.
+    /// How to open the image of this number and name with these options if those who use a device go on with it. It is
+    /// opened while what is returned besides exists.
     ///
     /// # Errors
     /// The device is of another image.
-    pub(super) fn begin_opening(&self, image: usize, name: &Path) -> Result<bool, Failure> {
-        let Some(keeper) = self.that_waits(image) else { return Ok(false) };
-        let opened = std::path::absolute(name).and_then(|name| keeper.open(&name));
-        opened.map(|()| true).map_err(Failure::new)
+    pub(super) fn begin_opening(
+        &self,
+        image: usize,
+        name: &Path,
+        options: OpenOptions,
+    ) -> Result<(OpenOptions, Option<Arc<Opening>>), Failure> {
+        let Some(keeper) = self.that_waits(image) else { return Ok((options, None)) };
+        let opening = std::path::absolute(name).and_then(|name| keeper.open(&name));
+        let opening = Arc::new(opening.map_err(Failure::new)?);
+        if !opening.is_known() && !options.writable {
+            return Err(Failure::new(format_args!(
+                "nobody knows whether '{}' was written to since its server was killed: its keeper was killed, too",
+                name.display()
+            )));
+        }
+        let asked = Arc::downgrade(&opening);
+        let check = move |id| asked.upgrade().map_or(Ok(()), |opening| opening.locked(id));
+        let options = options.continues(true).only_with_log(!opening.is_known());
+        Ok((options.when_locked(WhenLocked(Arc::new(check))), Some(opening)))
     }
 
     /// The failure of opening the image with this number, with what it is for the device that waits.
@@ -330,6 +347,11 @@ impl FrontendArgs {
                      image",
                 );
             }
+            if self.mounts() {
+                return refused(
+                    "not with --fuse: a mount needs CAP_SYS_ADMIN, which a server of such devices gives up",
+                );
+            }
             if snapshot {
                 return refused("not with --snapshot: serve the image itself");
             }
@@ -493,6 +515,11 @@ impl FrontendArgs {
             }
             for (number, (drive, location)) in drives.iter().zip(&given.locations).enumerate() {
                 export(&format!("{}-{number}", protocol.name), drive, Some(location))?;
+            }
+        }
+        for protocol in PROTOCOLS {
+            if let Some(frontend) = frontends.of(protocol.name) {
+                frontend.exported();
             }
         }
         Ok(())

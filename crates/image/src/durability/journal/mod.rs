@@ -54,6 +54,8 @@ pub struct Journal {
     ordered: Ordered,
     /// The journal is set up without waiting for commits that show that it pays.
     at_once: AtomicBool,
+    /// The next commit sets it up even if it has no changes.
+    without_changes: AtomicBool,
     /// The size of the area, in bytes.
     size: u64,
     /// Changes in progress that must not go through the journal.
@@ -175,7 +177,8 @@ impl Journal {
         if state.active.is_some() {
             return self.commit_active(state, metadata, readers).await;
         }
-        let changes = metadata.tables.pending() > 0;
+        let asked = self.without_changes.swap(false, Ordering::SeqCst);
+        let changes = asked || metadata.tables.pending() > 0;
         state.commits = state.commits.saturating_add(u32::from(changes));
         let wanted = self.at_once.load(Ordering::SeqCst) || state.commits > COMMITS_BEFORE;
         let held = self.held.load(Ordering::SeqCst) > 0;
@@ -225,6 +228,7 @@ impl Journal {
         Self {
             ordered: Ordered,
             at_once: AtomicBool::new(at_once),
+            without_changes: AtomicBool::new(false),
             size,
             held: AtomicUsize::new(0),
             due: AtomicUsize::new(usize::MAX),
@@ -252,6 +256,12 @@ impl Journal {
     /// Sets up the journal at the next commit with changes.
     pub fn want_at_once(&self) {
         self.at_once.store(true, Ordering::SeqCst);
+    }
+
+    /// Sets up the journal at the next commit.
+    pub fn want_now(&self) {
+        self.want_at_once();
+        self.without_changes.store(true, Ordering::SeqCst);
     }
 
     /// Keeps the journal from being set up until the returned guard is dropped. The caller deactivates it.
