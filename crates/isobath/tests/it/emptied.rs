@@ -24,7 +24,7 @@ async fn committed() -> MemoryHost {
         create(&host.any(), Path::new(name), &new).await.unwrap();
         let options = OpenOptions::new().writable(true);
         let disk = Disk::open(host.any(), Path::new(name), &options).await.unwrap();
-        disk.write(0, IoBuf::copy_of(&[7; SIZE as usize])).await.unwrap();
+        disk.write(0, IoBuf::from(vec![7; SIZE as usize])).await.unwrap();
         disk.close().await.unwrap();
     }
     host
