@@ -138,6 +138,8 @@ impl<H: Host> Disk<H> {
         chain: Chain<H::File>,
         options: &OpenOptions,
     ) -> Result<Self> {
+        let name = chain.active().name();
+        invariant(options.recovers, name, "a disk has what its journal has")?;
         let unit_bits = chain.unit_bits();
         let wanted = whole_map(chain.active().size(), unit_bits);
         let most = options.memory.as_ref().map(|limit| (limit.bytes() / MAP_SHARE) as usize);

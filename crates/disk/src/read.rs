@@ -64,7 +64,7 @@ impl<H: Host> Disk<H> {
         let mut begun = self.resolving[number].lock().await;
         let (start, round) = (slice << bits, slice / self.resolving.len() as u64);
         let small = wanted.end - wanted.start <= 1 << (bits - 2);
-        let in_part = small && self.is_unindexed() && !begun.see(round);
+        let mut in_part = small && self.is_unindexed() && !begun.see(round);
         loop {
             let generation = self.map.generation(slice);
             let mut present = Extents::new();
@@ -83,6 +83,8 @@ impl<H: Host> Disk<H> {
                 if !resolution.is_whole() {
                     let part = resolution.slice();
                     if !self.map.lookup_once(slice, generation, &part, wanted.clone(), extents) {
+                        // The whole takes fewer steps, which writes are less likely to overtake.
+                        in_part = false;
                         continue;
                     }
                     begun.keep(Partial { slice, generation, resolution });

@@ -153,8 +153,9 @@ pub struct BackingFile {
 pub struct OpenOptions {
     /// Allow writes to the active layer.
     pub writable: bool,
-    /// Apply what killed servers and crashes have left in journals and restart logs; without it nothing of the disk may
-    /// be read, only its headers.
+    /// Apply what killed servers and crashes have left in journals and restart logs. Without it the files are opened,
+    /// and there is no disk of them.
+    #[doc(hidden)]
     pub recovers: bool,
     /// Bypass the page cache (`--cache none`).
     pub direct: bool,

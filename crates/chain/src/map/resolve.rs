@@ -448,6 +448,20 @@ impl Merge {
         }
     }
 
+    /// Decides the units in `range` that no layer above has by a compressed cluster, which is kept only for them.
+    fn decide_compressed(
+        &mut self,
+        range: Range<u64>,
+        index: LayerIndex,
+        cluster: CompressedCluster,
+    ) {
+        let (left, at) = (self.left, self.compressed.len() as u32);
+        self.decide(range, |_| Some(Unit::compressed(index, at)));
+        if self.left < left {
+            self.compressed.push(cluster);
+        }
+    }
+
     /// Merges a layer's entries of consecutive clusters.
     fn apply<S: Storage, A: ActiveEntries>(
         &mut self,
@@ -488,9 +502,7 @@ impl Merge {
                     self.decide(range, data(offset, copied));
                 }
                 Ok(ClusterKind::Compressed(cluster)) => {
-                    self.compressed.push(cluster);
-                    let at = (self.compressed.len() - 1) as u32;
-                    self.decide(range, |_| Some(Unit::compressed(index, at)));
+                    self.decide_compressed(range, index, cluster);
                 }
                 Ok(ClusterKind::Subclusters { offset, copied, allocated, zero }) => {
                     let sub = geometry.subcluster_size();
@@ -547,9 +559,7 @@ impl Merge {
                     self.decide(range, |_| Some(Unit::invalid(index)));
                 }
                 PageEntry::Compressed { cluster, .. } => {
-                    self.compressed.push(cluster);
-                    let at = (self.compressed.len() - 1) as u32;
-                    self.decide(range, |_| Some(Unit::compressed(index, at)));
+                    self.decide_compressed(range, index, cluster);
                 }
             }
         }

@@ -6,7 +6,7 @@ use crate::named::has_format;
 use isobath_chain::chain::{Chain, LayerIndex};
 use isobath_chain::chain_index::ChainIndex;
 use isobath_chain::index;
-use isobath_chain::map::{Unit, UnitKind};
+use isobath_chain::map::{Map, Unit, UnitKind};
 use isobath_image::durability::MetadataMode;
 use isobath_image::layer::{ImageFormat, Layer};
 use isobath_image::name::name_in_header;
@@ -249,10 +249,9 @@ impl<H: Host> LiveDisk<H> {
         let disk = self.current();
         self.finish_retiring(&disk).await?;
         let _quiet = self.gate.quiet().await;
-        let emptied = disk.or_mark_corrupt(disk.make_empty().await).await;
-        // It says of what was emptied that no layer has it.
-        disk.map.clear();
-        emptied
+        // It says of what was emptied that no layer has it, also if this is given up before its end.
+        let _forgotten = Forgotten(&disk.map);
+        disk.or_mark_corrupt(disk.make_empty().await).await
     }
 
     pub(super) fn may_use_index(&self) -> bool {
@@ -268,6 +267,15 @@ impl<H: Host> LiveDisk<H> {
     ) -> Option<Arc<ChainIndex<H::File>>> {
         let found = if self.may_use_index() { index::find_again(chain).await } else { None };
         found.or_else(|| index::kept_beside(before, same))
+    }
+}
+
+/// A map that is cleared when this is dropped.
+struct Forgotten<'a>(&'a Map);
+
+impl Drop for Forgotten<'_> {
+    fn drop(&mut self) {
+        self.0.clear();
     }
 }
 

@@ -386,6 +386,11 @@ fn a_killed_disks_files_are_listed_without_its_journal_and_lead_blocks() {
             let bytes: u64 = reads.bytes.lock().values().sum();
             bytes
         };
+        let mut unrecovered = OpenOptions::new();
+        unrecovered.recovers = false;
+        let refused = Disk::open(memory.any(), Path::new(NAME), &unrecovered).await;
+        let error = refused.err().unwrap().to_string();
+        assert!(error.contains("a disk has what its journal has"), "{error}");
         let (listed, recovered) = (read_by(true).await, read_by(false).await);
         assert!(listed < CLUSTER && recovered > 1 << 20, "{listed} bytes, {recovered}");
     });

@@ -15,6 +15,7 @@ mod devices;
 mod direct_access;
 mod discard_hides_the_base;
 mod embedded;
+mod emptied;
 mod encrypted;
 mod examples;
 mod failed_writes;
