@@ -4,7 +4,7 @@ use crate::executor::run;
 use crate::guest::{Before, Log, Oracle};
 use crate::history::Guest;
 use crate::host::{Conduct, Faults, FlushFault, SimHost};
-use crate::image::{self, KINDS, Kind, Start};
+use crate::image::{self, COMMON, KINDS, Kind, Start};
 use crate::outcome::{ATOMIC, Failure, Settings, Totals, device, guarded, panicked};
 use crate::plan::{self, Plan};
 use crate::record::{NEVER, Record, Tick};
@@ -57,6 +57,8 @@ pub struct Happened {
     pub start: Start,
     /// Its kind.
     pub kind: Kind,
+    /// The kind of its requests.
+    pub requests: Kind,
     /// Its plan.
     pub plan: Plan,
     /// Bytes that the device writes atomically.
@@ -67,10 +69,10 @@ pub struct Happened {
     pub log: Arc<Log>,
 }
 
-/// Runs a history, and checks all data read during it.
+/// Runs a history of a kind, with requests of a kind, and checks all data read during it.
 pub fn happen(
     settings: &Settings,
-    kind: Kind,
+    (kind, requests): (Kind, Kind),
     start: Start,
     plan: Plan,
     conduct: Conduct,
@@ -94,7 +96,7 @@ pub fn happen(
         }
         format!("{error}\n{}\n{}", start.describe(), lines.join("\n"))
     })?;
-    Ok(Happened { start, kind, plan, atomic, record, log })
+    Ok(Happened { start, kind, requests, plan, atomic, record, log })
 }
 
 /// A moment of a crash: half of them are during a flush, when the changes that it covers have no order yet.
@@ -118,15 +120,17 @@ fn history(
     story: &mut Vec<String>,
 ) -> Result<(), String> {
     let mut rng = SmallRng::seed_from_u64(seed);
-    let drawn = KINDS[rng.random_range(0..KINDS.len())];
+    let drawn = KINDS[rng.random_range(0..COMMON)];
     let favoured = settings.mode.favours.filter(|_| rng.random_range(0..3) == 0);
-    let kind = settings.kind.or(favoured).unwrap_or(drawn);
+    let kind = settings.kind.or(Kind::instead(seed)).or(favoured).unwrap_or(drawn);
     if kind.version() < settings.mode.version {
         return Ok(());
     }
-    let start = image::make(kind, false, &mut rng)?;
-    story.push(format!("{kind}: {}", start.describe()));
-    let plan = plan::random(kind, &start, &mut rng);
+    let (of, requests) = kind.parts(&mut rng);
+    let start = image::make(of, false, &mut rng)?;
+    let requests = plan::fitting(requests, &start);
+    story.push(format!("{kind}, an image of {of}, requests of {requests}: {}", start.describe()));
+    let plan = plan::random(requests, &start, &mut rng);
     let (mut faults, mut fault) = faults(&mut rng, &start);
     if settings.faultless {
         (faults, fault) = (Faults::default(), "none");
@@ -149,15 +153,16 @@ fn history(
         ..Conduct::default()
     };
     story.push(device(conduct.atomic).into());
-    let happened = happen(settings, kind, start, plan, conduct, rng.random())?;
+    let happened = happen(settings, (kind, requests), start, plan, conduct, rng.random())?;
     totals.histories += 1;
     trace::note(happened.record.tell());
     trace::note(happened.log.tell(NEVER));
     let record = &happened.record;
     let mut replay = Replay::new(record);
     let mut crashes = Crashes::new(settings, &happened, fault, lies, totals, story);
+    let most = if of == Kind::LargeClusters { 12 } else { 60 };
     let mut ticks: Vec<Tick> =
-        (0..rng.random_range(20..60)).map(|_| moment(record, &mut rng)).collect();
+        (0..rng.random_range(most / 3..most)).map(|_| moment(record, &mut rng)).collect();
     ticks.push(record.end);
     ticks.truncate(settings.most_moments);
     ticks.sort_unstable();
@@ -227,9 +232,10 @@ impl<'a> Crashes<'a> {
         let case = Case {
             mode: self.settings.mode,
             start: &self.happened.start,
-            kind: self.happened.kind,
+            kind: self.happened.requests,
             atomic: self.happened.atomic,
             oracle: Arc::clone(oracle),
+            alone: self.happened.start.new.data_file_raw.then(|| Arc::clone(oracle)),
             lives: 1,
             leaked: 0,
             qemu: every > 0 && seed.is_multiple_of(every),

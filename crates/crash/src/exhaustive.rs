@@ -6,7 +6,7 @@ use crate::guest::Oracle;
 use crate::host::Conduct;
 use crate::image::{self, KINDS, Kind};
 use crate::outcome::{ATOMIC, Failure, Settings, Totals, device, guarded};
-use crate::plan::{Act, Disk, Phase, Plan};
+use crate::plan::{self, Act, Disk, Phase, Plan};
 use crate::recover::Way;
 use crate::state::{Fate, Replay};
 use isobath_disk::Preallocation;
@@ -57,10 +57,15 @@ fn small(
     if kind.version() < settings.mode.version {
         return Ok(());
     }
-    let start = image::make(kind, true, &mut rng)?;
-    story.push(format!("{kind}, pattern {pattern}: {}", start.describe()));
+    let (of, requests) = kind.parts(&mut rng);
+    let start = image::make(of, true, &mut rng)?;
+    let requests = plan::fitting(requests, &start);
+    let text = start.describe();
+    story.push(format!(
+        "{kind}, an image of {of}, requests of {requests}, pattern {pattern}: {text}"
+    ));
     let tasks = Disk::of(&start).pattern(pattern, 2, &mut rng);
-    let then = match kind {
+    let then = match requests {
         Kind::Resize => Some(Act::Resize(
             start.size() / 1024 * 512 + 512 * variant * 40,
             [Preallocation::Off, Preallocation::Metadata, Preallocation::Full]
@@ -78,7 +83,7 @@ fn small(
         ..Conduct::default()
     };
     story.push(device(conduct.atomic).into());
-    let happened = happen(settings, kind, start, plan, conduct, rng.random())?;
+    let happened = happen(settings, (kind, requests), start, plan, conduct, rng.random())?;
     totals.histories += 1;
     let mut replay = Replay::new(&happened.record);
     let mut crashes = Crashes::new(settings, &happened, "none", false, totals, story);

@@ -139,6 +139,13 @@ impl Log {
         Self { before, ..Self::default() }
     }
 
+    /// The same log of a raw data file, which held at first what an oracle allows: after a crash it may differ from
+    /// what the disk shows, which may have zeroes instead of what was being written.
+    #[must_use]
+    pub fn after(&self, oracle: &Arc<Oracle>) -> Self {
+        Self { before: Before::Crash(Arc::clone(oracle)), ..self.clone() }
+    }
+
     /// Notes the start of a request that changes a range. Returns its number.
     pub fn begin(
         &mut self,

@@ -215,9 +215,10 @@ impl<'a> Guest<'a> {
         self.log.borrow_mut().end(number, ended, done);
     }
 
-    /// The bytes that a discard turns into zeroes: whole clusters, and a partial one at the end of the disk.
+    /// The bytes that a discard turns into zeroes: whole clusters, and a partial one at the end of the disk. In a raw
+    /// data file, all of them.
     fn discarded(&self, disk: &impl Target, offset: u64, length: u64) -> Option<(u64, u64)> {
-        if self.vague {
+        if self.vague || self.start.new.data_file_raw {
             return Some((offset, length));
         }
         if !self.start.discards() {

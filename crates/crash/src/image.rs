@@ -12,8 +12,8 @@ use isobath_disk::{
 };
 use isobath_qcow2::{CompressionType, Header, HostOffset, Snapshot};
 use isobath_storage::IoBuf;
-use rand::RngExt;
 use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -54,10 +54,16 @@ pub enum Kind {
     Flushes,
     /// Patterns that test embedded mappings: writes around lead blocks, and contents that look like the engine's own.
     Embedded,
+    /// An external data file that is a raw image of the disk.
+    RawDataFile,
+    /// Clusters of 128 KiB to 2 MiB; disks of several MiB, or so large that they have several L2 tables.
+    LargeClusters,
+    /// Images of one kind and requests of another.
+    Combined,
 }
 
 /// All kinds.
-pub const KINDS: [Kind; 14] = [
+pub const KINDS: [Kind; 17] = [
     Kind::Plain,
     Kind::Overlay,
     Kind::Chain,
@@ -72,9 +78,60 @@ pub const KINDS: [Kind; 14] = [
     Kind::Index,
     Kind::Flushes,
     Kind::Embedded,
+    Kind::RawDataFile,
+    Kind::LargeClusters,
+    Kind::Combined,
 ];
 
+/// So many of the first kinds are equally likely. The others take the place of some of them: see [`Kind::instead`].
+pub const COMMON: usize = 14;
+
+/// The kinds of images that are combined with requests of another kind.
+const IMAGES: [Kind; 9] = [
+    Kind::Overlay,
+    Kind::Chain,
+    Kind::Snapshot,
+    Kind::Compressed,
+    Kind::Subclusters,
+    Kind::DataFile,
+    Kind::RawDataFile,
+    Kind::Refcounts,
+    Kind::Lazy,
+];
+
+/// The kinds of requests that are combined with images of another kind.
+const REQUESTS: [Kind; 5] =
+    [Kind::Compressed, Kind::Resize, Kind::Index, Kind::Flushes, Kind::Embedded];
+
 impl Kind {
+    /// The kind that a history with this seed has instead of a common one, if any. The draw is separate, so that other
+    /// histories stay as they are. Large clusters take many times as long as others.
+    pub fn instead(seed: u64) -> Option<Self> {
+        let mut rng = SmallRng::seed_from_u64(seed ^ 0x1115_7EAD);
+        match rng.random_range(0..128) {
+            0..10 => Some(Self::RawDataFile),
+            10..20 => Some(Self::Combined),
+            20 => Some(Self::LargeClusters),
+            _ => None,
+        }
+    }
+
+    /// The kinds of a history's image and of its requests.
+    pub fn parts(self, rng: &mut SmallRng) -> (Self, Self) {
+        if self != Self::Combined {
+            return (self, self);
+        }
+        let large = rng.random_bool(0.03);
+        let image = IMAGES[rng.random_range(0..IMAGES.len())];
+        let requests = REQUESTS[rng.random_range(0..REQUESTS.len())];
+        if !large {
+            return (image, requests);
+        }
+        // Twelve clusters at once would be too much.
+        let requests = if requests == Self::Embedded { Self::Flushes } else { requests };
+        (Self::LargeClusters, requests)
+    }
+
     /// The name on the command line.
     pub const fn name(self) -> &'static str {
         match self {
@@ -92,6 +149,9 @@ impl Kind {
             Self::Index => "index",
             Self::Flushes => "flushes",
             Self::Embedded => "embedded",
+            Self::RawDataFile => "raw-data-file",
+            Self::LargeClusters => "large-clusters",
+            Self::Combined => "combined",
         }
     }
 
@@ -170,7 +230,8 @@ impl Start {
             (new.extended_l2, ", extended L2"),
             (new.lazy_refcounts, ", lazy refcounts"),
             (self.dirty, ", dirty"),
-            (new.data_file.is_some(), ", data file"),
+            (new.data_file.is_some() && !new.data_file_raw, ", data file"),
+            (new.data_file_raw, ", raw data file"),
             (new.backing_file.is_some(), ", backing file"),
             (self.snapshot.is_some(), ", internal snapshot"),
         ] {
@@ -188,13 +249,19 @@ fn shape(kind: Kind, small: bool, rng: &mut SmallRng) -> NewDisk {
         Kind::Refcounts => 9,
         Kind::Embedded if small => [12, 12, 13][rng.random_range(0..3)],
         Kind::Embedded => [12, 12, 12, 13, 14, 16][rng.random_range(0..6)],
+        Kind::LargeClusters if small => 17,
+        Kind::LargeClusters => [17, 17, 17, 18, 18, 19, 20, 21][rng.random_range(0..8)],
         _ if small => [9, 9, 12][rng.random_range(0..3)],
         _ => [9, 9, 9, 10, 11, 12, 12, 13, 14, 16][rng.random_range(0..10)],
     };
     let cluster_size = 1_u64 << bits;
     let version = kind.version();
-    let most = (1 << 20_u64).min(cluster_size * 256);
-    let least = (cluster_size * 4).max(16 << 10);
+    let (least, most) = match kind {
+        // Only little of it is in use.
+        Kind::LargeClusters if !small && rng.random_bool(0.2) => (9 << 20, 16 << 30),
+        Kind::LargeClusters => (cluster_size * 4, 8 << 20),
+        _ => ((cluster_size * 4).max(16 << 10), (1 << 20_u64).min(cluster_size * 256)),
+    };
     // Mostly small, so that small sizes are tried more often.
     let more = rng.random_range(0..=most.saturating_sub(least)) >> rng.random_range(0..4);
     let size = least + if small { more.min(16 << 10) } else { more };
@@ -202,7 +269,7 @@ fn shape(kind: Kind, small: bool, rng: &mut SmallRng) -> NewDisk {
     let refcount_bits = match kind {
         _ if version == 2 => 16,
         Kind::Snapshot => any_width.max(4),
-        Kind::Refcounts => any_width,
+        Kind::Refcounts | Kind::LargeClusters => any_width,
         _ if rng.random_bool(0.3) => any_width,
         _ => 16,
     };
@@ -218,11 +285,19 @@ fn shape(kind: Kind, small: bool, rng: &mut SmallRng) -> NewDisk {
         .compression_type(if zstd { CompressionType::Zstd } else { CompressionType::Zlib })
         .lazy_refcounts(kind == Kind::Lazy)
         .index(kind == Kind::Index && rng.random());
-    if kind == Kind::DataFile {
-        new = new.data_file(DATA);
+    match kind {
+        Kind::DataFile => new = new.data_file(DATA),
+        Kind::RawDataFile => new = new.data_file(DATA).data_file_raw(true),
+        Kind::LargeClusters if rng.random_bool(0.3) => {
+            new = new.data_file(DATA).data_file_raw(rng.random());
+        }
+        _ => {}
     }
     new
 }
+
+/// The most bytes that are put into an image at once.
+const MOST_FILLED: u64 = 1 << 20;
 
 /// Puts something into an image: patterns from number `first` on.
 pub(crate) async fn fill(
@@ -241,7 +316,8 @@ pub(crate) async fn fill(
         let sort = [Sort::Plain, Sort::Plain, Sort::Random, Sort::Text][rng.random_range(0..4)];
         let value = Value::Pattern(sort, first + number);
         let offset = rng.random_range(0..size) / 512 * 512;
-        let length = (rng.random_range(1..=cluster * 6) / 512 * 512 + 512).min(size - offset);
+        let most = (cluster * 6).min(MOST_FILLED);
+        let length = (rng.random_range(1..=most) / 512 * 512 + 512).min(size - offset);
         match rng.random_range(0..10) {
             0 => disk.write_zeroes(offset, length, ZeroFlags::default()).await?,
             1 => disk.discard(offset, length).await?,
@@ -263,8 +339,13 @@ pub(crate) async fn fill(
 
 async fn content(host: &SimHost, name: &str) -> isobath_disk::Result<Arc<Content>> {
     let disk = Disk::open(host.any(), Path::new(name), &OpenOptions::default()).await?;
-    Ok(Arc::new(look(&disk, &[]).await?.content))
+    // All of a raw data file is data, of which only parts are read if it is large.
+    let interest: Vec<_> = host.contents(DATA).data().collect();
+    Ok(Arc::new(look(&disk, &interest).await?.content))
 }
+
+/// The most bytes below the active image, about.
+const MOST_BELOW: u64 = 4 << 20;
 
 /// Makes the layers below the active image.
 async fn layers(
@@ -274,13 +355,15 @@ async fn layers(
     rng: &mut SmallRng,
 ) -> isobath_disk::Result<()> {
     let (raw, depth) = match kind {
+        // A raw data file would not hold what is below.
+        _ if new.data_file_raw => (false, 0),
         Kind::Overlay => (true, 0),
         Kind::Chain | Kind::Index => (rng.random(), rng.random_range(1..=3)),
         Kind::Embedded => (rng.random_bool(0.4), u32::from(rng.random_bool(0.4))),
         Kind::Plain | Kind::Refcounts | Kind::Lazy | Kind::Flushes => (false, 0),
         _ => (rng.random_bool(0.3), u32::from(rng.random_bool(0.3))),
     };
-    let size = new.size.unwrap_or(0);
+    let size = new.size.unwrap_or(0).min(MOST_BELOW);
     // A backing file is as long as the disk, or shorter, or longer.
     let length = |rng: &mut SmallRng| match rng.random_range(0..3) {
         0 => size,

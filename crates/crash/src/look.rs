@@ -54,6 +54,18 @@ pub(crate) async fn look(
     Ok(look)
 }
 
+/// The contents of a raw image that is a disk of `size` bytes, and begins with `content`: what [`look`] would read.
+pub(crate) fn look_raw(content: &Content, size: u64, interest: &[Range<u64>]) -> Look {
+    let mut content = content.clone();
+    content.set_len(size);
+    let parts = if size <= SMALL {
+        std::iter::once(0..size).collect()
+    } else {
+        merged(interest.iter().cloned().chain(content.data()).collect(), size)
+    };
+    Look { content, parts }
+}
+
 /// The ranges, sorted, merged and extended to whole sectors, of a disk of `size` bytes.
 fn merged(mut parts: Vec<Range<u64>>, size: u64) -> Vec<Range<u64>> {
     for part in &mut parts {

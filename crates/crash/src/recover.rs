@@ -6,10 +6,10 @@ use crate::guest::{Before, Log, Look, Oracle};
 use crate::history::Guest;
 use crate::host::{Conduct, SimHost};
 use crate::image::{Kind, Start, show_snapshot};
-use crate::look::look;
+use crate::look::{SMALL, look, look_raw};
 use crate::mode::Mode;
 use crate::plan;
-use crate::record::Files;
+use crate::record::{Files, file};
 use crate::state::{Fate, Replay, random_grain};
 use isobath_disk::{CheckEvent, CheckOptions, CheckReport, Disk, OpenOptions, Repair, check};
 use isobath_qcow2::journal::{Journal, Operation, Record};
@@ -19,7 +19,8 @@ use isobath_testkit::qemu;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use std::fmt::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 
 /// How a state after a crash is recovered.
@@ -74,6 +75,8 @@ pub struct Case<'a> {
     pub atomic: u64,
     /// The contents that the disk may have.
     pub oracle: Arc<Oracle>,
+    /// The contents that a raw data file may have on its own; `None` if there is none.
+    pub alone: Option<Arc<Oracle>>,
     /// The number of the guest's lives.
     pub lives: u32,
     /// Clusters that were leaked when its last life began: an earlier crash leaked them, or the image was not closed.
@@ -224,6 +227,19 @@ async fn snapshot_stays(files: &Files, case: &Case<'_>) -> Result<(), String> {
     }
 }
 
+/// Checks that a raw data file, read without the image, is a disk as this oracle allows it.
+fn raw_alone(case: &Case<'_>, files: &Files, oracle: &Oracle) -> Result<(), String> {
+    let data = case.start.new.data_file.as_deref().and_then(|data| file(files, Path::new(data)));
+    let header = file(files, &case.start.image).and_then(header_of);
+    let (Some(data), Some(header)) = (data, header) else { return Ok(()) };
+    if data.len() < header.size {
+        let (length, size) = (data.len(), header.size);
+        return Err(format!("the raw data file has {length} bytes, but the disk has {size}"));
+    }
+    let checked = oracle.check(&look_raw(data, header.size, &oracle.interest()));
+    checked.map_err(|error| format!("the raw data file, read on its own: {error}"))
+}
+
 /// A few requests for a recovered disk.
 fn few(case: &Case<'_>, size: u64, rng: &mut SmallRng) -> Vec<Vec<plan::Request>> {
     let disk = plan::Disk { size, ..plan::Disk::of(case.start) };
@@ -267,6 +283,9 @@ async fn recover_and_use(
         if journal {
             few_leaks("after the crash", &report, &findings, case.leaked)?;
         }
+    }
+    if let Some(alone) = &case.alone {
+        raw_alone(case, &left, alone).map_err(|error| format!("after the crash, {error}"))?;
     }
     let mut read = None;
     if way == Way::ReadFirst {
@@ -337,20 +356,37 @@ async fn recover_and_use(
     }
     let bytes = read_all(&files, case).await?;
     oracle.check(&bytes).map_err(|error| format!("after it was closed, {error}"))?;
+    if let Some(alone) = &case.alone {
+        let log = Arc::new(log.after(alone));
+        let alone = Oracle::of_present(&log, host.tick());
+        raw_alone(case, &files, &alone).map_err(|error| format!("after it was closed, {error}"))?;
+    }
     snapshot_stays(&files, case).await?;
     untouched(case, &files)?;
     if case.qemu {
         // A crash may come before the former active image below was closed; then QEMU requires this.
-        // The data file is no image, whatever the guest has copied to the disk's first sector.
-        let data = case.start.new.data_file.as_deref().map(Path::new);
-        for (name, _) in files.iter().filter(|(name, _)| name != image && Some(&**name) != data) {
-            if has_bit(&files, name, IncompatibleFeatures::JOURNAL) {
-                examine(host, name, Repair::All).await?;
+        for name in images_below(&files, image) {
+            if has_bit(&files, &name, IncompatibleFeatures::JOURNAL) {
+                examine(host, &name, Repair::All).await?;
             }
         }
         ask_qemu(case, &host.files(), &bytes.content)?;
     }
     Ok(())
+}
+
+/// The qcow2 images below an image. Other files are none, such as a data file or a raw image, whatever a guest has put
+/// into their first sectors.
+fn images_below(files: &Files, image: &Path) -> Vec<PathBuf> {
+    let mut images = Vec::new();
+    let mut above = file(files, image).and_then(header_of);
+    while let Some(header) = above {
+        let qcow2 = header.backing_format().is_none_or(|format| format != "raw");
+        let Some(name) = header.backing_file.filter(|_| qcow2).map(PathBuf::from) else { break };
+        above = file(files, &name).and_then(header_of);
+        images.push(name);
+    }
+    images
 }
 
 /// Checks that QEMU finds the image clean, and reads the same from it.
@@ -368,12 +404,17 @@ fn ask_qemu(case: &Case<'_>, files: &Files, content: &Content) -> Result<(), Str
     if let Some(data) = &case.start.new.data_file {
         let _ = write!(image, ",data-file.driver=file,data-file.filename={}", path(data));
     }
-    let checked = qemu::img(["check", "--image-opts", "--output=json", &image]);
+    // A relative name of a layer's data file is relative to the directory that QEMU runs in.
+    let img = |arguments: &[&str]| {
+        let mut command = Command::new(qemu::program("qemu-img"));
+        qemu::run(command.args(arguments).current_dir(directory.path()))
+    };
+    let checked = img(&["check", "--image-opts", "--output=json", &image]);
     if checked.code() != 0 {
         return Err(format!("qemu-img check: {}", checked.report()));
     }
     let raw = path("disk");
-    let converted = qemu::img(["convert", "--image-opts", "-O", "raw", &image, &raw]);
+    let converted = img(&["convert", "--image-opts", "-O", "raw", &image, &raw]);
     if converted.code() != 0 {
         return Err(format!("qemu-img convert: {}", converted.report()));
     }
@@ -440,7 +481,11 @@ pub fn recover(
         } else {
             Arc::new(Oracle::of_crash(&log, tick))
         };
-        let case = Case { oracle, lives: case.lives + 1, leaked, ..case.clone() };
+        let alone = case.alone.as_ref().map(|alone| {
+            let log = Arc::new(log.after(alone));
+            Arc::new(Oracle::of_crash(&log, tick))
+        });
+        let case = Case { oracle, alone, lives: case.lives + 1, leaked, ..case.clone() };
         let next = if depth > 1 && rng.random_bool(0.5) {
             Way::Crash(depth - 1)
         } else {
@@ -488,12 +533,19 @@ pub fn recover_wild(files: Files, case: &Case<'_>, seed: u64) -> Result<(), Stri
             Err(error) => return named("open", error.to_string()),
         };
         let mut readable = true;
-        for at in (0..disk.size()).step_by(4096) {
-            let length = (disk.size() - at).min(4096) as usize;
-            if let Err(error) = disk.read(at, IoBuf::zeroed(length)).await {
-                // Lost compressed data is detected only when it is read.
-                named("read", error.to_string())?;
-                readable = false;
+        let parts = if disk.size() <= SMALL {
+            std::iter::once(0..disk.size()).collect()
+        } else {
+            case.oracle.interest()
+        };
+        for part in parts {
+            for at in (part.start..part.end.min(disk.size())).step_by(4096) {
+                let length = (disk.size() - at).min(4096) as usize;
+                if let Err(error) = disk.read(at, IoBuf::zeroed(length)).await {
+                    // Lost compressed data is detected only when it is read.
+                    named("read", error.to_string())?;
+                    readable = false;
+                }
             }
         }
         if mended {

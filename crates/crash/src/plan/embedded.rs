@@ -9,7 +9,7 @@ use rand::rngs::SmallRng;
 pub(super) const PATTERNS: u32 = 10;
 
 /// Bytes of a lead block.
-const LEAD: u64 = 4096;
+pub(super) const LEAD: u64 = 4096;
 
 fn any_sort(rng: &mut SmallRng) -> Sort {
     Sort::ALL[rng.random_range(0..Sort::ALL.len())]

@@ -190,6 +190,7 @@ impl Disk {
             // All of a tiny image, so that its structure grows.
             3 => {
                 let clusters = (self.size / self.cluster).min(times * 6);
+                let clusters = clusters.min((MOST_FILLED / self.cluster).max(1));
                 vec![
                     (0..clusters)
                         .map(|n| Request::Write(n * self.cluster, self.cluster, sort))
@@ -279,6 +280,9 @@ impl Disk {
     }
 }
 
+/// The most bytes that a pattern fills.
+const MOST_FILLED: u64 = 8 << 20;
+
 /// The number of patterns for every kind.
 const PATTERNS: u32 = 10;
 
@@ -292,6 +296,17 @@ fn sort(rng: &mut SmallRng) -> Sort {
 pub fn preallocation(rng: &mut SmallRng) -> Preallocation {
     let modes = [Preallocation::Metadata, Preallocation::Falloc, Preallocation::Full];
     if rng.random_bool(0.6) { Preallocation::Off } else { modes[rng.random_range(0..3)] }
+}
+
+/// The kind of the requests for an image: a cluster may be too small for lead blocks, and without layers below there is
+/// nothing to index.
+pub fn fitting(requests: Kind, start: &Start) -> Kind {
+    let fits = match requests {
+        Kind::Embedded => start.new.cluster_size >= embedded::LEAD,
+        Kind::Index => start.new.backing_file.is_some(),
+        _ => true,
+    };
+    if fits { requests } else { Kind::Flushes }
 }
 
 /// A random history of a kind.

@@ -35,7 +35,7 @@ fn history(
 ) -> Result<(), String> {
     let mut rng = SmallRng::seed_from_u64(seed);
     let drawn = Kind::random(&mut rng);
-    let kind = kind.unwrap_or(drawn);
+    let kind = kind.or(Kind::instead(seed)).unwrap_or(drawn);
     story.push(format!("a server's history, {kind}"));
     let happened = happen(settings, kind, rng.random())?;
     story.push(happened.text.clone());

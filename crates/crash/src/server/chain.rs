@@ -109,17 +109,21 @@ fn shape(kind: Kind, version: u32, rng: &mut SmallRng) -> Shape {
         let more = rng.random_range(0..=most.saturating_sub(least)) >> rng.random_range(0..4);
         (least + more) / 512 * 512
     };
-    let version = if version < 3 && rng.random_bool(0.05) { 2 } else { 3 };
+    let data_files = kind == Kind::DataFiles;
+    let version = if version < 3 && rng.random_bool(0.05) && !data_files { 2 } else { 3 };
     let twins =
         kind == Kind::Twins || rng.random_bool(if kind == Kind::Commits { 0.2 } else { 0.4 });
     let compressed = match kind {
         Kind::Twins => 0.5,
+        // A data file has none.
+        Kind::DataFiles => 0.0,
         _ if rng.random_bool(0.3) => 0.3,
         _ => 0.0,
     };
     let below = match kind {
         Kind::Deep => [20, 40, 80, 199][rng.random_range(0..4)],
         Kind::Snapshots => rng.random_range(0..=2),
+        Kind::DataFiles => [0, 0, 1, 1, 2, 3][rng.random_range(0..6)],
         Kind::Commits => rng.random_range(3..=6),
         Kind::Reflinks => rng.random_range(2..=4),
         _ => rng.random_range(1..=4),
@@ -143,7 +147,7 @@ fn shape(kind: Kind, version: u32, rng: &mut SmallRng) -> Shape {
             .extended_l2(version > 2 && bits >= 14 && rng.random_bool(0.3))
             .index(rng.random_bool(0.3)),
         below,
-        raw: !fixed && !large && rng.random_bool(0.25),
+        raw: !fixed && !large && rng.random_bool(0.25) && (!data_files || below > 0),
         twins,
         compressed,
         bitmaps,
@@ -263,6 +267,17 @@ pub(super) async fn content(host: &SimHost, name: &Path) -> isobath_disk::Result
     Ok(Arc::new(look(&disk, &[]).await?.content))
 }
 
+/// The same new image with an external data file: a raw image of the disk in half of the cases, if nothing is below.
+pub(super) fn with_data_file(new: NewDisk, image: &Path, rng: &mut SmallRng) -> NewDisk {
+    let raw = new.backing_file.is_none() && rng.random();
+    new.data_file(data_file(image).display().to_string()).data_file_raw(raw)
+}
+
+/// The name of an image's data file.
+pub(super) fn data_file(image: &Path) -> PathBuf {
+    image.with_extension("data")
+}
+
 /// Makes the images for a history of a kind.
 ///
 /// # Errors
@@ -279,6 +294,7 @@ async fn make_chain(kind: Kind, mode: &Mode, rng: &mut SmallRng) -> Result<Begin
     let cluster = shape.new.cluster_size;
     let mut images: Vec<Image> = Vec::new();
     let mut new = shape.new.clone();
+    let mut active = new.clone();
     if shape.raw {
         let length = if rng.random() { size } else { rng.random_range(1..=size / 512) * 512 };
         let bytes = Value::Pattern(Sort::Plain, 1).bytes(0..length);
@@ -329,6 +345,12 @@ async fn make_chain(kind: Kind, mode: &Mode, rng: &mut SmallRng) -> Result<Begin
             steps(rng, held, image.cluster_size)
         };
         let path = PathBuf::from(&name);
+        if kind == Kind::DataFiles && (top || rng.random()) {
+            image = with_data_file(image, &path, rng);
+        }
+        if top {
+            active = image.clone();
+        }
         create(&host.any(), &path, &image).await.map_err(shown)?;
         let unclosed = !top && rng.random_bool(shape.unclosed);
         let journal = unclosed.then(|| JOURNALS[rng.random_range(0..JOURNALS.len())]);
@@ -346,9 +368,6 @@ async fn make_chain(kind: Kind, mode: &Mode, rng: &mut SmallRng) -> Result<Begin
         images.push(Image { name: path, content, needs, leaked });
         (new.backing_file, new.backing_format) = (Some(name), Some("qcow2".into()));
     }
-    new = shape.new.clone();
-    let below = images.len().checked_sub(2).and_then(|at| images.get(at));
-    new.backing_file = below.map(|image| image.name.display().to_string());
     let content = images.last().map(|image| Arc::clone(&image.content)).unwrap_or_default();
     let mut files = host.files();
     if let Some(length) = shape.device {
@@ -356,7 +375,8 @@ async fn make_chain(kind: Kind, mode: &Mode, rng: &mut SmallRng) -> Result<Begin
             to_device(Arc::make_mut(file), length);
         }
     }
-    let start = Start { files, image: IMAGE.into(), content, new, snapshot: None, dirty: false };
+    let start =
+        Start { files, image: IMAGE.into(), content, new: active, snapshot: None, dirty: false };
     let text = format!(
         "{}, {} images{}{}{}{}",
         start.describe(),

@@ -120,7 +120,7 @@ pub fn happen(settings: &Settings, kind: Kind, seed: u64) -> Result<Happened, St
     let mut conduct = conduct(kind, &begin, settings, &mut rng);
     let ordered = settings.mode.metadata == MetadataMode::Ordered;
     let mut options = settings.mode.options(true, rng.random());
-    if kind == Kind::Kills {
+    if kind == Kind::Kills || kind == Kind::DataFiles && rng.random() {
         options.restart_log = !ordered;
     }
     let survives = options.restart_log && !ordered && begin.start.new.version > 2;
@@ -137,7 +137,11 @@ pub fn happen(settings: &Settings, kind: Kind, seed: u64) -> Result<Happened, St
         let longest = begin.start.files.iter().map(|(_, file)| file.len()).max();
         chain::to_device(&mut unused, longest.unwrap_or(0));
     }
-    host.reserve((0..NEW_IMAGES).map(new_image), &Arc::new(unused));
+    let new_images = (0..NEW_IMAGES).map(new_image);
+    host.reserve(new_images.clone(), &Arc::new(unused));
+    if kind == Kind::DataFiles {
+        host.reserve(new_images.map(|image| chain::data_file(&image)), &Arc::default());
+    }
     let before = Before::Bytes(Arc::clone(&begin.start.content));
     let guest = Guest::new(&host, &begin.start, settings.mode, before, 1, rng.random());
     let guest = guest.of_changing_chain();

@@ -16,7 +16,7 @@ use crate::recover::{Case, Passed, Way, examine, recover, recover_wild, sound};
 use isobath_disk::{Disk, LiveDisk, OpenOptions, Repair};
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{CommitOptions, JobOptions, StreamOptions};
-use isobath_qcow2::{Header, IncompatibleFeatures};
+use isobath_qcow2::{AutoclearFeatures, Header, IncompatibleFeatures};
 use isobath_storage::StorageExt;
 use rand::rngs::SmallRng;
 use rand::{Rng, RngExt, SeedableRng};
@@ -88,6 +88,9 @@ pub fn judge(
         new.cluster_size = 1 << header.cluster_bits;
         new.version = header.version;
         new.backing_file.clone_from(&header.backing_file);
+        let has_file = header.incompatible.contains(IncompatibleFeatures::DATA_FILE);
+        new.data_file = header.data_file().filter(|_| has_file).map(str::to_owned);
+        new.data_file_raw = has_file && header.autoclear.contains(AutoclearFeatures::DATA_FILE_RAW);
     }
     let start = Start {
         files: state.files.clone(),
@@ -98,12 +101,14 @@ pub fn judge(
         dirty: false,
     };
     let image = happened.begin.images.iter().find(|image| image.name == *active);
+    let oracle = Arc::new(oracle);
     let case = Case {
         mode,
         start: &start,
         kind: ImageKind::Plain,
         atomic: happened.host.atomic,
-        oracle: Arc::new(oracle),
+        alone: start.new.data_file_raw.then(|| Arc::clone(&oracle)),
+        oracle,
         lives: 2,
         leaked: image.map_or(0, |image| image.leaked),
         // QEMU knows nothing of the memory.

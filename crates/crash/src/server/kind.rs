@@ -1,6 +1,7 @@
 //! The kind of a server's history.
 
-use rand::{Rng, RngExt};
+use rand::rngs::SmallRng;
+use rand::{Rng, RngExt, SeedableRng};
 use std::fmt;
 
 /// The kind of a server's history. Each has some of everything.
@@ -38,10 +39,12 @@ pub enum Kind {
     Large,
     /// Chains of many layers.
     Deep,
+    /// Layers with external data files, some of them raw images of the disk; kills.
+    DataFiles,
 }
 
 /// All kinds.
-pub const KINDS: [Kind; 16] = [
+pub const KINDS: [Kind; 17] = [
     Kind::Mixed,
     Kind::Streams,
     Kind::Commits,
@@ -58,18 +61,29 @@ pub const KINDS: [Kind; 16] = [
     Kind::Sizes,
     Kind::Large,
     Kind::Deep,
+    Kind::DataFiles,
 ];
+
+/// So many of the first kinds are [drawn](Kind::random). Others take the place of some of them: see [`Kind::instead`].
+pub const COMMON: usize = 16;
 
 impl Kind {
     /// A kind. A state of a large disk takes thirty times as long as others, one of a deep chain four times: there
     /// are fewer of these.
     pub fn random(rng: &mut impl Rng) -> Self {
-        match rng.random_range(0..8 * KINDS.len()) {
+        match rng.random_range(0..8 * COMMON) {
             0..8 => Self::Mixed,
             8 => Self::Large,
             9..13 => Self::Deep,
-            number => KINDS[number % (KINDS.len() - 2)],
+            number => KINDS[number % (COMMON - 2)],
         }
+    }
+
+    /// The kind that a history with this seed has instead of a common one, if any. The draw is separate, so that other
+    /// histories stay as they are.
+    pub fn instead(seed: u64) -> Option<Self> {
+        let mut rng = SmallRng::seed_from_u64(seed ^ 0x1115_7EAD);
+        rng.random_bool(1.0 / 12.0).then_some(Self::DataFiles)
     }
 
     /// The name on the command line.
@@ -91,6 +105,7 @@ impl Kind {
             Self::Sizes => "sizes",
             Self::Large => "large",
             Self::Deep => "deep",
+            Self::DataFiles => "data-files",
         }
     }
 

@@ -1,6 +1,6 @@
 //! The operator, who changes the chain: snapshots, jobs and their control, resizes.
 
-use super::chain::Begin;
+use super::chain::{Begin, with_data_file};
 use super::chronicle::{Chronicle, Frozen, FrozenContent};
 use super::kind::Kind;
 use super::schedule::{Patience, endure};
@@ -171,6 +171,9 @@ impl Operator<'_> {
             .index(rng.random_bool(0.3));
         if let Some((name, format)) = backing {
             new = new.backing_file(name, format);
+        }
+        if self.kind == Kind::DataFiles && rng.random() {
+            new = with_data_file(new, path, rng);
         }
         match endure(Patience::Endless, create(&self.host.any(), path, &new)).await {
             Some(made) => self.guest.judge("making an image", made.map(drop)),

@@ -127,6 +127,34 @@ found! {
     no_dirty_bit: commands(NoDirtyBit, "any", 113);
 }
 
+/// Defects that are found by kinds of which campaigns have little, too: what these kinds add can fail.
+macro_rules! rare {
+    ($($name:ident: $of:ident($defect:ident, $($where:expr),+);)+) => {
+        const RARE: &[Found] = &[$($of(Sabotage::$defect, $($where),+)),+];
+
+        mod rare_kinds {
+            use super::{Sabotage, disk, server};
+
+            $(
+                #[test]
+                fn $name() {
+                    $of(Sabotage::$defect, $($where),+).search();
+                }
+            )+
+        }
+    };
+}
+
+rare! {
+    raw_data_file_no_first_sync: disk(NoFirstSync, "ordered", "raw-data-file", 4, 31);
+    raw_data_file_lost_record: disk(LostRecord, "journal", "raw-data-file", 4, 133);
+    large_clusters_no_first_sync: disk(NoFirstSync, "ordered", "large-clusters", 4, 12);
+    large_clusters_lost_record: disk(LostRecord, "journal", "large-clusters", 4, 24);
+    combined_early_release: disk(EarlyRelease, "ordered", "combined", 4, 24);
+    data_files_no_first_sync: server(NoFirstSync, "ordered", "data-files", 4, 42);
+    data_files_ignored_damage: server(IgnoredDamage, "journal", "data-files", 4, 238);
+}
+
 /// Not found so far within a test's time limit: `docs/reliability.md` gives the reason for each. The last one panics,
 /// which ends the simulation too; `stopped.rs` of the library's tests has it.
 const NOT_FOUND: &[Sabotage] = &[
@@ -215,14 +243,28 @@ impl Found {
         let (name, listed) = (self.defect.name(), self.mean);
         println!("{name}: {mean} states on average, listed with {listed}; {states:?}");
     }
+
+    /// Finds the defect. With `ISOBATH_DEFECT_ROUNDS`, as often with as many seeds, and prints how many states that
+    /// takes.
+    fn search(&self) {
+        match env::var("ISOBATH_DEFECT_ROUNDS") {
+            Ok(rounds) => self.measure(rounds.parse().unwrap()),
+            Err(_) => self.found(Seed::new().value()),
+        }
+    }
 }
 
-/// Finds the defect. With `ISOBATH_DEFECT_ROUNDS`, as often with as many seeds, and prints how many states that takes.
 fn search(defect: Sabotage) {
-    let found = FOUND.iter().find(|found| found.defect == defect).unwrap();
-    match env::var("ISOBATH_DEFECT_ROUNDS") {
-        Ok(rounds) => found.measure(rounds.parse().unwrap()),
-        Err(_) => found.found(Seed::new().value()),
+    FOUND.iter().find(|found| found.defect == defect).unwrap().search();
+}
+
+#[test]
+fn every_rare_kind_finds_a_defect() {
+    let disks = image::KINDS.into_iter().skip(image::COMMON).map(|kind| (Of::Disk, kind.name()));
+    let servers = kind::KINDS.into_iter().skip(kind::COMMON);
+    let servers = servers.map(|kind| (Of::Server, kind.name()));
+    for (of, name) in disks.chain(servers) {
+        assert!(RARE.iter().any(|found| found.of == of && found.kind == name), "{name}");
     }
 }
 
