@@ -4,7 +4,8 @@ use crate::failure::Failure;
 use crate::host::{is_file_name, is_stored};
 use crate::stored;
 use isobath_disk::{
-    Disk, Forked, ImageFormat, Layer, LiveDisk, NewDisk, OpenOptions, Secrets, Trust, fork,
+    Disk, DiskError, Forked, ImageFormat, Layer, LiveDisk, NewDisk, OpenOptions, Secrets, Trust,
+    fork, see_layers,
 };
 use isobath_image::open::referenced_file;
 use isobath_remote::Address;
@@ -71,7 +72,7 @@ impl Lowest {
 ///
 /// # Errors
 /// They do not lead to the chain at `address`, or cannot be read.
-pub(crate) async fn examine<H: Host + Clone>(
+pub(crate) async fn examine<H: Host>(
     host: &H,
     overlay: &Path,
     address: &Address,
@@ -93,22 +94,26 @@ pub(crate) async fn examine<H: Host + Clone>(
     let mut seen = HashSet::new();
     loop {
         let (image, format) = next;
-        let disk = Disk::open(host.clone(), &image, &alone.clone().format(format)).await;
-        let disk = disk.map_err(|error| wrong(&image, &error))?;
-        let layer = disk.layers().next().cloned();
-        let Some(layer) = layer else { unreachable!("a disk has a layer") };
-        if !seen.insert(layer.storage().id()) {
+        let (mut shown_to, mut head) = (Ok(()), None);
+        let look = |layer: &Layer<H::File>| {
+            let name = layer.name().to_owned();
+            head = Some((layer.storage().id(), name, layer.header(), layer.format()));
+            shown_to = see(layer);
+            Ok::<_, DiskError>(())
+        };
+        let looked = see_layers(host, &image, &alone.clone().format(format), look).await;
+        looked.map_err(|error| wrong(&image, &error))?;
+        shown_to?;
+        let Some((id, name, header, format)) = head else { unreachable!("a disk has a layer") };
+        if !seen.insert(id) {
             return Err(wrong(&image, &"the names in the headers lead in a circle"));
         }
-        see(&layer)?;
-        disk.close().await?;
-        let header = layer.header();
         let named = header.as_ref().and_then(|header| header.backing_file.as_deref());
-        let format = header.as_ref().and_then(|header| header.backing_format());
+        let backing = header.as_ref().and_then(|header| header.backing_format());
         let read_only = if writable { "" } else { "--read-only " };
         let Some(named) = named else {
             let lowest = shown(&image);
-            let why = match layer.format() {
+            let why = match format {
                 ImageFormat::Qcow2 => format!("the header of '{lowest}' names no backing file"),
                 format => format!("'{lowest}' below it is a {} image", format.name()),
             };
@@ -122,7 +127,7 @@ pub(crate) async fn examine<H: Host + Clone>(
         let escaped = named.escape_debug();
         match Pinned::parse(named) {
             Some(pinned) => {
-                let format = format.map(str::to_owned);
+                let format = backing.map(str::to_owned);
                 let lowest = Lowest { image: image.clone(), pinned, format };
                 let other = &lowest.pinned.address;
                 // Two ways to write a directory's address are two names, of which images have one.
@@ -150,7 +155,7 @@ pub(crate) async fn examine<H: Host + Clone>(
             }
             None => {}
         }
-        let below = referenced_file(host, layer.name(), "backing file", named, &Trust::Full)
+        let below = referenced_file(host, &name, "backing file", named, &Trust::Full)
             .map_err(|error| wrong(&image, &error))?;
         if !is_file_name(&below) {
             return Err(wrong(
@@ -158,7 +163,7 @@ pub(crate) async fn examine<H: Host + Clone>(
                 &format_args!("its header names '{escaped}', which is no file"),
             ));
         }
-        next = (below, format.and_then(ImageFormat::of_backing));
+        next = (below, backing.and_then(ImageFormat::of_backing));
     }
 }
 

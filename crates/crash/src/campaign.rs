@@ -8,7 +8,7 @@ use crate::image::{self, COMMON, KINDS, Kind, Start};
 use crate::outcome::{ATOMIC, Failure, Settings, Totals, device, guarded, panicked};
 use crate::plan::{self, Plan};
 use crate::record::{NEVER, Record, Tick};
-use crate::recover::{Case, Passed, Way, recover, recover_wild};
+use crate::recover::{Case, Passed, SIZE_FOR_QEMU, Way, recover, recover_wild};
 use crate::state::{Fate, Replay, random_grain};
 use crate::trace;
 use isobath_disk::sabotage::Sabotage;
@@ -238,7 +238,9 @@ impl<'a> Crashes<'a> {
             alone: self.happened.start.new.data_file_raw.then(|| Arc::clone(oracle)),
             lives: 1,
             leaked: 0,
-            qemu: every > 0 && seed.is_multiple_of(every),
+            qemu: every > 0
+                && seed.is_multiple_of(every)
+                && self.happened.start.size() < SIZE_FOR_QEMU,
             host: Conduct::default(),
             may_leak: false,
         };

@@ -13,7 +13,7 @@ use crate::record::{Files, file};
 use crate::state::{Fate, Replay, random_grain};
 use isobath_disk::{CheckEvent, CheckOptions, CheckReport, Disk, OpenOptions, Repair, check};
 use isobath_qcow2::journal::{Journal, Operation, Record};
-use isobath_qcow2::{Header, IncompatibleFeatures};
+use isobath_qcow2::{AutoclearFeatures, Header, IncompatibleFeatures};
 use isobath_storage::{IoBuf, Locking};
 use isobath_testkit::qemu;
 use rand::rngs::SmallRng;
@@ -61,6 +61,9 @@ impl Way {
         }
     }
 }
+
+/// QEMU is asked about disks of less than this many bytes, which it copies.
+pub const SIZE_FOR_QEMU: u64 = 64 << 20;
 
 /// A state after a crash, and what is expected of it.
 #[derive(Clone)]
@@ -231,7 +234,12 @@ async fn snapshot_stays(files: &Files, case: &Case<'_>) -> Result<(), String> {
 fn raw_alone(case: &Case<'_>, files: &Files, oracle: &Oracle) -> Result<(), String> {
     let data = case.start.new.data_file.as_deref().and_then(|data| file(files, Path::new(data)));
     let header = file(files, &case.start.image).and_then(header_of);
-    let (Some(data), Some(header)) = (data, header) else { return Ok(()) };
+    let (Some(data), Some(header)) = (data, header) else {
+        return Err("the image or its raw data file is gone".into());
+    };
+    if !header.autoclear.contains(AutoclearFeatures::DATA_FILE_RAW) {
+        return Err("the image does not say any more that its data file is raw".into());
+    }
     if data.len() < header.size {
         let (length, size) = (data.len(), header.size);
         return Err(format!("the raw data file has {length} bytes, but the disk has {size}"));

@@ -4,7 +4,7 @@ use crate::begun::Partial;
 use crate::disk::Disk;
 use futures_util::future::try_join_all;
 use isobath_chain::chain::LayerIndex;
-use isobath_chain::map::resolve::{Resolution, explain_invalid};
+use isobath_chain::map::resolve::{Resolution, explain_invalid, resolve_singly};
 use isobath_chain::map::{Extent, Extents, Lookup, Source, guest_range};
 use isobath_image::writer::{Entries, Writer};
 use isobath_image::{Result, always, invariant};
@@ -52,7 +52,8 @@ impl<H: Host> Disk<H> {
         invariant(!empty, self.name(), "an extent has bytes")
     }
 
-    /// Puts a slice into the map, or appends the extents of `wanted`, a part of it, which it returns.
+    /// Puts a slice into the map and returns `false`, or appends the extents of `wanted`, a part of it, and returns
+    /// `true`.
     async fn resolve_slice(
         &self,
         slice: u64,
@@ -63,6 +64,7 @@ impl<H: Host> Disk<H> {
         let number = slice as usize % self.resolving.len();
         let mut begun = self.resolving[number].lock().await;
         let (start, round) = (slice << bits, slice / self.resolving.len() as u64);
+        let mut singly = begun.is_spared(slice);
         let small = wanted.end - wanted.start <= 1 << (bits - 2);
         let mut in_part = small && self.is_unindexed() && !begun.see(round);
         loop {
@@ -73,29 +75,43 @@ impl<H: Host> Disk<H> {
             }
             let _permit = self.resolvers.acquire().await;
             let writer = |layer| self.writer_of(layer).and_then(Entries::of);
+            if singly {
+                let (chain, unit_bits) = (&self.chain, self.map.unit_bits());
+                let part = resolve_singly(chain, writer, start, wanted.clone(), unit_bits).await?;
+                if self.map.lookup_once(slice, generation, &part, wanted.clone(), extents) {
+                    return Ok(true);
+                }
+                continue;
+            }
             let range = start..start + (1 << bits);
             let mut resolution = match begun.take(slice, generation) {
                 Some(resolution) => resolution,
                 None => Resolution::new(&self.chain, range, self.map.unit_bits()),
             };
-            if in_part {
-                resolution.advance(&self.chain, writer, wanted.clone()).await?;
-                if !resolution.is_whole() {
-                    let part = resolution.slice();
-                    if !self.map.lookup_once(slice, generation, &part, wanted.clone(), extents) {
-                        // The whole takes fewer steps, which writes are less likely to overtake.
-                        in_part = false;
-                        continue;
-                    }
-                    begun.keep(Partial { slice, generation, resolution });
-                    return Ok(true);
-                }
+            let resolved = if in_part {
+                resolution.advance(&self.chain, writer, wanted.clone()).await
             } else {
-                resolution.finish(&self.chain, writer).await?;
+                resolution.finish(&self.chain, writer).await
+            };
+            if resolved.is_err() {
+                // What is wanted may need nothing of what cannot be read.
+                begun.spare(slice);
+                singly = true;
+                continue;
             }
-            if self.map.insert(slice, generation, resolution.slice()) {
-                return Ok(false);
+            if resolution.is_whole() {
+                if self.map.insert(slice, generation, resolution.into_slice()) {
+                    return Ok(false);
+                }
+                continue;
             }
+            let part = resolution.slice();
+            if self.map.lookup_once(slice, generation, &part, wanted.clone(), extents) {
+                begun.keep(Partial { slice, generation, resolution });
+                return Ok(true);
+            }
+            // The whole takes fewer steps, which writes are less likely to overtake.
+            in_part = false;
         }
     }
 

@@ -8,6 +8,7 @@ use crate::pass_through::{Call, Hooks, HostCall, HostHooks, PassThrough};
 use isobath_storage::{Host, IoBuf, Operation, Result, Storage, StorageError};
 use parking_lot::Mutex;
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -18,6 +19,8 @@ pub struct Fault {
     pub operation: Operation,
     /// The file's name; `None` for any file.
     pub file: Option<PathBuf>,
+    /// Only reads and writes of some of these bytes fail; `None` for all.
+    pub bytes: Option<Range<u64>>,
     /// How many such operations succeed first.
     pub after: u64,
     /// How many fail after that; `u64::MAX` for all.
@@ -31,7 +34,7 @@ pub struct Fault {
 impl Fault {
     /// A single failure of an operation on any file, with `EIO`, after `after` successes.
     pub fn new(operation: Operation, after: u64) -> Self {
-        Self { operation, file: None, after, times: 1, errno: libc::EIO, torn: 0 }
+        Self { operation, file: None, bytes: None, after, times: 1, errno: libc::EIO, torn: 0 }
     }
 
     /// The same fault, with another error number.
@@ -50,6 +53,20 @@ impl Fault {
     #[must_use]
     pub fn of(self, file: impl Into<PathBuf>) -> Self {
         Self { file: Some(file.into()), ..self }
+    }
+
+    /// The same fault, for reads and writes of some of these bytes only.
+    #[must_use]
+    pub fn at(self, bytes: Range<u64>) -> Self {
+        Self { bytes: Some(bytes), ..self }
+    }
+
+    /// Whether it is a fault of this operation, on these bytes of a file.
+    fn is_of(&self, operation: Operation, file: &Path, bytes: &Range<u64>) -> bool {
+        let touches = |place: &Range<u64>| place.start < bytes.end && bytes.start < place.end;
+        self.operation == operation
+            && self.file.as_deref().is_none_or(|name| name == file)
+            && self.bytes.as_ref().is_none_or(touches)
     }
 }
 
@@ -93,14 +110,12 @@ impl Plan {
         self.0.lock().injected
     }
 
-    /// The fault of this operation, if it has one.
-    fn strike(&self, operation: Operation, file: &Path) -> Option<Fault> {
+    /// The fault of this operation, if it has one. `bytes` are those that it reads or writes.
+    fn strike(&self, operation: Operation, file: &Path, bytes: &Range<u64>) -> Option<Fault> {
         let mut state = self.0.lock();
         let mut found = None;
         for (fault, seen) in &mut state.faults {
-            if fault.operation != operation
-                || fault.file.as_deref().is_some_and(|name| name != file)
-            {
+            if !fault.is_of(operation, file, bytes) {
                 continue;
             }
             let number = *seen;
@@ -128,10 +143,11 @@ impl Plan {
     /// Fails a write as planned, after writing the part of it that reaches the file.
     async fn tear(&self, file: &impl Storage, offset: u64, bufs: &[IoBuf]) -> Result<()> {
         self.wait().await;
-        let Some(fault) = self.strike(Operation::Write, file.name()) else {
+        let length = bufs.iter().map(IoBuf::len).sum::<usize>();
+        let written = offset..offset.saturating_add(length as u64);
+        let Some(fault) = self.strike(Operation::Write, file.name(), &written) else {
             return Ok(());
         };
-        let length = bufs.iter().map(IoBuf::len).sum::<usize>();
         let bytes: Vec<u8> = bufs.iter().flat_map(|buf| buf.iter().copied()).collect();
         let torn = &bytes[..fault.torn.min(length)];
         if !torn.is_empty() {
@@ -141,9 +157,9 @@ impl Plan {
         Err(StorageError::at(Operation::Write, file.name(), offset, length, cause(&fault)))
     }
 
-    async fn apply(&self, operation: Operation, file: &Path) -> Result<()> {
+    async fn apply(&self, operation: Operation, file: &Path, bytes: Range<u64>) -> Result<()> {
         self.wait().await;
-        match self.strike(operation, file) {
+        match self.strike(operation, file, &bytes) {
             Some(fault) => Err(StorageError::new(operation, file, cause(&fault))),
             None => Ok(()),
         }
@@ -181,7 +197,7 @@ impl HostHooks for Plan {
             HostCall::Create => Operation::Create,
             HostCall::Remove => Operation::Remove,
         };
-        self.apply(operation, name).await
+        self.apply(operation, name, 0..0).await
     }
 
     fn end(&self, _request: HostCall, _name: &Path, (): ()) {}
@@ -196,7 +212,10 @@ impl Hooks for Plan {
 
     async fn begin(&self, file: &impl Storage, request: Call<'_>) -> Result<()> {
         let operation = match request {
-            Call::Read { .. } => Operation::Read,
+            Call::Read { offset, length } => {
+                let read = offset..offset.saturating_add(length);
+                return self.apply(Operation::Read, file.name(), read).await;
+            }
             Call::Write { offset, bufs } => return self.tear(file, offset, bufs).await,
             Call::WriteZeroes { .. } => Operation::WriteZeroes,
             Call::Discard { .. } => Operation::Discard,
@@ -209,7 +228,7 @@ impl Hooks for Plan {
             Call::Retire => Operation::Retire,
             Call::AdmitWriter => Operation::Lock,
         };
-        self.apply(operation, file.name()).await
+        self.apply(operation, file.name(), 0..0).await
     }
 
     async fn end(&self, _: &impl Storage, (): (), _: Option<Call<'_>>) -> Result<()> {

@@ -1,8 +1,8 @@
 //! The unified map: the layer and offset of each guest range.
 //!
 //! One cache serves the whole chain. It is divided into *units*, the smallest cluster or subcluster size of any layer,
-//! and kept in *slices* of [`SLICE_UNITS`] units. A lookup costs the same at any depth; the first lookup in a slice
-//! merges it over the layers (see [`resolve`]).
+//! and kept in *slices* of [`SLICE_UNITS`] units. A lookup costs the same at any depth. A lookup in a slice that is
+//! not cached merges it over the layers, all of them or down to those that it needs (see [`resolve`]).
 
 mod entry;
 #[cfg(all(test, loom))]

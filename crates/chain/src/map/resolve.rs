@@ -35,7 +35,25 @@ pub async fn resolve<S: Storage, A: ActiveEntries>(
 ) -> Result<Slice> {
     let mut resolution = Resolution::new(chain, range, unit_bits);
     resolution.finish(chain, writer).await?;
-    Ok(resolution.slice())
+    Ok(resolution.into_slice())
+}
+
+/// Merges the guest bytes of `wanted`, a part of the slice at `start`, one table at a time: none that has nothing of
+/// them, and none below the lowest of their owners. A table that cannot be read hides only what lies below it.
+///
+/// The other units of the slice that it returns are decided or absent. `writer` is that of [`resolve`].
+pub async fn resolve_singly<S: Storage, A: ActiveEntries>(
+    chain: &Chain<S>,
+    writer: impl Fn(LayerIndex) -> Option<A>,
+    start: u64,
+    wanted: Range<u64>,
+    unit_bits: u32,
+) -> Result<Slice> {
+    let mut resolution = Resolution::new(chain, start..start, unit_bits);
+    resolution.merge.want(&wanted);
+    resolution.range = wanted;
+    resolution.merge_until_decided(chain, writer, Pace::Single).await?;
+    Ok(resolution.into_slice())
 }
 
 /// A slice that is resolved down to some layer.
@@ -117,7 +135,7 @@ impl Resolution {
             while merge.wanting > 0 && start < range.end {
                 let page = start >> index.page_bits();
                 let end = range.end.min((page + 1) << index.page_bits());
-                merge_page(merge, chain, &index, &(start..end)).await?;
+                merge_page(merge, chain, &index, &(start..end), pace.of_described()).await?;
                 start = end;
             }
             *below = 0;
@@ -134,6 +152,11 @@ impl Resolution {
     pub fn slice(&self) -> Slice {
         Slice::new(&self.merge.units, self.merge.compressed.clone())
     }
+
+    /// The same, at the resolution's end.
+    pub fn into_slice(self) -> Slice {
+        Slice::new(&self.merge.units, self.merge.compressed)
+    }
 }
 
 /// How many tables are read together.
@@ -142,6 +165,8 @@ enum Pace {
     Doubling { batch: usize },
     /// A few are, after so many tables.
     Careful { read: usize },
+    /// None must be read that is not needed: one.
+    Single,
 }
 
 impl Pace {
@@ -149,10 +174,19 @@ impl Pace {
         Self::Doubling { batch: FIRST_BATCH }
     }
 
+    /// The pace for layers that an index describes, of which all units are wanted.
+    fn of_described(&self) -> Self {
+        match self {
+            Self::Single => Self::Single,
+            Self::Doubling { .. } | Self::Careful { .. } => Self::doubling(),
+        }
+    }
+
     fn batch(&self) -> usize {
         match *self {
             Self::Doubling { batch } => batch,
             Self::Careful { read } => (read / PART_OF_READ).clamp(1, LARGEST_BATCH),
+            Self::Single => 1,
         }
     }
 
@@ -161,6 +195,7 @@ impl Pace {
         match self {
             Self::Doubling { batch } => *batch = (*batch * 2).min(LARGEST_BATCH),
             Self::Careful { read } => *read += tables,
+            Self::Single => {}
         }
     }
 }
@@ -174,6 +209,7 @@ enum End {
     /// Nothing below is seen.
     Hidden,
 }
+
 /// Merges the layers that an index describes in a part of one of its pages, by their own tables if the page cannot be
 /// read.
 async fn merge_page<S: Storage>(
@@ -181,18 +217,19 @@ async fn merge_page<S: Storage>(
     chain: &Chain<S>,
     index: &ChainIndex<S>,
     range: &Range<u64>,
+    mut pace: Pace,
 ) -> Result<()> {
     let Some(owners) = index.owners(range.start).await else {
         let covers = index.covers();
         let below = chain.top_down().skip_while(|(index, _)| index.get() as usize >= covers);
-        merge_layers(merge, chain, below, &no_writer, range, &mut Pace::doubling()).await?;
+        merge_layers(merge, chain, below, &no_writer, range, &mut pace).await?;
         return Ok(());
     };
     let newer = owners.newer.iter().rev().filter_map(|layer| {
         let layer = LayerIndex::new(*layer);
         Some((layer, chain.get(layer)?))
     });
-    merge_layers(merge, chain, newer, &no_writer, range, &mut Pace::doubling()).await?;
+    merge_layers(merge, chain, newer, &no_writer, range, &mut pace).await?;
     if let Some(page) = owners.page {
         let start = range.start >> index.page_bits() << index.page_bits();
         merge.apply_page(chain, &page, start, index.unit_bits());

@@ -12,7 +12,7 @@ use crate::image::{Kind as ImageKind, Start};
 use crate::look::look;
 use crate::mode::Mode;
 use crate::record::{Files, Tick, file};
-use crate::recover::{Case, Passed, Way, examine, recover, recover_wild, sound};
+use crate::recover::{Case, Passed, SIZE_FOR_QEMU, Way, examine, recover, recover_wild, sound};
 use isobath_disk::{Disk, LiveDisk, OpenOptions, Repair};
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{CommitOptions, JobOptions, StreamOptions};
@@ -112,7 +112,7 @@ pub fn judge(
         lives: 2,
         leaked: image.map_or(0, |image| image.leaked),
         // QEMU knows nothing of the memory.
-        qemu: qemu && !killed && start.size() < 64 << 20,
+        qemu: qemu && !killed && start.size() < SIZE_FOR_QEMU,
         host,
         may_leak: killed || header.is_none(),
     };

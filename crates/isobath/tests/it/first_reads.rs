@@ -6,8 +6,9 @@ use crate::heads::{Reads, name};
 use futures_executor::block_on;
 use isobath_disk::{Disk, NewDisk, OpenOptions, ZeroFlags, create};
 use isobath_storage::memory::MemoryHost;
-use isobath_storage::{Host, IoBuf};
+use isobath_storage::{Host, IoBuf, OpenMode, Operation, Storage};
 use isobath_storage_test::any::{AnyHost, ToAny};
+use isobath_storage_test::fault::{Fault, FaultHost, Plan};
 use isobath_storage_test::pass_through::PassThrough;
 use isobath_testkit::{model::Model, qemu, seed::Seed};
 use rand::rngs::StdRng;
@@ -140,6 +141,82 @@ fn reads_and_writes_before_all_is_resolved_are_those_of_the_layers() {
             let directory = export(&host);
             let read = qemu::read_disk(&directory.path().join(name(depth - 1)), "qcow2");
             model.check(&read).unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_table_that_cannot_be_read_hides_only_what_lies_below_it() {
+    block_on(async {
+        let (memory, broken) = (chain().await, 15);
+        let upwards: Vec<_> = (0..DEPTH).collect();
+        let downwards: Vec<_> = (0..DEPTH).rev().collect();
+        for order in [upwards, downwards] {
+            let plan = Plan::new();
+            let host = FaultHost::new(memory.clone(), plan.clone());
+            let options = OpenOptions::new();
+            let disk = Disk::open(host.any(), &name(DEPTH - 1), &options).await.unwrap();
+            plan.add(Fault::new(Operation::Read, 0).of(name(broken)).forever());
+            for layer in &order {
+                if *layer > broken {
+                    assert_reads(&disk, *layer).await;
+                    continue;
+                }
+                let at = *layer as u64 * CLUSTER;
+                let read = disk.read(at, IoBuf::zeroed(CLUSTER as usize)).await;
+                let error = read.expect_err("what the table may have is not known").to_string();
+                assert!(error.contains(name(broken).to_str().unwrap()), "{error}");
+            }
+            let before = plan.injected();
+            for _ in 0..512 {
+                assert_reads(&disk, DEPTH - 1).await;
+            }
+            let tried = plan.injected() - before;
+            assert!((1..=16).contains(&tried), "the table is tried {tried} times");
+            plan.clear();
+            for layer in order {
+                assert_reads(&disk, layer).await;
+            }
+        }
+    });
+}
+
+#[test]
+fn a_table_that_cannot_be_read_hides_only_clusters_of_its_own() {
+    block_on(async {
+        let (memory, cluster, table) = (MemoryHost::new(), 512, 32 << 10);
+        for layer in 0..3 {
+            add(&memory, layer, cluster).await;
+            let disk = open(&memory, layer, true).await;
+            for at in [0, 15 * table] {
+                disk.write(at + layer as u64 * cluster, bytes(layer)).await.unwrap();
+            }
+            disk.close().await.unwrap();
+        }
+        let file = memory.open(&name(1), OpenMode::default()).await.unwrap();
+        let number = async |at| {
+            let read = file.read_at(at, IoBuf::zeroed(8)).await.unwrap();
+            u64::from_be_bytes(read[..].try_into().unwrap())
+        };
+        let l1_table = number(40).await;
+        let broken = number(l1_table + 15 * 8).await & 0x00FF_FFFF_FFFF_FE00;
+        let plan = Plan::new();
+        let fault = Fault::new(Operation::Read, 0).of(name(1)).at(broken..broken + cluster);
+        plan.add(fault.forever());
+        let host = FaultHost::new(memory, plan);
+        let disk = Disk::open(host.any(), &name(2), &OpenOptions::new()).await.unwrap();
+        let first = async |at| {
+            let read = disk.read(at, IoBuf::zeroed(cluster as usize)).await;
+            read.map(|read| read[0])
+        };
+        for _ in 0..4 {
+            for layer in 0..3 {
+                let at = layer * cluster;
+                assert_eq!(first(at).await.unwrap(), layer as u8 + 1);
+                let owned = first(15 * table + at).await;
+                assert_eq!(owned.ok(), (layer == 2).then_some(3), "the cluster of layer {layer}");
+            }
+            assert_eq!(first(table).await.unwrap(), 0);
         }
     });
 }

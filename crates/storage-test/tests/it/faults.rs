@@ -42,6 +42,11 @@ fn operations_fail_where_planned() {
             assert_eq!(file.flush().await.unwrap_err().errno(), libc::EIO);
         }
         assert_eq!(plan.injected(), 4);
+        plan.add(Fault::new(Operation::Read, 0).of(NAME).at(1..2));
+        for (offset, length, fails) in [(0, 1, false), (2, 2, false), (0, 4, true), (1, 1, false)] {
+            let read = file.read_at(offset, IoBuf::zeroed(length)).await;
+            assert_eq!(read.is_err(), fails, "{length} bytes at {offset}");
+        }
         plan.clear();
         file.flush().await.unwrap();
         plan.add(Fault::new(Operation::Open, 0));
