@@ -321,7 +321,7 @@ impl Drop for Running {
 }
 
 /// The sockets' inodes, as `/proc/net/unix` has them, of those who listen at this absolute path. A relative name there
-/// is taken to be one in `directory`, or in this process's without that.
+/// may be in any directory: one in `directory`, or in this process's without that, counts if a process there has it.
 fn listeners(path: &Path, directory: Option<&Path>) -> Vec<String> {
     const LISTENS: u64 = 1 << 16; // __SO_ACCEPTCON of the kernel
     assert!(path.is_absolute(), "'{}' is not an absolute path", path.display());
@@ -336,10 +336,24 @@ fn listeners(path: &Path, directory: Option<&Path>) -> Vec<String> {
         let flags = u64::from_str_radix(fields.nth(3)?, 16).ok()?;
         let inode = fields.nth(2)?;
         let (_, name) = line.split_once(&format!(" {inode} "))?;
-        let found = flags & LISTENS != 0 && directory.join(name) == path;
+        let found = flags & LISTENS != 0
+            && directory.join(name) == path
+            && (Path::new(name).is_absolute() || is_open_in(&directory, inode));
         found.then(|| inode.to_owned())
     };
     table.lines().filter_map(listens).collect()
+}
+
+/// Whether a process whose working directory is this one has the socket.
+fn is_open_in(directory: &Path, inode: &str) -> bool {
+    let socket = format!("socket:[{inode}]");
+    let Ok(directory) = directory.canonicalize() else { return false };
+    let processes = std::fs::read_dir("/proc").expect("list the processes").flatten();
+    let leads_to = |link: &Path, to: &Path| link.read_link().is_ok_and(|found| found == to);
+    let there = processes.filter(|process| leads_to(&process.path().join("cwd"), &directory));
+    // A process may end at any time.
+    let descriptors = there.filter_map(|process| process.path().join("fd").read_dir().ok());
+    descriptors.flatten().flatten().any(|open| leads_to(&open.path(), Path::new(&socket)))
 }
 
 fn contents(file: &NamedTempFile) -> Vec<u8> {
@@ -390,6 +404,13 @@ mod tests {
             // One that listened there before, whose name is another's now.
             let _older = std::os::unix::net::UnixListener::bind(&socket).unwrap();
             std::fs::remove_file(&socket).unwrap();
+            let before = listeners(&socket, Some(directory.path()));
+            // One that begins to listen meanwhile, on another socket of the same relative name.
+            let elsewhere = tempfile::tempdir().unwrap();
+            std::fs::write(elsewhere.path().join("file"), "").unwrap();
+            let stranger = Path::new("a socket");
+            let mut stranger =
+                listens_after(Path::new("file"), elsewhere.path(), stranger).spawn().unwrap();
             let server = thread::scope(|scope| {
                 let waits = scope.spawn(|| Server::start(&mut command, Ready::Socket(&socket)));
                 while !socket.exists() {
@@ -398,11 +419,19 @@ mod tests {
                 }
                 let refused = std::os::unix::net::UnixStream::connect(&socket).unwrap_err();
                 assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
+                let other = elsewhere.path().join("a socket");
+                while std::os::unix::net::UnixStream::connect(&other).is_err() {
+                    thread::yield_now();
+                }
+                let found = listeners(&socket, Some(directory.path()));
+                assert_eq!(found, before, "what is elsewhere is not taken for it");
                 std::fs::write(&file, "").unwrap();
                 waits.join().unwrap()
             });
             drop(std::os::unix::net::UnixStream::connect(&socket).unwrap());
             let _ = server.kill();
+            stranger.kill().unwrap();
+            let _ = stranger.wait().unwrap();
             std::fs::remove_file(&socket).unwrap();
             std::fs::remove_file(&file).unwrap();
         }
