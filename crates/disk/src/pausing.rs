@@ -62,7 +62,8 @@ pub(crate) fn is_no_space(error: &DiskError) -> bool {
     matches!(error.errno(), libc::ENOSPC | libc::EDQUOT)
 }
 
-/// Whether the storage failed, and not the request itself.
+/// Whether the storage failed, and not the request itself, or the memory that it came with, which a client may have cut
+/// short.
 pub(crate) fn is_of_storage(error: &DiskError) -> bool {
     !matches!(
         error,
@@ -70,7 +71,7 @@ pub(crate) fn is_of_storage(error: &DiskError) -> bool {
             | DiskError::ReadOnly
             | DiskError::Unsupported(_)
             | DiskError::Closed
-    )
+    ) && error.errno() != libc::EFAULT
 }
 
 /// Whether the same request may succeed later.
@@ -465,6 +466,8 @@ mod tests {
             (OnFailure::Enospc, libc::EIO, false),
             (OnFailure::Stop, libc::EIO, true),
             (OnFailure::Stop, libc::ENOTSUP, false),
+            // Of the memory that a client has cut short.
+            (OnFailure::Stop, libc::EFAULT, false),
         ] {
             assert_eq!(policy.pauses(&failed(errno)), expected, "{policy:?} {errno}");
             assert!(!policy.pauses(&denied) && !policy.pauses(&slow), "{policy:?}");

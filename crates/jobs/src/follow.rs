@@ -154,6 +154,13 @@ impl<H: Host> Follow<H> {
         Ok(())
     }
 
+    /// Leaves the target as the disk is now. The caller holds the graph.
+    pub(super) async fn leave_copy(&self, live: &LiveDisk<H>) -> Result<()> {
+        let done = live.while_quiet(async |disk| self.finish(&disk).await).await;
+        self.untrack();
+        done
+    }
+
     /// Copies the last changes. No others happen meanwhile.
     async fn finish(&self, disk: &Disk<H>) -> Result<()> {
         if let From::Live(_, dirty) = &self.from

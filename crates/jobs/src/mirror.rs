@@ -6,7 +6,7 @@ use super::run::{Task, begun, run};
 use isobath_chain::chain::LayerIndex;
 use isobath_disk::device::ZeroFlags;
 use isobath_disk::disk::Disk;
-use isobath_disk::live::{DirtyMap, LiveDisk};
+use isobath_disk::live::{Claim, DirtyMap, LiveDisk};
 use isobath_disk::write::Surplus;
 use isobath_image::options::OpenOptions;
 use isobath_image::{DiskError, Result};
@@ -39,6 +39,8 @@ struct Mirror<H: Host> {
     target: Arc<LiveDisk<H>>,
     options: MirrorOptions,
     follow: Option<Follow<H>>,
+    /// Keeps other jobs and changes of the size from the target.
+    _target: Claim,
 }
 
 /// Starts a job that mirrors the disk to `target`, which must not be used otherwise. The future runs it; the caller
@@ -65,7 +67,13 @@ pub fn mirror<H: Host>(
     }
     let job = Job::new(JobKind::Mirror, job);
     let claim = live.claim(Arc::clone(&job) as _)?;
-    let task = Mirror { live: Arc::clone(live), target: Arc::clone(target), options, follow: None };
+    let task = Mirror {
+        live: Arc::clone(live),
+        target: Arc::clone(target),
+        options,
+        follow: None,
+        _target: target.claim(Arc::clone(&job) as _)?,
+    };
     Ok((Arc::clone(&job), in_order(run(job, task, claim))))
 }
 
@@ -139,13 +147,14 @@ impl<H: Host> Task for Mirror<H> {
     }
 
     async fn finish(&mut self, job: &Job) -> Result<()> {
-        if job.wants_to_leave() {
-            return self.abandon().await;
-        }
         let live = Arc::clone(&self.live);
         let _graph = live.hold_graph().await;
+        let follow = begun(self.follow.take());
+        if job.wants_to_leave() {
+            return follow.leave_copy(&live).await;
+        }
         let given = self.target.options().backing_files.clone();
-        begun(self.follow.take()).pivot(&live, given).await
+        follow.pivot(&live, given).await
     }
 
     async fn abandon(&mut self) -> Result<()> {

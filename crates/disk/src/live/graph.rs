@@ -92,9 +92,12 @@ impl<H: Host> LiveDisk<H> {
             // The map contains nothing that a layer's size hid, because it was never requested.
             map.clear();
         } else {
+            let changed = changed.map(|(at, _)| at);
             map.rewrite(|guest, old| {
                 let layer = old.layer().get();
-                if old.kind() == UnitKind::Absent || layer < removed.start {
+                if moves(old) && changed == Some(old.layer()) {
+                    None
+                } else if old.kind() == UnitKind::Absent || layer < removed.start {
                     Some(old)
                 } else if layer >= removed.end {
                     let gone = if sabotage::is(Sabotage::OldNumbers) { 0 } else { count };
@@ -114,6 +117,15 @@ impl<H: Host> LiveDisk<H> {
         invariant(!stray.get(), disk.name(), "what a removed layer had is in a layer that stays")
     }
 
+    /// Runs `work` while no request does. The caller holds the graph.
+    pub async fn while_quiet<T, F: Future<Output = T>>(
+        &self,
+        work: impl FnOnce(Arc<Disk<H>>) -> F,
+    ) -> T {
+        let _quiet = self.gate.quiet().await;
+        work(self.current()).await
+    }
+
     /// Replaces the disk with another one, which was opened with `given` below it, after `last` has made sure that it
     /// has the same contents; no changes happen meanwhile. The caller holds the graph. Returns the former disk.
     pub async fn go_on_in<F: Future<Output = Result<()>>>(
@@ -125,6 +137,8 @@ impl<H: Host> LiveDisk<H> {
         let _quiet = self.gate.quiet().await;
         let disk = self.current();
         last(Arc::clone(&disk)).await?;
+        let same = other.size() == disk.size();
+        invariant(same, disk.name(), "an image that takes a disk's place has the disk's size")?;
         if self.options.load().restart_log && !sabotage::is(Sabotage::NoNewLog) {
             // Nobody has relied on its contents so far.
             other.begin_restart_log().await?;
@@ -147,6 +161,11 @@ impl<H: Host> LiveDisk<H> {
     pub async fn open_lower(&self, top: LayerIndex) -> Result<Disk<H>> {
         let disk = self.current();
         let layer = disk.layer(top)?;
+        {
+            // Another writer before may have ended without a change of the chain.
+            let _quiet = self.gate.quiet().await;
+            disk.map.rewrite(|_, old| (old.layer() != top || !moves(old)).then_some(old));
+        }
         layer.admit_writer(true).await?;
         // To the readers here, everything that the writer adds is data.
         layer.give_out(u64::MAX >> 1);
@@ -268,6 +287,12 @@ impl<H: Host> LiveDisk<H> {
         let found = if self.may_use_index() { index::find_again(chain).await } else { None };
         found.or_else(|| index::kept_beside(before, same))
     }
+}
+
+/// Whether a writer of the unit's layer may have put the data elsewhere, although the unit was not written: it moves a
+/// compressed cluster as a whole when a part is written. What it left is kept until it ends, and is free space then.
+fn moves(unit: Unit) -> bool {
+    unit.kind() == UnitKind::Compressed
 }
 
 /// A map that is cleared when this is dropped.
@@ -496,10 +521,11 @@ impl<H: Host> Disk<H> {
 mod tests {
     use super::*;
     use crate::ZeroFlags;
+    use crate::live::DirtyMap;
     use crate::testing::{CLUSTER, SIZE, chain_of, disk, live, must_violate, open, open_as};
     use futures_executor::block_on;
     use futures_util::FutureExt;
-    use isobath_chain::create::{NewDisk, create};
+    use isobath_chain::create::{NewDisk, Preallocation, create};
     use isobath_image::layer::ImageFormat;
     use isobath_image::options::{BackingFile, OpenOptions};
     use isobath_storage::IoBuf;
@@ -667,5 +693,51 @@ mod tests {
         let removed = shorten(&live, 1..2, false, stray);
         must_violate(removed, "what a removed layer had is in a layer that stays");
         assert_eq!((live.depth(), &*read(&live)), (2, &[0; 4][..]));
+    }
+
+    #[test]
+    fn a_change_that_is_given_up_is_tracked() {
+        let live = live(disk());
+        let map = Arc::new(DirtyMap::new(SIZE, 16));
+        live.track(&map);
+        let disk = live.current();
+        let held = block_on(disk.writer().unwrap().ranges.lock(0..CLUSTER));
+        let requests: [(&str, Request<'_>); 3] = [
+            ("write", Box::pin(async { live.write(0, IoBuf::zeroed(512)).await.is_ok() })),
+            (
+                "zeroes",
+                Box::pin(async { live.write_zeroes(0, 512, ZeroFlags::default()).await.is_ok() }),
+            ),
+            ("discard", Box::pin(async { live.discard(0, CLUSTER).await.is_ok() })),
+        ];
+        for (name, mut request) in requests {
+            assert!(request.as_mut().now_or_never().is_none(), "{name}");
+            drop(request);
+            assert_eq!(map.take(SIZE), Some(0..CLUSTER), "{name}");
+        }
+        drop(held);
+    }
+
+    #[test]
+    fn who_waits_for_another_size_hears_of_it_when_another_image_has_taken_the_disks_place() {
+        let live = live(chain_of(2));
+        let mut waiting = Box::pin(live.resized(SIZE));
+        assert!((&mut waiting).now_or_never().is_none());
+        let next = Arc::new(disk());
+        block_on(Box::pin(live.go_on_in(next, Vec::new(), async |_| Ok(())))).unwrap();
+        assert!((&mut waiting).now_or_never().is_none());
+        block_on(Box::pin(live.resize(2 * SIZE, Preallocation::Off, false))).unwrap();
+        assert!(waiting.now_or_never().is_some());
+    }
+
+    #[test]
+    fn an_image_of_another_size_does_not_take_a_disks_place() {
+        let live = live(chain_of(2));
+        let next = disk();
+        block_on(Box::pin(next.resize(2 * SIZE, Preallocation::Off, false))).unwrap();
+        let gone_on =
+            block_on(Box::pin(live.go_on_in(Arc::new(next), Vec::new(), async |_| Ok(()))));
+        must_violate(gone_on.map(drop), "an image that takes a disk's place has the disk's size");
+        assert_eq!(live.depth(), 2);
     }
 }

@@ -21,7 +21,7 @@ pub use tracked::DirtyMap;
 
 use crate::clock::{Clock, SystemClock};
 use crate::device::{BlockDevice, BlockStatus, ZeroFlags, block_device};
-use crate::disk::{Disk, grow_to, wait_for_size};
+use crate::disk::{Disk, grow_to};
 use crate::parts::Parts;
 use crate::pausing::Pausing;
 use crate::resize::NewSize;
@@ -388,11 +388,8 @@ impl<H: Host> LiveDisk<H> {
             if kind == Kind::Write {
                 disk.chain.active().note_guest_write(offset.saturating_add(length));
             }
-            let result = run(disk).await;
-            // Even after a failure, which may have changed something. This must happen before the gate is left, because
-            // a change of the chain relies on it.
-            tracked.mark(offset, length);
-            result
+            let _marked = tracked.mark_after(offset, length);
+            run(disk).await
         })
         .await
     }
@@ -424,6 +421,8 @@ impl<H: Host> LiveDisk<H> {
         invariant(current, old.name(), "a chain changes only while its change holds the graph")?;
         next.map.set_active(next.active_index());
         self.current.store(next);
+        // Who waits for another size listens to the next one from here on.
+        old.resized.notify(usize::MAX);
         Ok(())
     }
 
@@ -580,8 +579,17 @@ impl<H: Host> LiveDisk<H> {
 
     /// Waits until the size differs from `known`.
     pub async fn resized(&self, known: u64) {
-        let resized = Arc::clone(&self.current.load().resized);
-        wait_for_size(&resized, || self.size(), known).await;
+        loop {
+            let resized = Arc::clone(&self.current.load().resized);
+            let changed = resized.listen();
+            if self.size() != known {
+                return;
+            }
+            // Another image that has taken the disk's place has an event of its own.
+            if Arc::ptr_eq(&resized, &self.current.load().resized) {
+                changed.await;
+            }
+        }
     }
 }
 

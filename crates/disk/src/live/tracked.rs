@@ -107,12 +107,18 @@ pub(super) struct Tracked {
 }
 
 impl Tracked {
-    pub(super) fn mark(&self, offset: u64, length: u64) {
+    fn mark(&self, offset: u64, length: u64) {
         if self.any.load(Ordering::Acquire) {
             for map in &*self.maps.read() {
                 map.mark(offset, length);
             }
         }
+    }
+
+    /// Marks a change when the returned guard is dropped, so that one that fails or is given up, which may have changed
+    /// something, is marked too. It must be dropped before the gate is left: a change of the chain relies on that.
+    pub(super) fn mark_after(&self, offset: u64, length: u64) -> MarkAfter<'_> {
+        MarkAfter { tracked: self, offset, length }
     }
 
     pub(super) fn add(&self, map: &Arc<DirtyMap>) {
@@ -124,6 +130,20 @@ impl Tracked {
         let mut maps = self.maps.write();
         maps.retain(|other| !Arc::ptr_eq(other, map));
         self.any.store(!maps.is_empty(), Ordering::Release);
+    }
+}
+
+/// A change that is marked when this is dropped.
+#[must_use = "the change is marked when this is dropped"]
+pub(super) struct MarkAfter<'a> {
+    tracked: &'a Tracked,
+    offset: u64,
+    length: u64,
+}
+
+impl Drop for MarkAfter<'_> {
+    fn drop(&mut self) {
+        self.tracked.mark(self.offset, self.length);
     }
 }
 

@@ -8,6 +8,7 @@ use isobath_image::references::referenced;
 use isobath_image::{DiskError, Result, always, invariant, violated};
 use isobath_qcow2::{ClusterIndex, ClusterKind, Geometry, HostCluster, L2Entry};
 use isobath_storage::{Host, IoBuf, Storage, ZeroMode};
+use std::io;
 use std::ops::Range;
 use std::path::Path;
 
@@ -33,7 +34,7 @@ impl<H: Host> Disk<H> {
             let _start = self.keep_detected_raw(writer, offset..offset + length, None).await?;
             let _pass = self.readers.epoch.enter();
             self.check_visible(offset..offset + length)?;
-            return Ok(active.storage().write_zeroes(offset, length, mode).await?);
+            return zero_file(&**active.storage(), offset, length, mode).await;
         };
         qcow2.note_write(offset..offset + length).await?;
         let geometry = qcow2.geometry();
@@ -126,7 +127,7 @@ impl<H: Host> Disk<H> {
         }
         if qcow2.data_file_raw() {
             let mode = ZeroMode { may_unmap: false, only_fast: flags.only_fast };
-            self.chain.active().data().write_zeroes(start, end - start, mode).await?;
+            zero_file(&**self.chain.active().data(), start, end - start, mode).await?;
         }
         self.zero_clusters(qcow2, start..start + granule, false).await?;
         Ok(true)
@@ -164,7 +165,8 @@ impl<H: Host> Disk<H> {
         }
         if qcow2.data_file_raw() {
             let end = range.end.min(visible);
-            self.chain.active().data().write_zeroes(range.start, end - range.start, mode).await?;
+            let data = &**self.chain.active().data();
+            zero_file(data, range.start, end - range.start, mode).await?;
         }
         self.zero_clusters(qcow2, range, mode.may_unmap).await?;
         Ok(true)
@@ -271,6 +273,16 @@ fn zeroed(
             (L2Entry::zero_allocated(offset, true), Vec::new())
         }
         _ => (L2Entry::zero_plain(), referenced(geometry, &kind)),
+    }
+}
+
+/// Writes zeroes to a file. Its refusal of what would be slow is the request's failure, not the storage's.
+async fn zero_file<S: Storage>(file: &S, at: u64, length: u64, mode: ZeroMode) -> Result<()> {
+    match file.write_zeroes(at, length, mode).await {
+        Err(error) if mode.only_fast && error.kind() == io::ErrorKind::Unsupported => {
+            Err(DiskError::Unsupported(error.to_string()))
+        }
+        done => Ok(done?),
     }
 }
 

@@ -29,6 +29,7 @@ mod library;
 mod live;
 mod manifest;
 mod merged_layers;
+mod mirrors;
 mod mixed_hosts;
 mod no_space;
 mod opposite_qemu;

@@ -451,3 +451,73 @@ fn compressed_clusters_of_layers_of_equal_layout_are_told_apart_after_any_job() 
         }
     }
 }
+
+/// What a commit moved in the base is free space when the next one writes there.
+async fn committed_twice(cancel: bool) {
+    const PART: usize = 4 << 10;
+    let host = MemoryHost::new();
+    let base = make(&host, 0, (LAYERS * CLUSTER) as u64).await;
+    // One after another in as many host clusters, of which the last two share one.
+    let mut model: Vec<u8> = (0..3 * CLUSTER as u32)
+        .flat_map(|n| if n % 3 == 0 { n.wrapping_mul(0x9e37_79b9).to_le_bytes() } else { [7; 4] })
+        .take(3 * CLUSTER)
+        .collect();
+    model.resize(LAYERS * CLUSTER, 0);
+    for cluster in 0..3 {
+        let bytes = IoBuf::copy_of(&model[cluster * CLUSTER..(cluster + 1) * CLUSTER]);
+        base.write_compressed((cluster * CLUSTER) as u64, bytes).await.unwrap();
+    }
+    base.close().await.unwrap();
+    drop(base);
+    let small = NewDisk::new((LAYERS * CLUSTER) as u64).cluster_size(PART as u64);
+    let small = small.backing_file(name(0), "qcow2");
+    create(&host.any(), Path::new(&name(1)), &small).await.unwrap();
+    let options = OpenOptions::new().writable(true).index(false);
+    let live = open(&host, &name(1), &options).await;
+    let overlay = |number: usize| Overlay::Create(name(number).into());
+    let commit = async |cancel: bool| {
+        let file = |at: usize| Some(live.layers()[live.layers().len() - 1 - at].storage().id());
+        let (top, base) = (if cancel { None } else { file(1) }, file(0));
+        let options = CommitOptions { top, base, ..CommitOptions::default() };
+        let (job, work) = isobath_jobs::commit(&live, options, job()).unwrap();
+        if cancel {
+            let cancelled = async {
+                while job.status() != JobStatus::Ready {
+                    job.changed().await;
+                }
+                job.cancel(true).unwrap();
+            };
+            join!(Box::pin(work), cancelled);
+        } else {
+            Box::pin(finish(job, work)).await;
+        }
+    };
+    for cluster in 0..3 {
+        let at = cluster * CLUSTER;
+        live.write(at as u64, IoBuf::copy_of(&[0x11; PART])).await.unwrap();
+        model[at..at + PART].fill(0x11);
+    }
+    // From now on all of them are in memory.
+    for _ in 0..2 {
+        assert_same(&whole(&*live).await, &model, "before");
+    }
+    if cancel {
+        commit(true).await;
+    }
+    live.snapshot(&overlay(2)).await.unwrap();
+    commit(false).await;
+    assert_same(&whole(&*live).await, &model, "committed once");
+    let last = 3 * CLUSTER;
+    live.write(last as u64, IoBuf::copy_of(&vec![0xee; CLUSTER])).await.unwrap();
+    model[last..].fill(0xee);
+    live.snapshot(&overlay(3)).await.unwrap();
+    commit(false).await;
+    assert_same(&whole(&*live).await, &model, "committed twice");
+}
+
+#[test]
+fn what_a_commit_moved_in_the_base_is_not_read_from_where_it_was() {
+    for cancel in [false, true] {
+        block_on(committed_twice(cancel));
+    }
+}

@@ -2,16 +2,24 @@
 
 use crate::common::{Ticking, complete};
 use futures_executor::block_on;
-use futures_util::join;
-use isobath_disk::{Below, Disk, LiveDisk, MetadataMode, NewDisk, OpenOptions, ZeroFlags, create};
+use futures_util::{FutureExt, join};
+use isobath_disk::encryption::{Secret, Secrets};
+use isobath_disk::pausing::{Held, OnFailure, Policies};
+use isobath_disk::throttle::Direction;
+use isobath_disk::{
+    Below, Disk, ImageFormat, LiveDisk, MetadataMode, NewDisk, NewEncryption, OpenOptions,
+    ZeroFlags, create,
+};
 use isobath_jobs::pace::Pacing;
 use isobath_jobs::{JobOptions, MirrorOptions, MirrorSync, StreamOptions};
 use isobath_storage::memory::MemoryHost;
+use isobath_storage::window::WindowHost;
 use isobath_storage::{IoBuf, Operation, Result, Storage, StorageError, StorageExt};
 use isobath_storage_test::any::{AnyHost, ToAny};
 use isobath_storage_test::pass_through::{Call, Hooks, HostCall, HostHooks, PassThrough};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 const SIZE: usize = 1 << 20;
 const CLUSTER: usize = 64 << 10;
@@ -122,9 +130,40 @@ fn a_zero_write_that_must_be_fast_is_refused_where_a_raw_data_file_is_not() {
         disk.write_zeroes(0, CLUSTER as u64, FLAGS).await.unwrap();
         let fast = ZeroFlags { only_fast: true, ..FLAGS };
         for (offset, length) in [(0, CLUSTER as u64), (512, 1024)] {
-            let _ = disk.write_zeroes(offset, length, fast).await.unwrap_err();
+            let error = disk.write_zeroes(offset, length, fast).await.unwrap_err();
+            assert_eq!(error.errno(), libc::ENOTSUP, "{error}");
             disk.write_zeroes(offset, length, FLAGS).await.unwrap();
         }
+        disk.close().await.unwrap();
+    });
+}
+
+/// Zeroes of what is encrypted are data.
+#[test]
+fn a_zero_write_that_must_be_fast_is_no_failure_of_an_encrypted_files_storage() {
+    block_on(async {
+        let secret = Arc::new(Secret::new(b"of the night".to_vec()).unwrap());
+        let host = WindowHost::new(MemoryHost::new().any());
+        let mut encryption = NewEncryption::new(Arc::clone(&secret));
+        encryption.options.iter_time = Duration::from_millis(1);
+        let mut new = NewDisk::new(SIZE as u64).format(ImageFormat::Luks);
+        new.encryption = Some(encryption);
+        create(&host, Path::new("disk.luks"), &new).await.unwrap();
+        let mut secrets = Secrets::default();
+        secrets.set(0, secret);
+        let options = OpenOptions::new().writable(true).format(ImageFormat::Luks).secrets(secrets);
+        let disk = Disk::open(host, Path::new("disk.luks"), &options).await.unwrap();
+        let disk = LiveDisk::new(disk, &options, Arc::new(Ticking::default()));
+        let policies = Policies { writes: OnFailure::Stop, ..Policies::default() };
+        disk.pausing().set_policies(policies);
+        let fast = ZeroFlags { only_fast: true, ..FLAGS };
+        let error = disk.write_zeroes(0, 4096, fast).await.unwrap_err();
+        assert_eq!(error.errno(), libc::ENOTSUP, "{error}");
+        let pausing = disk.pausing();
+        let hold = pausing.hold(pausing.round(), Direction::Write, &error);
+        assert_eq!(hold.now_or_never(), Some(Held::Fails));
+        assert_eq!(pausing.state().failures, Vec::new());
+        disk.write_zeroes(0, 4096, FLAGS).await.unwrap();
         disk.close().await.unwrap();
     });
 }
