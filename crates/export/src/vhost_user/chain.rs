@@ -11,6 +11,10 @@ pub(crate) struct Segment {
     pub(crate) length: usize,
 }
 
+/// The most pieces of a chain's memory in either direction. A descriptor has one for each region of the guest's memory
+/// that it touches: seldom more than one, but the peer decides on the regions.
+const MOST_PIECES: usize = 2 * MAX_SIZE as usize;
+
 /// An error in a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ChainError {
@@ -24,6 +28,8 @@ pub(crate) enum ChainError {
     Table,
     #[error("a buffer is outside the guest's memory")]
     Outside,
+    #[error("the chain's buffers are in more than {MOST_PIECES} pieces")]
+    Pieces,
     #[error("a device-readable descriptor follows a device-writable one")]
     Order,
     #[error("the request is shorter than its header")]
@@ -123,6 +129,11 @@ impl Chain {
             };
             let length = left.min(rest);
             push(list, Segment { start, length });
+            if list.len() > MOST_PIECES {
+                list.clear();
+                self.fault = Some(ChainError::Pieces);
+                return Ok(());
+            }
             address = address.wrapping_add(length as u64);
             left -= length;
         }

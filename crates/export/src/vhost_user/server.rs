@@ -3,6 +3,7 @@
 use super::bounce::{BUDGET, Bounces};
 use super::options::{Options, OptionsError};
 use super::session::{Served, Session};
+use crate::give_way::give_way;
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
 use isobath_ring::net::after_failed_accept;
@@ -71,6 +72,8 @@ impl<D: BlockDevice> Server<D> {
                     self.connected.store(true, Ordering::Release);
                     Session::new(&self.served, workers).run(socket).await;
                     self.connected.store(false, Ordering::Release);
+                    // The next may have connected already.
+                    give_way().await;
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.unless_stopped(ready.ready(libc::POLLIN)).await.transpose()?;

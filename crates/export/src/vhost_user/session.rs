@@ -13,6 +13,7 @@ use super::wire::{
     ConfigPart, Connection, InFlightArea, MAX_BODY, MemoryRegion, Message, VringAddress,
     VringState, code, invalid, protocol,
 };
+use crate::give_way::give_way;
 use crate::stop::Stop;
 use isobath_disk::BlockDevice;
 use isobath_ring::Handle;
@@ -115,6 +116,8 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             let ended = match self.next(&mut connection).await {
                 Event::Stop | Event::Message(Ok(None)) => Ok(true),
                 Event::Message(Ok(Some(message))) => {
+                    // A client may have sent thousands.
+                    give_way().await;
                     self.answer(&connection, message).await.map(|()| false)
                 }
                 Event::Message(Err(error)) => Err(error),
@@ -181,7 +184,23 @@ impl<'a, D: BlockDevice> Session<'a, D> {
         if let Some(error) = refusal {
             tracing::warn!(code, %error, "rejected a client's message");
         }
-        connection.reply(code, &body, file.as_ref()).await
+        self.unless_over(connection.reply(code, &body, file.as_ref())).await
+    }
+
+    /// The result of sending something, which may wait for the client; an error once the session should end.
+    async fn unless_over(&self, sent: impl Future<Output = io::Result<()>>) -> io::Result<()> {
+        let mut stopped = pin!(self.served.stop.requested());
+        let mut lost = pin!(self.lost.requested());
+        let mut sent = pin!(sent);
+        poll_fn(|cx| {
+            let over = stopped.as_mut().poll(cx).is_ready() || lost.as_mut().poll(cx).is_ready();
+            if over {
+                let reason = "it does not take what it is sent";
+                return Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, reason)));
+            }
+            sent.as_mut().poll(cx)
+        })
+        .await
     }
 
     async fn handle(&mut self, mut message: Message) -> io::Result<Reply> {
@@ -316,7 +335,7 @@ impl<'a, D: BlockDevice> Session<'a, D> {
             return;
         }
         if let Some(channel) = &self.channel
-            && let Err(error) = channel.tell(code::BACKEND_CONFIG_CHANGE).await
+            && let Err(error) = self.unless_over(channel.tell(code::BACKEND_CONFIG_CHANGE)).await
         {
             tracing::warn!(%error, "cannot notify a client of the disk's new size");
             self.channel = None;

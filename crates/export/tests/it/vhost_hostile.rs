@@ -6,11 +6,17 @@ use crate::vhost_raw::{
     USER, WRITE, addresses, descriptor, eventfd, header, memory_table, message, state,
 };
 use crate::vhost_served::VhostServed;
-use isobath_export::vhost_user::Options;
+use isobath_export::vhost_user::{Options, Server};
+use isobath_ring::{Config, Executor, yield_now};
 use proptest::prelude::*;
 use std::fs::File;
+use std::future::{Future, poll_fn};
+use std::io::{ErrorKind, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::Poll;
 use std::time::Duration;
 
 const SIZE: usize = 1 << 20;
@@ -773,4 +779,106 @@ proptest! {
         prop_assert!(raw.stop_queue(0) <= ahead);
         prop_assert_eq!(served.device.running.load(Ordering::Relaxed), 0);
     }
+}
+
+/// A server and another task, whose turns are counted.
+#[test]
+fn a_client_that_keeps_sending_messages_leaves_the_other_tasks_of_the_thread_their_turns() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("vhost.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let server = Server::new(Arc::new(MemoryDisk::new(SIZE)), Options::default()).unwrap();
+    let turns = Arc::new(AtomicU64::new(0));
+    let serving = {
+        let (server, turns) = (Arc::clone(&server), Arc::clone(&turns));
+        std::thread::spawn(move || {
+            let executor = Executor::new(&Config::default()).unwrap();
+            executor.block_on(async {
+                let mut serving = pin!(server.serve(listener, &[]));
+                loop {
+                    turns.fetch_add(1, Ordering::Relaxed);
+                    if poll_fn(|cx| Poll::Ready(serving.as_mut().poll(cx).is_ready())).await {
+                        break;
+                    }
+                    yield_now().await;
+                }
+            });
+        })
+    };
+    // The client ends when the server closes the connection.
+    let client = UnixStream::connect(&socket).unwrap();
+    let flood = message(3, 1, &[]).repeat(5000);
+    let sent = Arc::new(AtomicU64::new(0));
+    let sending = {
+        let (mut client, sent) = (client.try_clone().unwrap(), Arc::clone(&sent));
+        std::thread::spawn(move || {
+            while client.write_all(&flood).is_ok() {
+                sent.fetch_add(1, Ordering::Relaxed);
+            }
+        })
+    };
+    while sent.load(Ordering::Relaxed) < 4 {
+        std::thread::yield_now();
+    }
+    let before = turns.load(Ordering::Relaxed);
+    while turns.load(Ordering::Relaxed) < before + 100 {
+        std::thread::yield_now();
+    }
+    server.stop();
+    serving.join().unwrap();
+    sending.join().unwrap();
+}
+
+#[test]
+fn a_client_that_takes_no_replies_is_disconnected_when_the_server_stops() {
+    let mut served = served();
+    let raw = Raw::start(&served.socket, 1, 16, FEATURES);
+    raw.assert_works(0);
+    raw.socket.set_nonblocking(true).unwrap();
+    let asked = message(1, 1, &[]);
+    let blocked = |error: std::io::Error| assert_eq!(error.kind(), ErrorKind::WouldBlock);
+    // Until the server takes no more, since it waits for room for a reply.
+    let mut full = 0;
+    while full < 1000 {
+        match (&raw.socket).write(&asked) {
+            Ok(length) => {
+                assert_eq!(length, asked.len());
+                full = 0;
+            }
+            Err(error) => {
+                blocked(error);
+                full += 1;
+                std::thread::sleep(Duration::from_micros(100));
+            }
+        }
+    }
+    served.stop();
+}
+
+#[test]
+fn a_request_in_more_pieces_than_a_ring_has_descriptors_twice_over_fails_alone() {
+    // Regions of a byte each: a descriptor has a piece of memory in each of them.
+    let served = served();
+    let raw = Raw::start(&served.socket, 1, 16, FEATURES);
+    let regions = 400;
+    let start = 2 * MEMORY as u64;
+    for n in 0..regions {
+        let at = start + n;
+        let region = [0, at, 1, 2 * USER + n, 0].map(u64::to_ne_bytes).concat();
+        assert!(raw.is_done(37, &region, &[&raw.memory.file]));
+    }
+    let head = (HEADER, 16, false);
+    let tail = (STATUS, 1, true);
+    let many = |count: usize| {
+        let mut parts = vec![head];
+        parts.extend(std::iter::repeat_n((start, regions as u32, true), count));
+        // Whole sectors.
+        let rest = (count * regions as usize).next_multiple_of(512) - count * regions as usize;
+        parts.push((BUFFER, rest as u32, true));
+        parts.push(tail);
+        parts
+    };
+    assert_eq!(status(&raw, header(IN, 0), &many(4)), OK);
+    assert_eq!(status(&raw, header(IN, 0), &many(8)), ERROR);
+    raw.assert_works(0);
 }
